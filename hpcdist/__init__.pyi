@@ -34,7 +34,6 @@ from hpcdist.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOp
 from hpcdist.collectives.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from hpcdist.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce
 from hpcdist.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
-from hpcdist.collectives.moves import all_gather as all_gather
 from hpcdist.collectives.moves import all_gather_async as all_gather_async
 from hpcdist.collectives.moves import alltoall as alltoall
 from hpcdist.collectives.moves import alltoall_async as alltoall_async
@@ -99,6 +98,7 @@ from hpcdist.strategy.coordination.values import PerWorkerValues as PerWorkerVal
 from hpcdist.strategy.coordination.values import RemoteValue as RemoteValue
 from hpcdist.strategy.coordination.worker import current_worker_index as current_worker_index
 from hpcdist.strategy.extended import StrategyExtended as StrategyExtended
+from hpcdist.strategy.gathered import all_gather as all_gather
 from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
 from hpcdist.strategy.losses import scale_regularization_loss as scale_regularization_loss
 from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy

@@ -31,7 +31,6 @@ _DEFINED_IN = {
         "ReductionToOneDevice",
     ],
     "collectives.moves": [
-        "all_gather",
         "all_gather_async",
         "alltoall",
         "alltoall_async",
@@ -71,6 +70,7 @@ _DEFINED_IN = {
     "data.sources": ["RowSource"],
     "diagnostics.logs": ["log_to"],
     "diagnostics.summary": ["communication_summary"],
+    "strategy.gathered": ["all_gather"],
     "gradients.comm_hook": ["GradBucket"],
     "gradients.compression": ["PowerSGDState", "TopKState", "power_sgd_hook", "top_k_hook"],
     "notebook": ["notebook_launcher"],

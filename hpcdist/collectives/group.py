@@ -236,6 +236,24 @@ class Group:
             journal.enter(op, dtype, n_elements)
         return journal
 
+    def require_same_call(self, call: str, own: str) -> None:
+        """Raise CollectiveError on all ranks unless all make the same call. Collective: `comm`.
+
+        Args:
+            call: its name.
+            own: what must be the same on all ranks.
+
+        Cost: two all-reduces of 8 bytes.
+        """
+        if self.size > 1:
+            self.world.require_same(
+                own,
+                self.comm,
+                lambda firsts: CollectiveError(
+                    f"{call}: expected {firsts} as on rank 0, got {own}; make the same call on every rank."
+                ),
+            )
+
     def wait(self, requests: Sequence[MPI.Request], max_sleep_s: float = MAX_SLEEP_S) -> None:
         """Wait for messages of this group, bounded. They take long enough to sleep meanwhile.
 

@@ -1,7 +1,8 @@
 """The public collectives that move rows from rank to rank: broadcast, gather, scatter, all-to-all, reduce-scatter.
 
 Each takes any communicator and numpy arrays, torch tensors or cupy arrays, and returns what it was given, on the same
-device. No gradient flows through them: inside `run`, `ReplicaContext.all_gather` is differentiable.
+device. No gradient flows through them, so a tensor that is computed of others with gradients is refused: through
+`hpcdist.all_gather` and `ReplicaContext.all_gather` they flow.
 """
 
 import math
@@ -35,10 +36,10 @@ def broadcast(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> None:
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
     Raises:
-        CollectiveError: for a buffer that is not contiguous or not of numbers; on this rank only, before anything is
-            sent.
+        CollectiveError: for ranks that differ in shape, dtype or root; on every rank. For a buffer that is not
+            contiguous or not of numbers; on this rank only, before anything is sent.
 
-    Cost: as the MPI library's Bcast, in pieces of 1 GiB.
+    Cost: as the MPI library's Bcast, in pieces of 1 GiB, and an all-reduce of 24 bytes.
     """
     _broadcast(buffer, root, group_of(comm))
 
@@ -51,6 +52,7 @@ def broadcast_async(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) ->
 
 def _broadcast(buffer: Any, root: int, group: Group) -> None:
     with group.recorded("broadcast", buffer), host_array(buffer, is_moved=True) as array:
+        group.require_same_call("broadcast", f"{array.dtype} of shape {tuple(buffer.shape)} from root {root}")
         library.broadcast(array, group.comm, root)
 
 
@@ -76,6 +78,7 @@ def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
 
 def all_gather_async(array: Any, comm: MPI.Comm | None = None) -> Handle:
     """Start an `all_gather` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
+    _require_no_graph("all_gather_async", array)
     thread = thread_of(group_of(comm))
     return thread.submit(behind_producers([array], lambda: _all_gather(array, thread.group)))
 
@@ -103,13 +106,7 @@ def _require_rows_that_fit(call: str, array: Array, group: Group, error: Collect
     if not array.ndim:
         error = CollectiveError(f"{call}: expected rows, got a single number; pass value[None].")
     group.agree(error)
-    group.world.require_same(
-        own,
-        group.comm,
-        lambda roots: CollectiveError(
-            f"{call}: expected {roots} as on rank 0, got {own}; pass arrays that fit together."
-        ),
-    )
+    group.require_same_call(call, own)
 
 
 def scatter(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Any:
@@ -127,15 +124,17 @@ def scatter(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Any:
         divided in order, the first ranks getting one more where they do not divide evenly.
 
     Raises:
-        CollectiveError: when root gives no rows; on every rank.
+        CollectiveError: when root gives no rows, or ranks name other roots; on every rank.
 
     Cost: the MPI library's Scatterv, and a message for kind, dtype and shape.
     """
+    _require_no_graph("scatter", array)
     return _scatter(array, root, group_of(comm))
 
 
 def scatter_async(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
     """Start a `scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
+    _require_no_graph("scatter_async", array)
     thread = thread_of(group_of(comm))
     return thread.submit(behind_producers([array], lambda: _scatter(array, root, thread.group)))
 
@@ -152,6 +151,7 @@ def _scatter(array: Any, root: int, group: Group) -> Any:
         if given is not None and not given.ndim:
             error = CollectiveError(f"scatter: expected rows on root, got {type(array).__name__}; pass an array.")
         group.agree(error)
+        group.require_same_call("scatter", f"root {root}")
         kind = None if given is None else (_example_of(array), given[:0], len(given))
         example, no_rows, n_rows = group.comm.bcast(kind, root)
         counts = _even_counts(n_rows, group)
@@ -181,11 +181,13 @@ def alltoall(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | N
 
     Cost: the MPI library's Alltoall of a number and Alltoallv; half precision travels as float32.
     """
+    _require_no_graph("alltoall", array)
     return _alltoall(array, counts, group_of(comm))
 
 
 def alltoall_async(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None) -> Handle:
     """Start an `alltoall` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
+    _require_no_graph("alltoall_async", array)
     thread = thread_of(group_of(comm))
     return thread.submit(behind_producers([array], lambda: _alltoall(array, counts, thread.group)))
 
@@ -205,6 +207,18 @@ def _alltoall(array: Any, counts: Sequence[int] | None, group: Group) -> tuple[A
         with _RowType(came) as row:
             group.comm.Alltoallv([given, sent, row], [came, received, row])
     return from_host(came, array), received
+
+
+def _require_no_graph(call: str, array: Any) -> None:
+    """Raise CollectiveError for a tensor that a backward would reach, where gradients are recorded.
+
+    This layer does not import torch: of such a tensor every view has a graph, too.
+    """
+    if getattr(array, "grad_fn", None) is not None and array.view_as(array).requires_grad:
+        raise CollectiveError(
+            f"{call}: expected values without a graph, as no gradient flows through it, got a tensor of "
+            f"{type(array.grad_fn).__name__}; pass value.detach(), or use hpcdist.all_gather, which has gradients."
+        )
 
 
 class _RowType:
@@ -242,35 +256,49 @@ def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) ->
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
     Returns:
-        (own rows, ...) of the same kind and dtype: rows are divided over the ranks in order, the first ones getting one
-        more where they do not divide evenly.
+        (own rows, ...) of the same kind and dtype, float64 for a mean of integers: rows are divided over the ranks in
+        order, the first ones getting one more where they do not divide evenly.
 
     Raises:
-        CollectiveError: for an unknown op, bools, a mean of integers or a single number; on this rank only.
+        CollectiveError: for bools, a single number, or ranks that differ in shape, dtype or op; on every rank. For an
+            unknown op, on this rank only.
 
     Cost: the MPI library's Reduce_scatter: at best (P-1)/P * n elements sent per rank.
     """
+    _require_no_graph("reduce_scatter", array)
     return _reduce_scatter(array, parse_op(op), group_of(comm))
 
 
 def reduce_scatter_async(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> Handle:
     """Start a `reduce_scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
+    _require_no_graph("reduce_scatter_async", array)
     reduction, thread = parse_op(op), thread_of(group_of(comm))
     return thread.submit(behind_producers([array], lambda: _reduce_scatter(array, reduction, thread.group)))
 
 
 def _reduce_scatter(array: Any, op: Op, group: Group) -> Any:
+    if op is MEAN:
+        array = _as_floats(array)
     given = to_host(array, "reduce_scatter")
-    if not given.ndim or given.dtype.kind not in ("fc" if op is MEAN else "iufc"):
-        raise CollectiveError(
-            f"reduce_scatter: expected rows of numbers, and floats for a mean, got {given.shape} {given.dtype}; pass "
-            f"an array with rows, or use a sum."
+    error: CollectiveError | None = None
+    if not given.ndim or given.dtype.kind not in "iufc":
+        error = CollectiveError(
+            f"reduce_scatter: expected rows of numbers, got {given.shape} {given.dtype}; pass an array with rows."
         )
-    counts = _even_counts(len(given), group)
-    own = np.empty((counts[group.rank], *given.shape[1:]), given.dtype)
     with group.recorded("reduce_scatter", given):
+        group.agree(error)
+        group.require_same_call("reduce_scatter", f"{op.name} of {given.dtype} of shape {given.shape}")
+        counts = _even_counts(len(given), group)
+        own = np.empty((counts[group.rank], *given.shape[1:]), given.dtype)
         sizes = [count * math.prod(given.shape[1:]) for count in counts]
         group.comm.Reduce_scatter(given, own, sizes, library.mpi_op(op))
     if op is MEAN:
         np.divide(own, group.size, out=own)
     return from_host(own, array)
+
+
+def _as_floats(array: Any) -> Any:
+    """Return an array of whole numbers as float64, of which numpy's mean is; any other as it is."""
+    if hasattr(array, "new_tensor"):
+        return array if array.is_floating_point() or array.is_complex() else array.double()
+    return array.astype(np.float64) if array.dtype.kind in "iu" else array

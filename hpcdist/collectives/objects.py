@@ -24,10 +24,14 @@ def broadcast_object(value: Any = None, root: int = 0, comm: MPI.Comm | None = N
         root: the rank of `comm` whose object is taken.
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
+    Raises:
+        CollectiveError: when ranks name other roots; on every rank.
+
     Cost: the MPI library's Bcast of the pickle, and of its size.
     """
     group = group_of(comm)
     with group.recorded("broadcast_object", None):
+        group.require_same_call("broadcast_object", f"root {root}")
         return group.comm.bcast(value, root)
 
 
@@ -45,6 +49,7 @@ def gather_objects(value: Any, root: int = 0, comm: MPI.Comm | None = None) -> l
     """
     group = group_of(comm)
     with group.recorded("gather_objects", None):
+        group.require_same_call("gather_objects", f"root {root}")
         return group.comm.gather(value, root)
 
 
@@ -75,11 +80,12 @@ def scatter_objects(values: Sequence[Any] | None = None, root: int = 0, comm: MP
         comm: as `broadcast_object`.
 
     Raises:
-        CollectiveError: when root gives another number of objects; on every rank.
+        CollectiveError: when root gives another number of objects, or ranks name other roots; on every rank.
     """
     group = group_of(comm)
     with group.recorded("scatter_objects", None):
         given = list(values or ()) if group.rank == root else []
+        group.require_same_call("scatter_objects", f"root {root}")
         group.agree(_refusal("scatter_objects", len(given), group.size) if group.rank == root else None)
         return group.comm.scatter(given if group.rank == root else None, root)
 

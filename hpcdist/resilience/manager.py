@@ -215,7 +215,8 @@ class CheckpointManager:
                 save or restore.
 
         Raises:
-            UsageError: if what drives an optimizer of the Checkpoint is not in it; on all ranks.
+            UsageError: if what drives an optimizer of the Checkpoint is not in it, or a metric is no number; on all
+                ranks.
             CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
                 untouched.
             DesyncError: if ranks differ in parameters or optimizers, which a chief finds out in the background: raised
@@ -232,6 +233,8 @@ class CheckpointManager:
         group = group_of(self._comm, None, self._world)
         with group.recorded("save", None):  # the watchdog names ranks that do not come
             group.wait([group.comm.Ibarrier()])
+        with self._world.agreed(self._comm):
+            numbers = None if metrics is None else _numbers_of(metrics)
         self._require_drivers()
         self._begin_to_save()
         self.wait()
@@ -249,7 +252,7 @@ class CheckpointManager:
                         step,
                         (state, arrays),
                         self._written(),
-                        metrics,
+                        numbers,
                         if_changed=if_changed,
                         in_memory=in_memory,
                         comparison=comparison if self._comm.size > 1 else None,
@@ -576,3 +579,23 @@ class CheckpointManager:
 
     def _written(self) -> dict[str, Any]:
         return describe(self._world, self.checkpoint.describe_sums())
+
+
+def _numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers of Python.
+
+    Raises:
+        UsageError: for one that is no number; on this rank only.
+    """
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # of an array, a tensor of several numbers, or anything else
+            raise UsageError(
+                f"save: expected a number for the metric {name!r}, got {type(value).__name__}; pass one, such as "
+                f"value.mean().item()."
+            ) from None
+    return numbers

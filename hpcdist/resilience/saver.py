@@ -126,7 +126,7 @@ class Saver:
         path = self.store.path_of(step)
         if metrics is None:
             metrics = self.last.metrics if self.last is not None and self.last.step == step else {}
-        contents = self._lay_out(step, {name: float(metrics[name]) for name in metrics}, written, collected)
+        contents = self._lay_out(step, dict(metrics), written, collected)
         check = None if comparison is None else functools.partial(comparison.require, contents, self._world.timeout_s)
         atexit.register(self._wait_at_exit)
         if if_changed and self._is_last(collected[0]):

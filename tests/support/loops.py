@@ -21,6 +21,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -66,6 +67,9 @@ LOOPS = (
 STEPS = ("plain", "clipping", "amp", "schedule", "ema")
 EPOCH_ENDS = ("nothing", "schedule", "validation", "plateau", "plateau with gradients")
 MODELS = ("linear", "dropout", "batch norm")
+#: Where random numbers are drawn beside the model's, and from which library.
+NUMBERS = ("none", "rows", "collate", "loop")
+LIBRARIES = ("numpy", "python", "torch", "own")
 #: Kinds of data and loop of which a refusal is expected, by what a script has, and the cure that the message names.
 EXPECTED_REFUSALS = {
     ("data", "own loader, torch's sampler"): "distribute",
@@ -74,13 +78,18 @@ EXPECTED_REFUSALS = {
     ("loop", "islice"): "take",
     ("loop", "casts"): "as drawn",
     ("loop", "zip"): "drop",
+    ("left_out", True): "add",
 }
 N_STEPS_TO_BREAK = 23
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a script is made of. `cure`: what a message has told the user to change."""
+    """What a script is made of.
+
+    `left_out`: whether the Checkpoint lacks what drives the optimizer. `cure`: what a message has told the user to
+    change.
+    """
 
     data: str
     loop: str
@@ -91,6 +100,9 @@ class Script:
     batch: int
     seed: int
     workers: str = "none"
+    numbers: str = "none"
+    library: str = "numpy"
+    left_out: bool = False
     cure: str = ""
 
     @property
@@ -108,7 +120,14 @@ class Script:
     @property
     def is_global(self):
         """Whether one process on the global batch has the same weights, but for rounding."""
-        return self.model == "linear"
+        return self.model == "linear" and self.numbers == "none"
+
+    @property
+    def drivers(self):
+        """Return the variables of what drives the optimizer."""
+        names = {"schedule": ["schedule"], "ema": ["ema"], "amp": ["scaler"]}.get(self.step, [])
+        has_epochs = self.epoch_end == "schedule" or self.epoch_end.startswith("plateau")
+        return [*names, "epochs"] if has_epochs else names
 
     @property
     def may_be_refused(self):
@@ -153,7 +172,18 @@ def draw(seed):
         workers = "none"
     if data == "worker stream" and workers == "none":
         workers = "fork"
-    return Script(data, loop, step, epoch_end, model, n_rows, batch, seed, workers)
+    numbers = random_numbers.choices(NUMBERS, (6, 3, 1, 3))[0]
+    library = random_numbers.choice(LIBRARIES)
+    if data in ("index", "generator") and numbers != "none":
+        numbers = "loop"
+    if numbers == "collate" and not ("loader" in data or data == "worker stream"):
+        numbers = "rows"
+    if numbers == "loop" and library == "own":  # a generator of the program's own, which it would have to save
+        library = "numpy"
+    if numbers == "rows" and library == "own" and data == "worker stream":  # each worker draws all rows
+        library = "numpy"
+    script = Script(data, loop, step, epoch_end, model, n_rows, batch, seed, workers, numbers, library)
+    return replace(script, left_out=bool(script.drivers) and random_numbers.random() < 0.12)
 
 
 # -- the text of a script --------------------------------------------------------------------------------------------
@@ -201,6 +231,9 @@ def _head(script):
         given += ["epochs=epochs"]
     if script.epoch_end in ("validation", "plateau", "plateau with gradients"):
         lines += ["validation = strategy.experimental_distribute_dataset(job.validation())"]
+    if script.left_out and script.cure != "add":
+        left_out = script.drivers[0]
+        given = [item for item in given if not item.startswith(f"{left_out}=")]
     lines += [f"checkpoint = hpcdist.Checkpoint({', '.join(given)})"]
     lines += ["handler = job.handler(checkpoint)"]
     return lines
@@ -255,7 +288,7 @@ def _pass(script):
             "while batch is not None:",
             "    x, y = batch",
         ]
-        lines += ["    optimizer.zero_grad()", "    loss = job.loss(model, x, y)", "    batch = next(iterator, None)"]
+        lines += ["    optimizer.zero_grad()", f"    loss = {_loss(script)}", "    batch = next(iterator, None)"]
         return lines + ["    " + line for line in _after_loss(script)]
     if script.loop == "peek":
         lines += [f"first = next(iter({source}), None)"]
@@ -271,11 +304,18 @@ def _pass(script):
     lines += [header]
     if script.loop == "casts" and script.cure != "as drawn":
         lines += ["    x = x + 0"]
+    if script.numbers == "loop":
+        lines += [f"    noise = 1 + 0.1 * job.draw_{script.library}()"]
     lines += ["    " + line for line in body]
     if script.loop == "break":
         lines += [f"    if handler.step >= {N_STEPS_TO_BREAK}:", "        break"]
         lines += [f"if handler.step >= {N_STEPS_TO_BREAK}:", "    break"]
     return lines
+
+
+def _loss(script):
+    is_noisy = script.numbers == "loop" and script.loop != "draws ahead"
+    return "noise * job.loss(model, x, y)" if is_noisy else "job.loss(model, x, y)"
 
 
 def _step(script):
@@ -284,20 +324,20 @@ def _step(script):
         lines = [
             "def closure():",
             "    optimizer.zero_grad()",
-            "    loss = job.loss(model, x, y)",
+            f"    loss = {_loss(script)}",
             "    loss.backward()",
         ]
         return [*lines, "    return loss", "optimizer.step(closure)", *_end_of_step(script)]
     if script.loop == "gan":
-        lines = ["optimizer.zero_grad()", "loss = job.loss(model, x, y)"]
+        lines = ["optimizer.zero_grad()", f"loss = {_loss(script)}"]
         lines += [*_backward(script), *_optimizer_step(script)]
         lines += ["other_optimizer.zero_grad()", "job.loss(other, x, y).backward()", "other_optimizer.step()"]
         return lines + _end_of_step(script)
     if script.loop == "accumulation":
-        lines = ["loss = job.loss(model, x, y) / 2", *_backward(script), "n_accumulated += 1"]
+        lines = [f"loss = {_loss(script)} / 2", *_backward(script), "n_accumulated += 1"]
         inner = [*_optimizer_step(script), "optimizer.zero_grad()", *_end_of_step(script)]
         return [*lines, "if n_accumulated % 2 == 0:", *("    " + line for line in inner)]
-    lines = ["optimizer.zero_grad()", "loss = job.loss(model, x, y)"]
+    lines = ["optimizer.zero_grad()", f"loss = {_loss(script)}"]
     if script.loop == "zip":
         lines += ["loss = loss + 0.1 * job.penalty(model, u)"]
     return lines + _after_loss(script)
@@ -378,10 +418,27 @@ class Job:
         generator = torch.Generator().manual_seed(self.script.seed)
         x = _normal(self.script.n_rows, 4, generator=generator)
         y = _normal(self.script.n_rows, 1, generator=generator)
-        return torch.utils.data.TensorDataset(x, y)
+        rows = torch.utils.data.TensorDataset(x, y)
+        return NoisyRows(rows, self) if self.script.numbers == "rows" else rows
+
+    @staticmethod
+    def draw_numpy():
+        return float(np.random.randn())
+
+    @staticmethod
+    def draw_python():
+        return random.random()
+
+    @staticmethod
+    def draw_torch():
+        return float(torch.rand((), dtype=torch.float64))
 
     def dataset(self):
-        rows = hpcdist.Dataset.from_tensor_slices(tuple(self.tensors().tensors))
+        tensors = self.tensors()
+        if self.script.numbers == "rows":
+            rows = hpcdist.Dataset.from_tensor_slices(tuple(tensors.rows.tensors)).map(tensors.with_noise)
+        else:
+            rows = hpcdist.Dataset.from_tensor_slices(tuple(tensors.tensors))
         return rows.batch(self.script.batch, drop_remainder=self.script.cure == "drop")
 
     def loader(self):
@@ -394,6 +451,8 @@ class Job:
             is_persistent = self.script.workers == "persistent"
             method = "fork" if is_persistent else self.script.workers
             settings.update(num_workers=N_WORKERS, multiprocessing_context=method, persistent_workers=is_persistent)
+        if self.script.numbers == "collate":
+            settings.update(collate_fn=NoisyJoin(self))
         return torch.utils.data.DataLoader(self.tensors() if rows is None else rows, **settings)
 
     def weighted_loader(self):
@@ -453,7 +512,8 @@ class Job:
         return torch.utils.data.distributed.DistributedSampler(self.tensors(), self.n_ranks, self.rank, shuffle=False)
 
     def index_loop(self):
-        x, y = self.tensors().tensors
+        tensors = self.tensors()
+        x, y = tensors.tensors
         batch, rank, n_ranks = self.script.batch, self.rank, self.n_ranks
         starts = range(0, self.script.n_rows, batch)
         return [
@@ -556,6 +616,39 @@ class PlainStrategy:
         return PlainBatches(data)
 
 
+class NoisyRows(torch.utils.data.Dataset):
+    """Rows whose inputs are scaled by a number that is drawn for each."""
+
+    def __init__(self, rows, job):
+        self.rows = rows
+        self.generator = np.random.default_rng(1)
+        self.draw = self.draw_own if job.script.library == "own" else getattr(Job, f"draw_{job.script.library}")
+
+    def draw_own(self):
+        return float(self.generator.random())
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        return self.with_noise(*self.rows[row])
+
+    def with_noise(self, x, y):
+        return x * (1 + 0.1 * self.draw()), y
+
+
+class NoisyJoin:
+    """Joins rows, and scales the inputs by a number that is drawn for the batch."""
+
+    def __init__(self, job):
+        library = "numpy" if job.script.library == "own" else job.script.library
+        self.draw = getattr(Job, f"draw_{library}")
+
+    def __call__(self, rows):
+        x, y = torch.utils.data.default_collate(rows)
+        return x * (1 + 0.1 * self.draw()), y
+
+
 class BucketSampler(torch.utils.data.Sampler):
     """Batches of rows with neighbouring numbers, of two sizes, in an order that torch draws."""
 
@@ -641,7 +734,7 @@ def run(script, folder=None, end=None):
     exec("import itertools", space)
     if job.is_plain:
         space["hpcdist"] = _PlainModule
-    torch.manual_seed(script.seed)
+    hpcdist.set_random_seed(script.seed)
     outcome, error = "done", ""
     try:
         exec(compile(text_of(script), f"<script {script.seed}>", "exec"), space)
@@ -677,7 +770,7 @@ def run_as_program(seed, folder, end, result_path):
     """Run one attempt as a program of its own, which ends as it ends; rank 0 writes what a finished one leaves."""
     script = draw(seed)
     space = {"job": Job(script, folder, end), "torch": torch, "nn": nn, "hpcdist": hpcdist, "itertools": itertools}
-    torch.manual_seed(script.seed)
+    hpcdist.set_random_seed(script.seed)
     exec(compile(text_of(script), f"<script {script.seed}>", "exec"), space)
     if MPI.COMM_WORLD.rank == 0:
         torch.save({"steps": space["handler"].step, **state_of(space)}, result_path)
@@ -748,11 +841,15 @@ def _check_refusal(script, error, folder, random_numbers):
         "distribute": "experimental_distribute_dataset",
         "as drawn": "the tensors as they were drawn",
         "drop": "drop_remainder=True",
+        "add": "write Checkpoint(...,",
     }
     named = [cure for cure in sorted(script.may_be_refused) if wanted[cure] in error]
     if not named:
         return "refused", f"refused without one of the cures {sorted(script.may_be_refused)}: {error}"
-    _, why = check(replace(script, cure=named[0]), os.path.join(folder, "cured"), random_numbers)
+    cured = replace(script, cure=named[0])
+    if named[0] == "add":
+        cured = replace(script, left_out=False)
+    _, why = check(cured, os.path.join(folder, "cured"), random_numbers)
     return "refused", f"cured by {named[0]}: {why}" if why else ""
 
 
