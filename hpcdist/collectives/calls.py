@@ -134,9 +134,10 @@ def grouped_all_reduce(
         postscale: as `all_reduce`.
 
     Raises:
-        CollectiveError, ConfigurationError: as `all_reduce`.
+        CollectiveError: for ranks that differ in op, number, shapes or dtypes; on every rank. Else as `all_reduce`.
+        ConfigurationError: as `all_reduce`.
 
-    Cost: one more copy of the host buffers each way.
+    Cost: one more copy of the host buffers each way, and two all-reduces of 8 bytes.
     """
     _reduce_grouped(buffers, parse_op(op), _options_of(implementation), group_of(comm), prescale, postscale)
 
@@ -170,6 +171,8 @@ def _reduce_grouped(
     prescale: float,
     postscale: float,
 ) -> None:
+    described = [f"{dtype_name(buffer)} of shape {tuple(buffer.shape)}" for buffer in buffers]
+    group.require_same_call("grouped_all_reduce", f"{reduction.name} of {', '.join(described)}")
     on_device = [buffer for buffer in buffers if is_device_buffer(buffer)]
     with ExitStack() as stack:
         arrays = [stack.enter_context(host_array(one)) for one in buffers if not is_device_buffer(one)]

@@ -212,9 +212,9 @@ def _alltoall(array: Any, counts: Sequence[int] | None, group: Group) -> tuple[A
 def _require_no_graph(call: str, array: Any) -> None:
     """Raise CollectiveError for a tensor that a backward would reach, where gradients are recorded.
 
-    This layer does not import torch: of such a tensor every view has a graph, too.
+    This layer does not import torch: what is computed of such a tensor has a graph, too.
     """
-    if getattr(array, "grad_fn", None) is not None and array.view_as(array).requires_grad:
+    if getattr(array, "grad_fn", None) is not None and array.reshape(-1)[:0].clone().requires_grad:
         raise CollectiveError(
             f"{call}: expected values without a graph, as no gradient flows through it, got a tensor of "
             f"{type(array.grad_fn).__name__}; pass value.detach(), or use hpcdist.all_gather, which has gradients."

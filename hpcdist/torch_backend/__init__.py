@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpcdist.cluster.environment import read_environment, timeout_s, torchrun_sizes
 from hpcdist.errors import CollectiveTimeoutError, ConfigurationError, agreed
-from hpcdist.torch_backend.process_group import HpcdistProcessGroup
+from hpcdist.torch_backend.process_group import HpcdistProcessGroup, leave_uncompiled
 from hpcdist.torch_backend.ranks import Ranks
 
 
@@ -54,6 +54,7 @@ def _make_group(options: Any, _: Any) -> HpcdistProcessGroup:
         names = [f"rank {number}" for number in numbers]
         is_crowded = n_local > len(os.sched_getaffinity(0))
         ranks = NodeRanks(store, options.group_rank, names, limit_s, is_crowded)
+    leave_uncompiled()
     return HpcdistProcessGroup(ranks)
 
 

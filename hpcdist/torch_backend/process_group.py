@@ -5,6 +5,7 @@ group; torch.testing._internal.distributed.multi_threaded_pg is another one.
 """
 
 import contextlib
+import types
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,6 +40,16 @@ _REDUCED = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
+
+
+def leave_uncompiled() -> None:
+    """Let torch.compile call the methods of process groups as they are, as it does those that are written in C++.
+
+    Cost: a second at the first call, in which torch's compiler is imported. DDP imports it, too.
+    """
+    for name, method in list(vars(HpcdistProcessGroup).items()):
+        if isinstance(method, types.FunctionType) and not hasattr(method, "_torchdynamo_disable"):
+            setattr(HpcdistProcessGroup, name, torch.compiler.disable(method))
 
 
 class HpcdistProcessGroup(dist.ProcessGroup):

@@ -114,11 +114,11 @@ def test_moves_in_the_background_return_their_results(comm):
     assert [one.tolist() for one in group] == [[comm.size] * 2, [comm.size] * 3]
 
 
-def test_all_gather_keeps_half_precision_and_forgets_the_graph(comm):
+def test_all_gather_keeps_half_precision(comm):
     value = torch.full((1, 2), comm.rank + 0.5, dtype=torch.bfloat16, requires_grad=True)
     joined = hpcdist.all_gather(value * 2)
     assert joined.dtype is torch.bfloat16
-    assert not joined.requires_grad
+    assert joined.requires_grad
     assert joined.tolist() == [[2 * rank + 1.0] * 2 for rank in range(comm.size)]
     assert hpcdist.all_gather(np.full((1,), comm.rank, np.float16)).dtype == np.float16
 
@@ -372,3 +372,106 @@ def test_an_evaluation_without_an_aggregate_takes_dicts(comm, result):
     if comm.size > 1 or not isinstance(result(0), dict):
         with pytest.raises(CollectiveError, match="dicts.*ranks"):
             evaluate()
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("collectives.other-collectives")
+def test_gradients_flow_through_an_all_gather(comm):
+    own = torch.arange(6.0).reshape(3, 2)[: comm.rank + 1].clone().requires_grad_()
+    joined = hpcdist.all_gather(own * 2)
+    weights = torch.arange(float(joined.numel())).reshape(joined.shape) * (comm.rank + 1)
+    (joined * weights).sum().backward()
+    total = sum(rank + 1 for rank in range(comm.size))
+    first = sum(rank + 1 for rank in range(comm.rank))
+    expected = 2 * total * torch.arange(float(joined.numel())).reshape(joined.shape)[first : first + len(own)]
+    assert torch.equal(own.grad, expected)
+    with torch.no_grad():
+        assert not hpcdist.all_gather(own * 2).requires_grad
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        hpcdist.scatter,
+        hpcdist.scatter_async,
+        hpcdist.alltoall,
+        hpcdist.alltoall_async,
+        hpcdist.reduce_scatter,
+        hpcdist.reduce_scatter_async,
+        hpcdist.all_gather_async,
+    ],
+    ids=lambda call: call.__name__,
+)
+def test_a_tensor_with_a_graph_is_refused_where_no_gradient_flows(comm, call):
+    rows = torch.ones(comm.size, 2, requires_grad=True) * 2
+    with pytest.raises(CollectiveError, match=f"{call.__name__}: expected values without a graph"):
+        call(rows)
+    with torch.no_grad():
+        results = [call(rows)]
+    results.append(call(rows.detach()))
+    for result in results:
+        if call.__name__.endswith("_async"):
+            result.wait()
+
+
+# -- calls that do not fit together ------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("debugging.mismatch-detection")
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["array", "tensor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "broadcast, dtype",
+        "broadcast, shape",
+        "broadcast, size",
+        "broadcast, root",
+        "scatter, root",
+        "alltoall, dtype",
+        "alltoall, shape",
+        "reduce_scatter, dtype",
+        "reduce_scatter, shape",
+        "reduce_scatter, size",
+        "reduce_scatter, op",
+        "all_gather, dtype",
+        "broadcast_object, root",
+        "gather_objects, root",
+        "scatter_objects, root",
+        "grouped_all_reduce, number",
+    ],
+)
+def test_calls_that_do_not_fit_together_raise_on_all_ranks(comm, name, is_tensor):
+    if comm.size == 1:
+        pytest.skip("one rank makes one call")
+    call, difference = name.split(", ")
+    is_other = comm.rank == comm.size - 1
+    shape = {"shape": (6, 2), "size": (5, 3)}.get(difference, (4, 3)) if is_other else (4, 3)
+    array = np.zeros(shape, np.float32 if is_other and difference == "dtype" else np.float64)
+    given = torch.from_numpy(array) if is_tensor else array
+    root = int(is_other and difference == "root")
+    pieces = [given] if is_other else [given[:1], given[1:]]
+    calls = {
+        "broadcast": lambda: hpcdist.broadcast(given, root),
+        "scatter": lambda: hpcdist.scatter(given, root),
+        "alltoall": lambda: hpcdist.alltoall(given),
+        "reduce_scatter": lambda: hpcdist.reduce_scatter(given, "mean" if is_other and difference == "op" else "sum"),
+        "all_gather": lambda: hpcdist.all_gather(given),
+        "broadcast_object": lambda: hpcdist.broadcast_object(1, root),
+        "gather_objects": lambda: hpcdist.gather_objects(1, root),
+        "scatter_objects": lambda: hpcdist.scatter_objects([0] * comm.size, root),
+        "grouped_all_reduce": lambda: hpcdist.grouped_all_reduce(pieces),
+    }
+    with pytest.raises(CollectiveError, match=f"{call}: expected .* as on rank 0, got"):
+        calls[call]()
+    hpcdist.barrier()
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor], ids=["array", "tensor"])
+def test_a_mean_of_whole_numbers_is_a_float_as_numpys(comm, make):
+    rows = make([[comm.rank], [comm.rank + 1]] * comm.size)
+    means = hpcdist.reduce_scatter(rows, "mean")
+    expected = np.mean([[[rank], [rank + 1]] for rank in range(comm.size)], axis=0)
+    assert np.asarray(means).dtype == np.float64
+    assert np.array_equal(np.asarray(means), expected)

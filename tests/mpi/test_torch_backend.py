@@ -280,7 +280,8 @@ def test_groups_of_some_ranks(comm, gloo):
     assert objects == [{"rank": rank} for rank in range(comm.size)]
 
 
-def test_ddp_trains_as_one_process(comm, gloo):
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
+def test_ddp_trains_as_one_process(comm, gloo, is_compiled):
     """A script as it is; the gradients are means over the ranks, as DDP has them."""
     x = torch.randn(8 * comm.size, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -296,7 +297,10 @@ def test_ddp_trains_as_one_process(comm, gloo):
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 
-    own = train(DistributedDataParallel(net(comm.rank)), x[comm.rank :: comm.size])  # rank 0's weights count
+    model = DistributedDataParallel(net(comm.rank))  # rank 0's weights count
+    if is_compiled:
+        model = torch.compile(model, backend="eager")
+    own = train(model, x[comm.rank :: comm.size])
     for parameter, other in zip(own, train(net(0), x), strict=True):
         torch.testing.assert_close(parameter, other)
 
