@@ -205,6 +205,11 @@ class GradientEngine:
         self._end_forward_watch()
         self._end_forward_watch = None
         self._engines.clear()
+        is_plain = not torch_hooks.is_transforming()
+        with torch_hooks.as_plain_code():
+            self._prepare(batch if is_plain else None)
+
+    def _prepare(self, batch: Any) -> None:
         plan = self._agreed_plan()
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
@@ -221,7 +226,7 @@ class GradientEngine:
 
     def _agreed_plan(self) -> ModelPlan:
         plan = ModelPlan((), ())
-        with self._world.agreed(self._comm):
+        with self._world.agreed(self._comm, "first use of a model"):
             gc.collect()  # whether an unused module is still there must not differ between ranks
             plan = plan_model(self.modules.roots(), self.modules.bare_parameters(), self._n_replicas > 1)
         self._require_same_tensors(plan.describe())
@@ -639,7 +644,7 @@ def _prepare_engine(
 
 def _digest(batch: Any) -> str:
     """Return a digest of the first tensor with rows in `batch`; empty text when there is none."""
-    if isinstance(batch, Tensor) and batch.layout is torch.strided and batch.dim() > 0 and batch.numel() > 0:
+    if type(batch) is Tensor and batch.layout is torch.strided and batch.dim() > 0 and batch.numel() > 0:
         array = to_array(batch)[0].reshape(-1).view("u1")
         return xxhash.xxh3_64_hexdigest(array[:_COMPARED_BYTES].tobytes())
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()

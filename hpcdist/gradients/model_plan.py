@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import ConfigurationError, DesyncError
-from hpcdist.gradients.tensors import layout
+from hpcdist.gradients.tensors import is_storable, layout
 
 
 class ModelBuffer:
@@ -153,7 +154,10 @@ def plan_model(
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    buffers.append(ModelBuffer(prefix + ".".join(filter(None, (module_name, key))), module, key))
+                    name = prefix + ".".join(filter(None, (module_name, key)))
+                    if has_several_replicas:
+                        _check_buffer(name, buffer)
+                    buffers.append(ModelBuffer(name, module, key))
     for number, parameter in enumerate(bare):
         _check_parameter(f"parameter {number}", parameter)
         parameters.append((f"parameter {number}", parameter))
@@ -173,6 +177,21 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"strategy: expected parameters of {', '.join(SUM_DTYPES)}, got {name!r} of {dtype_name(parameter)}; "
             f"convert the module."
         )
+
+
+def _check_buffer(name: str, buffer: Tensor) -> None:
+    if buffer.layout is not torch.strided:
+        kind = str(buffer.layout).removeprefix("torch.")
+    elif not is_storable(buffer.dtype):
+        kind = dtype_name(buffer)
+    elif any(not stride and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+        kind = "expanded"  # torch does not restore it either
+    else:
+        return
+    raise ConfigurationError(
+        f"strategy: expected dense buffers of a dtype that numpy has, which can be made equal on all ranks, got {kind} "
+        f"{name!r}; make it dense, as by contiguous(), or assign it as a plain attribute, made alike on every rank."
+    )
 
 
 def _check_module(name: str, module: nn.Module) -> None:

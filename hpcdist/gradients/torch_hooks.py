@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import unserializable_hook
@@ -294,6 +295,18 @@ def call_at_gradient_of(tensor: Tensor, call: Callable[[], None]) -> None:
 def is_transforming() -> bool:
     """Return whether torch.func, such as vmap or jacrev, makes the call that is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def as_plain_code() -> Iterator[None]:
+    """Run the block as if no transform, trace or mode of torch were active, such as vmap, jit.trace or a fake mode."""
+    trace = torch._C._get_tracing_state()
+    with torch._C._DisableFuncTorch(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch._C._set_tracing_state(trace)  # type: ignore[attr-defined]
 
 
 class StorageName:

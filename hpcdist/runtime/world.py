@@ -5,6 +5,7 @@ uses. Set-up errors are agreed: every rank raises the same text.
 """
 
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -27,7 +28,7 @@ from hpcdist.cluster.environment import (
 from hpcdist.cluster.resolvers import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
-from hpcdist.errors import ConfigurationError, HpcdistError, agreed, error_class
+from hpcdist.errors import ConfigurationError, DesyncError, HpcdistError, agreed, error_class
 from hpcdist.runtime.hosts import Hosts
 from hpcdist.runtime.mpi import MPI, library_name, start_timeout_s
 from hpcdist.runtime.step_flags import StepFlags, single_rank_flags
@@ -128,7 +129,7 @@ class World:
         self.hosts.free()
         self.comm.Free()
 
-    def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
+    def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None, call: str = "") -> None:
         """Raise the lowest failing rank's error on every rank, or return on every rank.
 
         Collective: `comm`, default all ranks. Waits at most `timeout_s`.
@@ -136,15 +137,23 @@ class World:
         Args:
             error: what went wrong on this rank, or None.
             comm: the ranks that agree.
+            call: what this rank does, which must be the same on all ranks.
 
         Raises:
             HpcdistError: of the failing rank's class and text, with `is_agreed` set; on every rank.
+            DesyncError: if a rank does something else; on every rank.
             CollectiveTimeoutError: when a rank does not arrive; on the ranks that did.
 
-        Cost: one all-reduce of 8 bytes when all is well.
+        Cost: one all-reduce of 24 bytes when all is well.
         """
         comm = comm or self.comm
-        lowest = self.all_reduce_int(comm.rank if error else comm.size, MPI.MIN, comm)
+        code = zlib.crc32(call.encode())
+        send = np.array([comm.rank if error else comm.size, code, -code], np.int64)
+        receive = np.empty(3, np.int64)
+        self.wait(comm.Iallreduce(send, receive, MPI.MIN))
+        lowest, least_code, negative_code = receive.tolist()
+        if least_code != -negative_code:
+            self._raise_other_call(call, comm)
         if lowest == comm.size:
             return
         n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
@@ -157,15 +166,30 @@ class World:
             agreed.is_reporter = comm.rank == 0
         raise agreed from error
 
+    def _raise_other_call(self, call: str, comm: MPI.Comm) -> None:
+        """Raise DesyncError on every rank, as not all do the same. Collective: `comm`."""
+        own = call or "another call"
+        firsts = self.broadcast_text(own, 0, comm)
+        error = DesyncError(
+            f"{call or firsts}: expected the same call on every rank, got {firsts} on rank 0 and {own} here; it is "
+            f"collective: make it on every rank, or on none."
+        )
+        self.agree(None if own == firsts else error, comm)
+
     @contextmanager
-    def agreed(self, comm: MPI.Comm | None = None) -> Iterator[None]:
-        """Run a block in which this rank may fail; at its end all ranks of `comm` fail alike or none does."""
+    def agreed(self, comm: MPI.Comm | None = None, call: str = "") -> Iterator[None]:
+        """Run a block in which this rank may fail; at its end all ranks of `comm` fail alike or none does.
+
+        Args:
+            comm: the ranks that agree.
+            call: what this rank does, which must be the same on all ranks.
+        """
         error = None
         try:
             yield
         except HpcdistError as caught:
             error = caught
-        self.agree(error, comm)
+        self.agree(error, comm, call)
 
     def all_reduce_int(self, value: int, op: MPI.Op, comm: MPI.Comm) -> int:
         """Return `value` reduced over `comm`, an int of at most 63 bits. Collective: `comm`; bounded by `timeout_s`."""

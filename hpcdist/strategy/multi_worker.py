@@ -331,6 +331,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self, dataset: Any, options: InputOptions | None = None, is_sharded: bool = False
     ) -> DistributedInput:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
+        self.world.agree(None, self._comm, "experimental_distribute_dataset")
         if is_sharded and has_own_sampler(dataset):
             raise UsageError(
                 f"experimental_distribute_dataset: expected a stream for is_sharded=True, got a DataLoader with "
@@ -435,6 +436,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
     ) -> DistributedFromFunction:
         """Return batches of this rank's own dataset; see `Strategy.distribute_datasets_from_function`."""
+        self.world.agree(None, self._comm, "distribute_datasets_from_function")
         replicas, n_replicas, comm = self.own_replicas, self.n_replicas, self._comm
         with self.world.agreed(comm):
             made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
