@@ -6,6 +6,7 @@ in one process use `GradientSums` too, and the hooks in `replicas/backward.py`.
 
 import functools
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpcdist.errors import GradientError, agreed
+from hpcdist.errors import DesyncError, GradientError, agreed
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
 from hpcdist.gradients.comm_hook import GradBucket
+from hpcdist.gradients.drift import StateDigests, odd_ranks
 from hpcdist.gradients.local_rounds import LocalRounds
 from hpcdist.gradients.part_weights import Weight, weigh
 from hpcdist.gradients.record import ParameterRecord
@@ -33,10 +35,13 @@ from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 #: Numbers that must agree travel modulo these, so that sums of squares over thousands of replicas are exact in float32.
 _MODULI = (31, 29)
 #: Extra values in the last bucket, beside one for each gradient and buffer, and the step flags: see `Facts`.
-_N_FACTS = 6 + 2 * (1 + len(_MODULI))
+_N_FACTS = 6 + 2 * (1 + 2 * len(_MODULI))
 #: Index of the weight of all replicas among the sums of `GradientSums.counts`.
 _WEIGHT = -N_NUMBERS - _N_FACTS + 5
 _sums_numbers = itertools.count(1)
+#: Most ranks that a text lists.
+_MAX_NAMED = 8
+logger = logging.getLogger("hpcdist")
 
 
 class Contribution(NamedTuple):
@@ -73,6 +78,7 @@ class Facts(NamedTuple):
         weight: rows of all replicas.
         numbers: of the backward, and the sum of its squares.
         keys: of the batch, for each modulus, and the sum of their squares.
+        states: digests of what must be equal on all ranks, in the same way.
     """
 
     n_doubtful: float
@@ -83,13 +89,15 @@ class Facts(NamedTuple):
     weight: float
     numbers: tuple[float, float]
     keys: tuple[tuple[float, float], ...]
+    states: tuple[tuple[float, float], ...]
 
     @classmethod
     def decode(cls, values: Sequence[float]) -> "Facts":
         """Return the facts that `encode_facts` made into numbers."""
         n_doubtful, n_refused, n_keyed, n_entered, n_peeked, weight, *pairs = values
-        numbers, *keys = zip(pairs[::2], pairs[1::2], strict=True)
-        return cls(n_doubtful, n_refused, n_keyed, n_entered, n_peeked, weight, numbers, tuple(keys))
+        numbers, *digests = zip(pairs[::2], pairs[1::2], strict=True)
+        keys, states = tuple(digests[: len(_MODULI)]), tuple(digests[len(_MODULI) :])
+        return cls(n_doubtful, n_refused, n_keyed, n_entered, n_peeked, weight, numbers, keys, states)
 
     @property
     def key(self) -> list[int] | None:
@@ -101,14 +109,19 @@ class Facts(NamedTuple):
         """Whether all replicas that know their batch have used the same."""
         return all(self.n_keyed * squares == total * total for total, squares in self.keys)
 
+    def is_same_state(self, n_replicas: int) -> bool:
+        """Return whether all replicas have the same digest of what must be equal."""
+        return all(n_replicas * squares == total * total for total, squares in self.states)
 
-def encode_facts(contribution: Contribution, weight: float, backward_number: int) -> list[float]:
+
+def encode_facts(contribution: Contribution, weight: float, backward_number: int, state: int = 0) -> list[float]:
     """Return what a replica adds to the facts of a backward.
 
     Args:
         contribution: of the replica.
         weight: in rows.
         backward_number: how many backwards were summed before.
+        state: digest of what must be equal on all ranks.
     """
     number = backward_number % _MODULI[0]
     key = contribution.key or 0
@@ -122,9 +135,10 @@ def encode_facts(contribution: Contribution, weight: float, backward_number: int
         number,
         number * number,
     ]
-    for modulus in _MODULI:
-        remainder = key % modulus
-        values += (remainder, remainder * remainder)
+    for digest in (key, state):
+        for modulus in _MODULI:
+            remainder = digest % modulus
+            values += (remainder, remainder * remainder)
     return values
 
 
@@ -147,6 +161,8 @@ class GradientSums:
         rounds: of local steps; None: gradients are summed at every step.
         last_weight: of this rank's last replica in the last sum, in rows.
         n_entered_before: collectives that this rank's main thread had entered when the last sum was published.
+        states: digests of what must be equal on all ranks.
+        copies: digests of copies of the model that the program trains outside of the scope.
         has_crossed: whether this backward went through the sum of an all_reduce, so that what one replica's loss gives
             to another replica's parameters is weighted by the rows of the latter.
     """
@@ -172,6 +188,8 @@ class GradientSums:
         self.last_weight = 1.0
         self.n_entered_before = 0
         self.has_crossed = False
+        self.states = StateDigests()
+        self.copies = StateDigests()
         self._comm_hook: Callable[[GradBucket], Any] | None = None
         self._step_flags = step_flags
         self._after_average = after_average
@@ -355,8 +373,14 @@ class GradientSums:
         touched = [record.pending.is_touched for record in self.records]
         changed = [buffer is not None for buffer in contribution.buffers]
         dense = [gradient is not None and not gradient.is_sparse for gradient in contribution.sparse]
-        facts = encode_facts(contribution, weight, self.n_sums)
+        facts = encode_facts(contribution, weight, self.n_sums, self.state_digest())
         return [*touched, *changed, *dense, *facts, *self._step_flags.own_numbers()]
+
+    def state_digest(self) -> int:
+        """Return the digest that this sum compares; 0 for nothing, as where ranks step on their own for a while."""
+        if self.rounds is not None:
+            return 0
+        return self.states.digest_at(self.n_sums) ^ self.copies.digest_at(self.n_sums)
 
     def divisor_of(self, totals: list[float]) -> float | None:
         """Return what sums are divided by: the weight of all replicas; None: nothing.
@@ -379,6 +403,8 @@ class GradientSums:
         counted = totals[: -N_NUMBERS - _N_FACTS]
         facts = _facts_in(totals)
         self._require_same_backward(facts)
+        if not facts.is_same_state(self.n_replicas):
+            self._report_drift()
         self._step_flags.record(totals[-N_NUMBERS:])
         is_named = all(weight.is_planned or weight.key is None for weight in self.weights)
         key = facts.key if is_named else None
@@ -419,6 +445,38 @@ class GradientSums:
             self.is_broken = True
             raise agreed(
                 GradientError(_OTHER_BATCHES if all(weight.is_planned for weight in self.weights) else _OTHER_ROWS)
+            )
+
+    def _report_drift(self) -> None:
+        """Raise DesyncError on all ranks, naming those that differ; of copies of the model, warn once.
+
+        Collective: all ranks.
+        """
+        group, number = self.reducer.group, self.n_sums
+        own_digests = np.array([self.states.digest_at(number), self.copies.digest_at(number)])
+        digests = np.empty((group.size, 2), np.int64)
+        group.world.wait(group.comm.Iallgather(own_digests, digests))
+        odd = odd_ranks(digests[:, 0].tolist())
+        if not odd:
+            self._warn_of_copies(odd_ranks(digests[:, 1].tolist()))
+            return
+        self.is_broken = True
+        self.states.note_report()
+        raise agreed(
+            DesyncError(
+                f"backward: expected {self.states.describe(number)} to be equal on all {group.size} ranks, got others "
+                f"on rank {', '.join(map(str, odd[:_MAX_NAMED]))}; look for a schedule that is fed by local losses, "
+                f"load_state_dict on some ranks only, and code that changes parameters there."
+            )
+        )
+
+    def _warn_of_copies(self, odd: Sequence[int]) -> None:
+        self.copies = StateDigests()
+        if self.reducer.group.rank == 0 and odd:
+            logger.warning(
+                "backward: expected copies of the model that are trained to be equal on all ranks, got others on rank "
+                "%s; make them in strategy.scope(), or leave them if each rank is to have its own.",
+                ", ".join(map(str, odd[:_MAX_NAMED])),
             )
 
     def _require_equal_rows(self, rows: list[int]) -> None:

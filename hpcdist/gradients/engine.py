@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from hpcdist.errors import ConfigurationError, GradientError, UsageError, agreed
-from hpcdist.gradients import torch_hooks
+from hpcdist.gradients import end_of_program, torch_hooks
 from hpcdist.gradients.backward import BackwardSum, GradientSums
 from hpcdist.gradients.buffers import BufferRecord
 from hpcdist.gradients.central_storage import CentralStorage
@@ -113,10 +113,14 @@ class GradientEngine:
         self._shapes: frozenset[torch.Size] = frozenset()
         #: Ends the watch for the next forward when it is called, or when this object is gone.
         self._end_forward_watch: weakref.finalize[[], GradientEngine] | None = None
+        self._others: IdentitySet[Optimizer] = IdentitySet()
         self._has_warned = False
         self._hook_name: str | None = None
         #: Of the group, and of its communication thread, when the last part of a batch came.
         self._n_collectives: tuple[int, int] | None = None
+        self._planned_buffers: set[tuple[int, str]] = set()
+        late_buffers = torch_hooks.on_buffer_registered(self._see_buffer)
+        weakref.finalize(self, late_buffers.remove)
         before, after = torch_hooks.before_any_step(self._before_step), torch_hooks.after_any_step(self._after_step)
         _alive.add(self)
         if is_mean and self._n_replicas > 1:
@@ -153,6 +157,12 @@ class GradientEngine:
     def _see_parameter(self, parameter: nn.Parameter) -> None:
         if not self.scheduler.is_running:
             self.modules.add_parameter(parameter)
+            self._plan_at_next_forward()
+
+    def _see_buffer(self, module: nn.Module, name: str) -> None:
+        """Plan again if a module of the scope gets a new buffer after its first use, such as a mask for pruning."""
+        is_late = self.has_plan and (id(module), name) not in self._planned_buffers
+        if is_late and not self.scheduler.is_running and self.modules.reach(module):
             self._plan_at_next_forward()
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
@@ -211,6 +221,7 @@ class GradientEngine:
 
     def _prepare(self, batch: Any) -> None:
         plan = self._agreed_plan()
+        self._planned_buffers = {buffer.place for buffer in plan.buffers}
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
         if self._storage is not None:
@@ -308,6 +319,10 @@ class GradientEngine:
             self._replica_backward.require_host(alive)
         self.sums.plan(alive, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged], is_sharded)
         self._shapes = frozenset(owner.shape for _, owner in alive)
+        if self._storage is None and self._n_replicas > 1:
+            self.sums.states.watch(plan.parameters, self._optimizers)
+            end_of_program.watch(self._world, self.sums.states)
+            logger.info("all parameters are compared within %d sums", self.sums.states.n_sums_of_rotation)
         self._state.watch([record for record, _ in alive], plan.buffers)
         if self._writes is not None:
             shared = [pair for pair in plan.parameters if not is_sharded or self.shared_storage(pair[1])]
@@ -584,15 +599,26 @@ class GradientEngine:
             self._storage.end_step(parameters)
         if any(parameter in self._trained for parameter in parameters):
             self.generators.advance()
+            self.sums.states.note_step()
             self._world.step = self.generators.step
             self._world.step_flags.count_step(optimizer, self.sums.number)
             if is_local and self.sums.rounds is not None and self.sums.rounds.count_step():
                 self.average_round()
+        elif self._n_replicas > 1 and optimizer not in self._others:
+            self._note_other(optimizer, parameters)
         if self.scheduler.replica is not None and self._is_ours(optimizer, parameters):
             if self._writes is not None:
                 self._writes.begin()
             if self._replica_steps is not None:
                 self._replica_steps.release()
+
+    def _note_other(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Note the first step of an other optimizer; if its parameters are a copy of the model, compare it, too."""
+        self._others.add(optimizer)
+        own = [parameter.shape for _, parameter in self.sums.states.parameters()]
+        if own and [parameter.shape for parameter in parameters] == own:
+            copies = [*self.sums.copies.parameters(), *((f"copy {shape}", one) for shape, one in enumerate(parameters))]
+            self.sums.copies.watch(copies, ())
 
     def stop_replicas(self) -> None:
         """Forget what several local replicas had begun before an error stopped them."""

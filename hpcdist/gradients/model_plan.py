@@ -16,10 +16,16 @@ from hpcdist.gradients.tensors import is_storable, layout
 
 
 class ModelBuffer:
-    """A module's buffer by name: modules may put a new tensor there. The module is held weakly."""
+    """A module's buffer by name: modules may put a new tensor there. The module is held weakly.
+
+    Attributes:
+        name: see above.
+        place: id of the module, and the buffer's name in it.
+    """
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self.name = name
+        self.place = (id(module), key)
         self._module = weakref.ref(module)
         self._key = key
 
@@ -80,6 +86,10 @@ class ModuleSet(IdentitySet[nn.Module]):
         """Return whether a tensor is a parameter of the scope, or a buffer of one of the modules."""
         held = [own for module in self for own in (*module.parameters(), *module.buffers())]
         return any(own is tensor for own in (*held, *self._made))
+
+    def reach(self, module: nn.Module) -> bool:
+        """Return whether a module is one of the scope's, or in one of them."""
+        return module in self or any(module is part for own in self for part in own.modules())
 
     def roots(self) -> list[nn.Module]:
         """Return the modules that are alive and no other one's child."""

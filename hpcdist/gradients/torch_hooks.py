@@ -67,6 +67,19 @@ def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
     ]
 
 
+def on_buffer_registered(see: Callable[[nn.Module, str], None]) -> Handle:
+    """Call see(module, name), a method, whenever any module is given a buffer, unless its object is gone by then."""
+    weak = weakref.WeakMethod(see)
+
+    def registered(module: nn.Module, name: str, value: Any) -> None:
+        method = weak()
+        if method is not None and value is not None:
+            method(module, name)
+
+    handle: Handle = module_hooks.register_module_buffer_registration_hook(registered)
+    return handle
+
+
 @contextmanager
 def on_built(
     see_module: Callable[[nn.Module], None],
@@ -293,8 +306,9 @@ def call_at_gradient_of(tensor: Tensor, call: Callable[[], None]) -> None:
 
 
 def is_transforming() -> bool:
-    """Return whether torch.func, such as vmap or jacrev, makes the call that is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Return whether torch.func, such as vmap or jacrev, or jit.trace makes the call that is running."""
+    is_tracing = torch._C._get_tracing_state() is not None
+    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager
