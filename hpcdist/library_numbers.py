@@ -77,6 +77,11 @@ class Library(ABC):
         self.n_seeds += 1
         self.origin = self.digest()
 
+    def share(self, origin: int) -> None:
+        """Seed what the program has not seeded as other ranks do, by what chance has made of the chief's."""
+        self.seed(origin)
+        self.origin = origin
+
     def _words_in_memory(self) -> tuple[Any, int, int] | None:
         """Return where position and first word are; None where memory does not look as expected."""
         before = self.state()

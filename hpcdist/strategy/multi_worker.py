@@ -164,8 +164,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             return
         chiefs_digests = self.world.broadcast_text(" ".join(map(str, digests)), 0, self._comm).split()
         for numbers, digest in zip(LIBRARIES, chiefs_digests, strict=True):
-            numbers.seed(int(digest))
-            numbers.note_seed()
+            numbers.share(int(digest))
 
     def __str__(self) -> str:
         ranks, hosts = self._comm.size, self.world.n_hosts

@@ -1,0 +1,125 @@
+"""`own_script_plain.py` on all ranks, restartable: stop or kill it at any time; the same command resumes it.
+
+mpirun -n 2 python jobs/own_script.py --epochs 4
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from images import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import hpcdist
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/own_script"))
+    return parser.parse_args()
+
+
+class Digits(Dataset):
+    """Pictures of digits; for training, moved by up to a pixel, with noise."""
+
+    def __init__(self, images, labels, is_augmented):
+        self.images = images.numpy()
+        self.labels = labels.numpy()
+        self.is_augmented = is_augmented
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        image = self.images[row]
+        if self.is_augmented:
+            image = np.roll(image, np.random.randint(-1, 2, size=2), axis=(1, 2))
+            image = image + 0.1 * np.random.randn(*image.shape).astype(np.float32)
+        return image, self.labels[row]
+
+
+def build(learning_rate):
+    """Return a model and its optimizer."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 10),
+    )  # fmt: skip
+    return model, torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+
+
+@torch.no_grad()
+def accuracy_of(model, loader):
+    """Return the share of pictures whose digit the model finds."""
+    model.eval()
+    n_right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in loader)
+    return n_right / len(loader.dataset)
+
+
+def main():
+    args = parse_args()
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    run_dir = args.run_dir / f"rank-{strategy.rank}"
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    train_rows, test_rows = load_digits()
+    train_loader = DataLoader(
+        Digits(*train_rows, is_augmented=True),
+        batch_size=args.batch,
+        shuffle=True,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,
+    )
+    test_loader = DataLoader(Digits(*test_rows, is_augmented=False), batch_size=180)
+    train_loader = strategy.experimental_distribute_dataset(train_loader)
+    with strategy.scope():
+        model, optimizer = build(learning_rate=3e-3)
+    schedule = CosineAnnealingLR(optimizer, args.epochs * len(train_loader))
+    scaler = torch.amp.GradScaler("cpu")
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffers=True)
+    best = torch.zeros(())
+    state = {"schedule": schedule, "scaler": scaler, "ema": ema, "best": best, "data": train_loader}
+    checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy, **state)
+    writer = SummaryWriter(run_dir / "tensorboard")
+
+    def train_epoch(epoch):
+        model.train()
+        for images, labels in tqdm(train_loader, desc=f"epoch {epoch}", disable=None):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = cross_entropy(model(images), labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            ema.update_parameters(model)
+        writer.add_scalar("loss", loss.item(), epoch)
+
+    def train():
+        for epoch in range(train_loader.epoch, args.epochs):
+            train_epoch(epoch)
+            accuracy = accuracy_of(ema, test_loader)
+            writer.add_scalar("accuracy", accuracy, epoch)
+            if accuracy > best:
+                best.fill_(accuracy)
+                torch.save(ema.state_dict(), run_dir / "best.pt")
+
+    with hpcdist.PreemptionCheckpointHandler(None, checkpoint, args.run_dir / "checkpoints", save_every_steps=10):
+        train()
+    writer.close()
+    print(f"best accuracy {best.item():.4f}, at the end {accuracy_of(ema, test_loader):.4f}")
+
+
+if __name__ == "__main__":
+    main()

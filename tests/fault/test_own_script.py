@@ -1,0 +1,100 @@
+"""A script as people have them, made restartable by a few lines, killed again and again: it ends with the same bits."""
+
+import difflib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.feature("complaints.exact-resume-of-own-scripts")]
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+MPIRUN = Path(sys.executable).with_name("mpirun")
+#: Lines of code that may differ, as docs/recipes.md promises.
+MAX_CHANGED = 12
+EPOCHS = 5
+
+
+def start(environ, run_dir):
+    command = [MPIRUN, "-n", "2", sys.executable, JOBS / "own_script.py"]
+    command += ["--epochs", str(EPOCHS), "--run-dir", run_dir]
+    environ = {**environ, "OMP_NUM_THREADS": "1", "HPCDIST_TIMEOUT_S": "60"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True
+    )
+
+
+def ranks_of(run_dir):
+    """Return the processes of the ranks, which name the run folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+        except OSError:  # it has ended
+            continue
+        is_rank = words[0] == sys.executable and str(run_dir) in words
+        if is_rank and (folder / "stat").read_text().rsplit(")", 1)[1].split()[1] != str(os.getpid()):
+            found.append(int(folder.name))
+    return found
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return re.findall(r"best accuracy .*", output)
+
+
+def kill_at_random(environ, run_dir, n_kills, seed):
+    """Kill a rank at a random time, and start again, so many times; return how many were in time."""
+    random_numbers = random.Random(seed)
+    n_killed = 0
+    for _ in range(n_kills):
+        process = start(environ, run_dir)
+        time.sleep(random_numbers.uniform(3.0, 6.5))
+        pids = ranks_of(run_dir)
+        if process.poll() is None and pids:
+            os.kill(random_numbers.choice(pids), signal.SIGKILL)
+            n_killed += 1
+        process.communicate(timeout=120)
+    return n_killed
+
+
+def end_of(run_dir):
+    """Return what the best weights are, on each rank."""
+    return [torch.load(run_dir / f"rank-{rank}" / "best.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("n_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_script_that_is_killed_ends_with_the_same_bits(clean_environ, tmp_path, n_kills):
+    expected = finish(start(clean_environ, tmp_path / "unbroken"))
+    n_killed = kill_at_random(clean_environ, tmp_path / "killed", n_kills, seed=n_kills)
+    assert finish(start(clean_environ, tmp_path / "killed")) == expected
+    assert n_killed > 0
+    for own, other in zip(end_of(tmp_path / "unbroken"), end_of(tmp_path / "killed"), strict=True):
+        assert own.keys() == other.keys()
+        assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+def test_few_lines_differ_from_the_plain_script():
+    plain, own = ((JOBS / name).read_text().splitlines() for name in ("own_script_plain.py", "own_script.py"))
+    own = own[own.index("import argparse") :]
+    plain = plain[plain.index("import argparse") :]
+    changed = [line for line in difflib.ndiff(plain, own) if line.startswith("+ ") and line[2:].strip()]
+    assert len(changed) <= MAX_CHANGED
+    assert len(plain) >= 100
+
+
+def test_the_plain_script_learns(clean_environ, tmp_path):
+    command = [sys.executable, JOBS / "own_script_plain.py", "--run-dir", tmp_path, "--workers", "0"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**clean_environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    best = float(re.search(r"best accuracy ([0-9.]+)", done.stdout).group(1))
+    assert best > 0.9
