@@ -109,7 +109,8 @@ def test_writes_past_torch_s_counters_are_found_later_too(trained):
 
     for _ in range(shared_writes._N_HASHED_RUNS):
         trained.step()
-    with pytest.raises(hpcdist.errors.UsageError, match="parameter '0:weight'"):
+    errors = (hpcdist.errors.UsageError, hpcdist.errors.DesyncError)  # ranks with other replicas drift apart, too
+    with pytest.raises(errors, match="parameters? '0:weight'"):
         go_on()
 
 

@@ -78,7 +78,6 @@ EXPECTED_REFUSALS = {
     ("loop", "islice"): "take",
     ("loop", "casts"): "as drawn",
     ("loop", "zip"): "drop",
-    ("left_out", True): "add",
 }
 N_STEPS_TO_BREAK = 23
 
@@ -231,7 +230,7 @@ def _head(script):
         given += ["epochs=epochs"]
     if script.epoch_end in ("validation", "plateau", "plateau with gradients"):
         lines += ["validation = strategy.experimental_distribute_dataset(job.validation())"]
-    if script.left_out and script.cure != "add":
+    if script.left_out:
         left_out = script.drivers[0]
         given = [item for item in given if not item.startswith(f"{left_out}=")]
     lines += [f"checkpoint = hpcdist.Checkpoint({', '.join(given)})"]
@@ -833,6 +832,9 @@ def check(script, folder, random_numbers):
 
 
 def _check_refusal(script, error, folder, random_numbers):
+    if script.left_out and "write Checkpoint(..., " in error:
+        _, why = check(replace(script, left_out=False), os.path.join(folder, "added"), random_numbers)
+        return "refused", f"cured by what was left out: {why}" if why else ""
     if not script.may_be_refused or script.cure:
         return "refused", f"refused: {error}"
     wanted = {
@@ -841,15 +843,11 @@ def _check_refusal(script, error, folder, random_numbers):
         "distribute": "experimental_distribute_dataset",
         "as drawn": "the tensors as they were drawn",
         "drop": "drop_remainder=True",
-        "add": "write Checkpoint(...,",
     }
     named = [cure for cure in sorted(script.may_be_refused) if wanted[cure] in error]
     if not named:
         return "refused", f"refused without one of the cures {sorted(script.may_be_refused)}: {error}"
-    cured = replace(script, cure=named[0])
-    if named[0] == "add":
-        cured = replace(script, left_out=False)
-    _, why = check(cured, os.path.join(folder, "cured"), random_numbers)
+    _, why = check(replace(script, cure=named[0]), os.path.join(folder, "cured"), random_numbers)
     return "refused", f"cured by {named[0]}: {why}" if why else ""
 
 
