@@ -60,11 +60,11 @@ def build(learning_rate):
 
 
 @torch.no_grad()
-def accuracy_of(model, loader):
+def accuracy_of(model, batches):
     """Return the share of pictures whose digit the model finds."""
     model.eval()
-    n_right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in loader)
-    return n_right / len(loader.dataset)
+    n_right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in batches)
+    return n_right / len(batches.dataset)
 
 
 def main():
@@ -74,7 +74,7 @@ def main():
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     train_rows, test_rows = load_digits()
-    train_loader = DataLoader(
+    loader = DataLoader(
         Digits(*train_rows, is_augmented=True),
         batch_size=args.batch,
         shuffle=True,
@@ -82,20 +82,20 @@ def main():
         persistent_workers=args.workers > 0,
     )
     test_loader = DataLoader(Digits(*test_rows, is_augmented=False), batch_size=180)
-    train_loader = strategy.experimental_distribute_dataset(train_loader)
+    loader = strategy.experimental_distribute_dataset(loader)
     with strategy.scope():
         model, optimizer = build(learning_rate=3e-3)
-    schedule = CosineAnnealingLR(optimizer, args.epochs * len(train_loader))
+    schedule = CosineAnnealingLR(optimizer, args.epochs * len(loader))
     scaler = torch.amp.GradScaler("cpu")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffers=True)
     best = torch.zeros(())
-    state = {"schedule": schedule, "scaler": scaler, "ema": ema, "best": best, "data": train_loader}
+    state = {"schedule": schedule, "scaler": scaler, "ema": ema, "best": best, "data": loader}
     checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy, **state)
     writer = SummaryWriter(run_dir / "tensorboard")
 
     def train_epoch(epoch):
         model.train()
-        for images, labels in tqdm(train_loader, desc=f"epoch {epoch}", disable=None):
+        for images, labels in tqdm(loader, desc=f"epoch {epoch}", disable=None):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = cross_entropy(model(images), labels)
@@ -107,7 +107,7 @@ def main():
         writer.add_scalar("loss", loss.item(), epoch)
 
     def train():
-        for epoch in range(train_loader.epoch, args.epochs):
+        for epoch in range(loader.epoch, args.epochs):
             train_epoch(epoch)
             accuracy = accuracy_of(ema, test_loader)
             writer.add_scalar("accuracy", accuracy, epoch)
@@ -115,7 +115,8 @@ def main():
                 best.fill_(accuracy)
                 torch.save(ema.state_dict(), run_dir / "best.pt")
 
-    with hpcdist.PreemptionCheckpointHandler(None, checkpoint, args.run_dir / "checkpoints", save_every_steps=10):
+    folder = args.run_dir / "checkpoints"
+    with hpcdist.PreemptionCheckpointHandler(None, checkpoint, folder, save_every_steps=10):
         train()
     writer.close()
     print(f"best accuracy {best.item():.4f}, at the end {accuracy_of(ema, test_loader):.4f}")

@@ -58,11 +58,11 @@ def build(learning_rate):
 
 
 @torch.no_grad()
-def accuracy_of(model, loader):
+def accuracy_of(model, batches):
     """Return the share of pictures whose digit the model finds."""
     model.eval()
-    n_right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in loader)
-    return n_right / len(loader.dataset)
+    n_right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in batches)
+    return n_right / len(batches.dataset)
 
 
 def main():
@@ -71,7 +71,7 @@ def main():
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     train_rows, test_rows = load_digits()
-    train_loader = DataLoader(
+    loader = DataLoader(
         Digits(*train_rows, is_augmented=True),
         batch_size=args.batch,
         shuffle=True,
@@ -80,7 +80,7 @@ def main():
     )
     test_loader = DataLoader(Digits(*test_rows, is_augmented=False), batch_size=180)
     model, optimizer = build(learning_rate=3e-3)
-    schedule = CosineAnnealingLR(optimizer, args.epochs * len(train_loader))
+    schedule = CosineAnnealingLR(optimizer, args.epochs * len(loader))
     scaler = torch.amp.GradScaler("cpu")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffers=True)
     best = torch.zeros(())
@@ -88,7 +88,7 @@ def main():
 
     def train_epoch(epoch):
         model.train()
-        for images, labels in tqdm(train_loader, desc=f"epoch {epoch}", disable=None):
+        for images, labels in tqdm(loader, desc=f"epoch {epoch}", disable=None):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = cross_entropy(model(images), labels)

@@ -16,7 +16,7 @@ import torch
 pytestmark = [pytest.mark.timeout(900), pytest.mark.feature("complaints.exact-resume-of-own-scripts")]
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 MPIRUN = Path(sys.executable).with_name("mpirun")
-#: Lines of code that may differ, as docs/recipes.md promises.
+#: Lines of code that may differ, as the guide promises.
 MAX_CHANGED = 12
 EPOCHS = 5
 
@@ -81,13 +81,20 @@ def test_a_script_that_is_killed_ends_with_the_same_bits(clean_environ, tmp_path
         assert all(torch.equal(own[name], other[name]) for name in own)
 
 
-def test_few_lines_differ_from_the_plain_script():
-    plain, own = ((JOBS / name).read_text().splitlines() for name in ("own_script_plain.py", "own_script.py"))
-    own = own[own.index("import argparse") :]
-    plain = plain[plain.index("import argparse") :]
-    changed = [line for line in difflib.ndiff(plain, own) if line.startswith("+ ") and line[2:].strip()]
-    assert len(changed) <= MAX_CHANGED
+def code_of(name):
+    """Return the lines of a script after its docstring."""
+    lines = (JOBS / name).read_text().splitlines()
+    return lines[lines.index("import argparse") :]
+
+
+def test_few_lines_differ_from_the_plain_script_and_the_guide_shows_them():
+    plain, own = code_of("own_script_plain.py"), code_of("own_script.py")
+    changed = [line for line in difflib.ndiff(plain, own) if line[0] in "+-" and line[2:].strip()]
+    assert sum(line.startswith("+") for line in changed) <= MAX_CHANGED
     assert len(plain) >= 100
+    guide = (JOBS.parent / "docs" / "quickstart.md").read_text()
+    shown = re.search(r"```diff\n(.*?)```", guide, re.DOTALL).group(1)
+    assert shown.splitlines() == changed
 
 
 def test_the_plain_script_learns(clean_environ, tmp_path):
