@@ -96,10 +96,10 @@ class ItemRequest:
 
     def row_seeds(self) -> Callable[[int], int] | None:
         """Return what returns the seed of an item by its index; None where numbers are left as they come."""
-        seeds, keys = self.seeds, self.keys
+        seeds = self.seeds
         if seeds is None:
             return None
-        return lambda index: seeds.of_row(index, keys[index])
+        return lambda index: seeds.of_row(index, self.keys[index])
 
     def seed_of_all(self, stage: int) -> Callable[[], int] | None:
         """Return what returns the seed of what is done with all items at once."""
@@ -109,7 +109,8 @@ class ItemRequest:
 
 
 #: Stages of `RowSeeds`, of what is done with all items at once.
-_READING, _JOINING = 0, 1
+_READING = 0
+_JOINING = 1
 
 
 @dataclass(frozen=True)

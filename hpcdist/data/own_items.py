@@ -89,7 +89,8 @@ class SeededLoader:
     def beginning(self, loader: "DataLoader[Any]") -> Iterator[None]:
         """Let iterators of the loader that are made in the block read in this way."""
         attributes = vars(loader)  # torch refuses to set these by name
-        dataset, batch_sampler = attributes["dataset"], attributes["batch_sampler"]
+        dataset = attributes["dataset"]
+        batch_sampler = attributes["batch_sampler"]
         attributes.update(dataset=self._dataset, batch_sampler=self._batches)
         try:
             yield

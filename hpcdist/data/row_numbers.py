@@ -22,8 +22,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
-from hpcdist.library_numbers import LIBRARIES
 from hpcdist.nest import is_nest
+from hpcdist.runtime.library_numbers import LIBRARIES
 
 #: How deep the attributes of objects are looked at for generators.
 _MAX_DEPTH = 8

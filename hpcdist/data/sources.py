@@ -64,10 +64,10 @@ class Request:
 
     def _row_seeds(self, stage: int) -> Callable[[int], int] | None:
         """Return what returns the seed of a row by its index; None where numbers are left as they come."""
-        seeds, rows = self.seeds, self.rows
+        seeds = self.seeds
         if seeds is None:
             return None
-        return lambda index: seeds.of_row(index, int(rows[index]), stage)
+        return lambda index: seeds.of_row(index, int(self.rows[index]), stage)
 
 
 class RowSource(ABC):
@@ -264,7 +264,8 @@ class JoinedSource(RowSource):
         return map(self._read, requests)
 
     def _read(self, request: Request) -> Nest:
-        rows, n_first = request.rows, self._sources[0].n_rows
+        rows = request.rows
+        n_first = self._sources[0].n_rows
         is_second = rows >= n_first
         if not is_second.any():
             return _read_once(self._sources[0], request.with_rows(rows, "first"))

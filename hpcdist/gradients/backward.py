@@ -455,7 +455,7 @@ class GradientSums:
         group, number = self.reducer.group, self.n_sums
         own_digests = np.array([self.states.digest_at(number), self.copies.digest_at(number)])
         digests = np.empty((group.size, 2), np.int64)
-        group.world.wait(group.comm.Iallgather(own_digests, digests))
+        group.wait([group.comm.Iallgather(own_digests, digests)])
         odd = odd_ranks(digests[:, 0].tolist())
         if not odd:
             self._warn_of_copies(odd_ranks(digests[:, 1].tolist()))

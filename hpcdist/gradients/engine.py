@@ -28,6 +28,7 @@ from hpcdist.gradients.buffers import BufferRecord
 from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.generators import StepGenerators
+from hpcdist.gradients.local_metrics import warn_of_local_metrics
 from hpcdist.gradients.local_rounds import LocalRounds
 from hpcdist.gradients.loop_watch import watch_loop
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
@@ -234,6 +235,8 @@ class GradientEngine:
             optimizer.shard([one for one in self.sums.records if isinstance(one, ShardedRecord)], self._reducer.group)
         if self._n_replicas > 1:
             self._warn_of_equal_batches(batch)
+            if self._comm.rank == 0:
+                warn_of_local_metrics()
 
     def _agreed_plan(self) -> ModelPlan:
         plan = ModelPlan((), ())

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from hpcdist.library_numbers import LIBRARIES, Library, Mark
+from hpcdist.runtime.library_numbers import LIBRARIES, Library, Mark
 
 
 class _LibraryKey:

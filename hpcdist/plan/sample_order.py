@@ -143,11 +143,12 @@ class SampleOrder:
 
     def epoch_of(self, position: int) -> int:
         """Return the epoch that the sample at `position` belongs to."""
-        epoch, run = max(self.epoch_rows, 1), self.run_rows
-        if math.isinf(run) or not run:
+        epoch = max(self.epoch_rows, 1)
+        if math.isinf(self.run_rows) or not self.run_rows:
             return position // epoch
-        run_number, offset = divmod(position, int(run))
-        return run_number * -(-int(run) // epoch) + offset // epoch
+        run = int(self.run_rows)
+        n_epochs_of_run = -(-run // epoch)
+        return position // run * n_epochs_of_run + position % run // epoch
 
     def next_batch(self, position: int, end: float) -> tuple[int, int] | None:
         """Return (start, stop) of the batch that begins at or after `position`, or None when `end` is reached."""

@@ -47,9 +47,9 @@ from hpcdist.gradients.replicas.local_sums import sum_rows
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.gradients.storage import Storage
 from hpcdist.gradients.tensors import from_array, to_array
-from hpcdist.library_numbers import LIBRARIES
 from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
+from hpcdist.runtime.library_numbers import LIBRARIES
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.feature("complaints.exact-resume-of-own-scripts")]
+pytestmark = pytest.mark.timeout(900)
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 MPIRUN = Path(sys.executable).with_name("mpirun")
 #: Lines of code that may differ, as the guide promises.
@@ -70,6 +70,7 @@ def end_of(run_dir):
     return [torch.load(run_dir / f"rank-{rank}" / "best.pt") for rank in range(2)]
 
 
+@pytest.mark.feature("checkpoints.exact-resume")
 @pytest.mark.parametrize("n_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_script_that_is_killed_ends_with_the_same_bits(clean_environ, tmp_path, n_kills):
     expected = finish(start(clean_environ, tmp_path / "unbroken"))

@@ -12,7 +12,7 @@ from hpcdist.errors import DesyncError
 from hpcdist.gradients.drift import SUMS_PER_SETTINGS, SUMS_PER_SLICE
 from hpcdist.gradients.end_of_program import _Comparison
 
-pytestmark = [pytest.mark.mpi, pytest.mark.feature("semantics.ranks-that-drift")]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,7 @@ def local_schedule(program, rank):
         schedule.step(epoch if rank == 1 else -epoch)
 
 
+@pytest.mark.feature("semantics.ranks-that-drift")
 @pytest.mark.parametrize(
     ("change", "limit"),
     [(change_rate, SUMS_PER_SETTINGS), (local_schedule, SUMS_PER_SETTINGS), (load_others, SUMS_PER_SLICE)],

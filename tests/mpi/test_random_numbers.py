@@ -4,6 +4,7 @@ Rows have numbers of their own; the loop's are set after each step and where it 
 """
 
 import contextlib
+import itertools
 import random
 import threading
 
@@ -14,12 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import hpcdist
-from hpcdist.library_numbers import LIBRARIES
+from hpcdist.runtime.library_numbers import LIBRARIES
 
-pytestmark = [
-    pytest.mark.feature("input.random-numbers"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
-]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 N_ROWS = 24
 BATCH = 6
 module_generator = np.random.default_rng(4)
@@ -132,9 +130,10 @@ def seeded_strategy(seed=5):
 
 def numbers_of_pass(comm, batches, limit=None):
     """Return the number of each row in a pass, or the rest of one, over all ranks."""
-    own = [part.tolist() for part in (batches if limit is None else batches.take(limit))]
-    rows = [row for parts in comm.allgather(own) for part in parts for row in part]
-    return {int(row): number for row, number in rows}
+    own_rows = []
+    for part in batches if limit is None else batches.take(limit):
+        own_rows += part.tolist()
+    return {int(row): number for row, number in itertools.chain(*comm.allgather(own_rows))}
 
 
 def passes(comm, make, seed=5):
@@ -147,6 +146,7 @@ def passes(comm, make, seed=5):
     return first, second, left
 
 
+@pytest.mark.feature("input.random-numbers")
 @pytest.mark.parametrize("draw", DRAWS)
 def test_rows_have_the_same_numbers_with_any_workers(comm, draw):
     first, second, _ = passes(comm, lambda: loader_of(Rows(draw)))
@@ -195,8 +195,10 @@ def test_a_row_that_a_sampler_draws_twice_has_two_numbers(comm):
     strategy = seeded_strategy()
     sampler = WeightedRandomSampler([1.0] * N_ROWS, 4 * N_ROWS)
     batches = strategy.experimental_distribute_dataset(DataLoader(Rows(numpy_number), BATCH, sampler=sampler))
-    parts = comm.allgather([part.tolist() for part in batches])
-    numbers = [number for parts_of_rank in parts for part in parts_of_rank for _, number in part]
+    own_numbers = []
+    for part in batches:
+        own_numbers += part[:, 1].tolist()
+    numbers = list(itertools.chain(*comm.allgather(own_numbers)))
     assert len(set(numbers)) == len(numbers) == 4 * N_ROWS
 
 
@@ -296,6 +298,7 @@ def seed_equally():
     random.seed(8)
 
 
+@pytest.mark.feature("input.random-numbers", "checkpoints.exact-resume")
 @pytest.mark.parametrize("seed_later", [None, seed_equally], ids=["keyed", "seeded later"])
 @pytest.mark.parametrize("stop_at", [1, 4, 7])
 def test_a_loop_resumes_with_the_numbers_of_an_unbroken_run(comm, shared_path, stop_at, seed_later):
@@ -361,7 +364,10 @@ def test_an_unseeded_shuffle_follows_the_seed_of_the_program(comm):
         strategy = seeded_strategy(seed)
         dataset = hpcdist.Dataset.range(30).shuffle().batch(6)
         again = hpcdist.Dataset.range(30).shuffle().batch(6)
-        return [[part.tolist() for part in strategy.experimental_distribute_dataset(one)] for one in (dataset, again)]
+        passes = []
+        for one in (dataset, again):
+            passes.append([part.tolist() for part in strategy.experimental_distribute_dataset(one)])
+        return passes
 
     first, second = order(3)
     assert first != second
@@ -407,6 +413,8 @@ def test_a_loader_of_the_programs_own_resumes_with_the_same_numbers(comm, shared
     before = OwnLoaderProgram(shared_path / "stopped", *settings).train(stop_at=2)
     after = OwnLoaderProgram(shared_path / "stopped", *settings).train(n_setup=3)
     assert before + after == unbroken
-    numbers = [row[1] for parts, _ in unbroken for row in parts]
+    numbers = []
+    for part, _ in unbroken:
+        numbers += [number for _, number in part]
     assert len(set(numbers)) > len(numbers) - comm.size * 2, "rows that fill the last share come twice"
     assert OwnLoaderProgram(shared_path / "others", 2 - settings[0]).train() == unbroken

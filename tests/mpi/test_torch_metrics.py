@@ -1,5 +1,8 @@
 """Metrics of torchmetrics over all replicas: as of all rows in one process, saved and restored on other ranks."""
 
+import gc
+import logging
+
 import pytest
 import torch
 import torchmetrics
@@ -133,3 +136,19 @@ def test_what_it_cannot_take_is_refused(comm):
         metric = metrics.TorchMetric(torchmetrics.SumMetric(), name="total")
     with pytest.raises(UsageError, match=r"strategy.run.*'total'"):
         strategy.run(metric.result)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_metric_that_stays_local_is_warned_of(comm, caplog, is_wrapped):
+    gc.collect()  # of other tests
+    metric = classification.MulticlassF1Score(N_CLASSES)
+    wrapped = metrics.TorchMetric(metric) if is_wrapped else None
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        model(torch.ones(1, 2) * comm.rank)
+    lines = [record.getMessage() for record in caplog.records if "TorchMetric(metric)" in record.getMessage()]
+    is_warned = comm.size > 1 and comm.rank == 0 and not is_wrapped
+    assert any("MulticlassF1Score" in line for line in lines) == is_warned
+    assert wrapped is None or wrapped.name == "MulticlassF1Score"

@@ -6,8 +6,6 @@ from torch import nn
 
 from hpcdist.gradients.drift import SUMS_PER_SLICE, StateDigests, odd_ranks, plan_slices
 
-pytestmark = pytest.mark.feature("semantics.ranks-that-drift")
-
 
 @pytest.mark.parametrize(
     ("sizes", "itemsizes"),
@@ -43,6 +41,7 @@ def a_model(layout=torch.contiguous_format):
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
+@pytest.mark.feature("semantics.ranks-that-drift")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight", "1.bias"])
 def test_any_element_is_compared_within_a_rotation(layout, name):

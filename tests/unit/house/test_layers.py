@@ -17,7 +17,6 @@ LAYERS = {
     "retries": 0,
     "child_processes": 0,
     "forks": 0,
-    "library_numbers": 0,
     "nest": 0,
     "restart_rule": 0,
     "background": 1,

@@ -20,6 +20,26 @@ _N_WORDS = 624
 Mark = tuple[int, ...]
 
 
+class Words:
+    """Values of a generator in memory.
+
+    Args:
+        values: numbers of 32 bits.
+        position: index of the position among them.
+        first: index of the first word.
+    """
+
+    def __init__(self, values: Any, position: int, first: int) -> None:
+        self._values = values
+        self._position = position
+        self._first = first
+
+    def mark(self) -> Mark:
+        """Return the position and the first word. Cost: 0.1 us."""
+        values = self._values
+        return values[self._position], values[self._first]
+
+
 class Library(ABC):
     """The random numbers of one library.
 
@@ -55,22 +75,32 @@ class Library(ABC):
         """Go on from a state."""
 
     @abstractmethod
-    def _candidate(self) -> tuple[Any, int, int]:
-        """Return uint32 values in memory, where among them the position should be, and where the first word."""
+    def _expected_words(self) -> Words:
+        """Return where position and first word should be in memory."""
+
+    @abstractmethod
+    def _draw(self) -> None:
+        """Draw a number."""
 
     def mark(self) -> Mark:
-        """Return what differs once numbers were drawn. Cost: 0.1 us."""
+        """Return what differs once numbers were drawn."""
         if self._words is None:
-            state = self.state()
-            return state["position"], int(state["words"][0])
-        values, position, first = self._words
-        return values[position], values[first]
+            return self._mark_of_state()
+        return self._words.mark()
+
+    def _mark_of_state(self) -> Mark:
+        """Return the mark, as the library itself says."""
+        state = self.state()
+        first = int(state["words"][0])
+        return state["position"], first
 
     def digest(self) -> int:
         """Return a digest of the state, of 63 bits."""
         state = self.state()
-        text = f"{state['position']} {state['gauss']} ".encode()
-        return xxhash.xxh3_64_intdigest(text + state["words"].tobytes()) >> 1
+        digest = xxhash.xxh3_64()
+        digest.update(f"{state['position']} {state['gauss']}".encode())
+        digest.update(state["words"].tobytes())
+        return digest.intdigest() >> 1
 
     def note_seed(self) -> None:
         """Note that the program has seeded it."""
@@ -82,25 +112,18 @@ class Library(ABC):
         self.seed(origin)
         self.origin = origin
 
-    def _words_in_memory(self) -> tuple[Any, int, int] | None:
+    def _words_in_memory(self) -> Words | None:
         """Return where position and first word are; None where memory does not look as expected."""
         before = self.state()
-        try:
-            values, position, first = self._candidate()
-            is_expected = True
-            for key in (1, 2, 3):
-                self.seed(key)
-                self._draw()
-                state = self.state()
-                seen = (values[position], values[first])
-                is_expected = is_expected and seen == (state["position"], int(state["words"][0]))
-        finally:
-            self.set_state(before)
-        return (values, position, first) if is_expected else None
-
-    @abstractmethod
-    def _draw(self) -> None:
-        """Draw a number."""
+        words = self._expected_words()
+        is_expected = True
+        for key in (1, 2, 3):
+            self.seed(key)
+            self._draw()
+            if words.mark() != self._mark_of_state():
+                is_expected = False
+        self.set_state(before)
+        return words if is_expected else None
 
 
 class _PythonNumbers(Library):
@@ -115,16 +138,24 @@ class _PythonNumbers(Library):
         self._seed_as_python(key)
 
     def state(self) -> dict[str, Any]:
-        _, words, gauss = self._generator.getstate()
-        return {"words": np.array(words[:_N_WORDS], np.uint32), "position": words[_N_WORDS], "gauss": gauss}
+        state = self._generator.getstate()
+        numbers = state[1]
+        words = np.array(numbers[:_N_WORDS], np.uint32)
+        return {
+            "words": words,
+            "position": numbers[_N_WORDS],
+            "gauss": state[2],
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        words = tuple(np.asarray(state["words"]).tolist())
-        self._generator.setstate((3, (*words, int(state["position"])), state["gauss"]))
+        words = np.asarray(state["words"]).tolist()
+        words.append(int(state["position"]))
+        self._generator.setstate((3, tuple(words), state["gauss"]))
 
-    def _candidate(self) -> tuple[Any, int, int]:
-        values = (ctypes.c_uint32 * 2).from_address(id(self._generator) + object.__basicsize__)
-        return values, 0, 1
+    def _expected_words(self) -> Words:
+        address = id(self._generator) + object.__basicsize__
+        values = (ctypes.c_uint32 * 2).from_address(address)
+        return Words(values, position=0, first=1)
 
     def _draw(self) -> None:
         self._generator.random()
@@ -142,20 +173,33 @@ class _NumpyNumbers(Library):
         self.n_seeds = int(was_seeded)
 
     def seed(self, key: int) -> None:
-        self._seed_as_numpy((key ^ (key >> 32)) & 0xFFFFFFFF)
+        high = key >> 32
+        low = key & 0xFFFFFFFF
+        self._seed_as_numpy(high ^ low)
 
     def state(self) -> dict[str, Any]:
-        _, words, position, has_gauss, gauss = self._generator.get_state()
-        return {"words": words, "position": int(position), "gauss": gauss if has_gauss else None}
+        state: Any = self._generator.get_state()
+        has_gauss = state[3]
+        gauss = None
+        if has_gauss:
+            gauss = state[4]
+        return {
+            "words": state[1],
+            "position": int(state[2]),
+            "gauss": gauss,
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        gauss = state["gauss"]
         words = np.asarray(state["words"], np.uint32)
-        self._generator.set_state(("MT19937", words, int(state["position"]), int(gauss is not None), gauss or 0.0))
+        position = int(state["position"])
+        has_gauss = int(state["gauss"] is not None)
+        gauss = state["gauss"] or 0.0
+        self._generator.set_state(("MT19937", words, position, has_gauss, gauss))
 
-    def _candidate(self) -> tuple[Any, int, int]:
-        values = (ctypes.c_uint32 * (_N_WORDS + 1)).from_address(self._bits.ctypes.state_address)
-        return values, _N_WORDS, 0
+    def _expected_words(self) -> Words:
+        address = self._bits.ctypes.state_address
+        values = (ctypes.c_uint32 * (_N_WORDS + 1)).from_address(address)
+        return Words(values, position=_N_WORDS, first=0)
 
     def _draw(self) -> None:
         self._generator.random_sample()

@@ -1,0 +1,40 @@
+"""Finds metrics of torchmetrics that would count the rows of one rank alone."""
+
+import gc
+import logging
+import sys
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("hpcdist")
+
+
+def local_metrics() -> list[Any]:
+    """Return the metrics that no `TorchMetric` holds, where torchmetrics does not combine them itself.
+
+    Cost: nothing in a program without torchmetrics, else a walk over all objects of the process.
+    """
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    metrics: list[Any] = []
+    held: set[int] = set()
+    for item in gc.get_objects():
+        kind = type(item)
+        if issubclass(kind, torchmetrics.Metric):
+            metrics.append(item)
+        elif kind.__name__ == "TorchMetric":
+            held.update(map(id, vars(item)["_metric"].modules()))
+    return [metric for metric in metrics if id(metric) not in held and metric.dist_sync_fn is None]
+
+
+def warn_of_local_metrics() -> None:
+    """Log the classes of such metrics. Not collective."""
+    names = sorted({type(metric).__name__ for metric in local_metrics()})
+    if names:
+        logger.warning(
+            "torchmetrics: expected hpcdist.metrics.TorchMetric(metric), which counts the rows of all ranks, got %s, "
+            "which counts those of its own rank; wrap it, or leave it if each rank sees all rows.",
+            ", ".join(names),
+        )
