@@ -78,19 +78,22 @@ def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
 
 def all_gather_async(array: Any, comm: MPI.Comm | None = None) -> Handle:
     """Start an `all_gather` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
-    _require_no_graph("all_gather_async", array)
+    error = _refusal_of_graph("all_gather_async", array)
     thread = thread_of(group_of(comm))
-    return thread.submit(behind_producers([array], lambda: _all_gather(array, thread.group)))
+    return thread.submit(behind_producers([array], lambda: _all_gather(array, thread.group, error)))
 
 
-def _all_gather(array: Any, group: Group) -> Any:
-    return from_host(gather_rows(to_host(array, "all_gather"), group), array)
+def _all_gather(array: Any, group: Group, error: CollectiveError | None = None) -> Any:
+    return from_host(gather_rows(to_host(array, "all_gather"), group, error), array)
 
 
-def gather_rows(array: Array, group: Group) -> Array:
-    """Do what `all_gather` does with a host array, in a given group. Collective: `group.comm`."""
+def gather_rows(array: Array, group: Group, error: CollectiveError | None = None) -> Array:
+    """Do what `all_gather` does with a host array, in a given group; raise on all ranks if one has an error.
+
+    Collective: `group.comm`.
+    """
     with group.recorded("all_gather", None):
-        _require_rows_that_fit("all_gather", array, group)
+        _require_rows_that_fit("all_gather", array, group, error)
         rows = np.empty(group.size, np.int64)
         group.wait([group.comm.Iallgather(np.array([len(array)], np.int64), rows)])
         joined = np.empty((int(rows.sum()), *array.shape[1:]), array.dtype)
@@ -128,22 +131,21 @@ def scatter(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Any:
 
     Cost: the MPI library's Scatterv, and a message for kind, dtype and shape.
     """
-    _require_no_graph("scatter", array)
-    return _scatter(array, root, group_of(comm))
+    return _scatter(array, root, group_of(comm), _refusal_of_graph("scatter", array))
 
 
 def scatter_async(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
     """Start a `scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
-    _require_no_graph("scatter_async", array)
+    error = _refusal_of_graph("scatter_async", array)
     thread = thread_of(group_of(comm))
-    return thread.submit(behind_producers([array], lambda: _scatter(array, root, thread.group)))
+    return thread.submit(behind_producers([array], lambda: _scatter(array, root, thread.group, error)))
 
 
-def _scatter(array: Any, root: int, group: Group) -> Any:
+def _scatter(array: Any, root: int, group: Group, error: CollectiveError | None) -> Any:
     is_root = group.rank == root
     with group.recorded("scatter", None):
-        given, error = None, None
-        if is_root:
+        given = None
+        if is_root and error is None:
             try:
                 given = to_host(array, "scatter")
             except CollectiveError as caught:
@@ -181,19 +183,20 @@ def alltoall(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | N
 
     Cost: the MPI library's Alltoall of a number and Alltoallv; half precision travels as float32.
     """
-    _require_no_graph("alltoall", array)
-    return _alltoall(array, counts, group_of(comm))
+    return _alltoall(array, counts, group_of(comm), _refusal_of_graph("alltoall", array))
 
 
 def alltoall_async(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None) -> Handle:
     """Start an `alltoall` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
-    _require_no_graph("alltoall_async", array)
+    error = _refusal_of_graph("alltoall_async", array)
     thread = thread_of(group_of(comm))
-    return thread.submit(behind_producers([array], lambda: _alltoall(array, counts, thread.group)))
+    return thread.submit(behind_producers([array], lambda: _alltoall(array, counts, thread.group, error)))
 
 
-def _alltoall(array: Any, counts: Sequence[int] | None, group: Group) -> tuple[Any, list[int]]:
-    given, error = to_host(array, "alltoall"), None
+def _alltoall(
+    array: Any, counts: Sequence[int] | None, group: Group, error: CollectiveError | None
+) -> tuple[Any, list[int]]:
+    given = to_host(array, "alltoall")
     sent = _even_counts(len(given) if given.ndim else 0, group) if counts is None else [int(n) for n in counts]
     if given.ndim and (len(sent) != group.size or min(sent) < 0 or sum(sent) != len(given)):
         error = CollectiveError(
@@ -209,16 +212,17 @@ def _alltoall(array: Any, counts: Sequence[int] | None, group: Group) -> tuple[A
     return from_host(came, array), received
 
 
-def _require_no_graph(call: str, array: Any) -> None:
-    """Raise CollectiveError for a tensor that a backward would reach, where gradients are recorded.
+def _refusal_of_graph(call: str, array: Any) -> CollectiveError | None:
+    """Return the error for a tensor that a backward would reach, where gradients are recorded; None for others.
 
     This layer does not import torch: what is computed of such a tensor has a graph, too.
     """
-    if getattr(array, "grad_fn", None) is not None and array.reshape(-1)[:0].clone().requires_grad:
-        raise CollectiveError(
-            f"{call}: expected values without a graph, as no gradient flows through it, got a tensor of "
-            f"{type(array.grad_fn).__name__}; pass value.detach(), or use hpcdist.all_gather, which has gradients."
-        )
+    if getattr(array, "grad_fn", None) is None or not array.reshape(-1)[:0].clone().requires_grad:
+        return None
+    return CollectiveError(
+        f"{call}: expected values without a graph, as no gradient flows through it, got a tensor of "
+        f"{type(array.grad_fn).__name__}; pass value.detach(), or use hpcdist.all_gather, which has gradients."
+    )
 
 
 class _RowType:
@@ -265,28 +269,27 @@ def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) ->
 
     Cost: the MPI library's Reduce_scatter: at best (P-1)/P * n elements sent per rank.
     """
-    _require_no_graph("reduce_scatter", array)
-    return _reduce_scatter(array, parse_op(op), group_of(comm))
+    return _reduce_scatter(array, parse_op(op), group_of(comm), _refusal_of_graph("reduce_scatter", array))
 
 
 def reduce_scatter_async(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> Handle:
     """Start a `reduce_scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
-    _require_no_graph("reduce_scatter_async", array)
+    error = _refusal_of_graph("reduce_scatter_async", array)
     reduction, thread = parse_op(op), thread_of(group_of(comm))
-    return thread.submit(behind_producers([array], lambda: _reduce_scatter(array, reduction, thread.group)))
+    return thread.submit(behind_producers([array], lambda: _reduce_scatter(array, reduction, thread.group, error)))
 
 
-def _reduce_scatter(array: Any, op: Op, group: Group) -> Any:
-    if op is MEAN:
-        array = _as_floats(array)
+def _reduce_scatter(array: Any, op: Op, group: Group, error: CollectiveError | None) -> Any:
     given = to_host(array, "reduce_scatter")
-    error: CollectiveError | None = None
-    if not given.ndim or given.dtype.kind not in "iufc":
+    if error is None and (not given.ndim or given.dtype.kind not in "iufc"):
         error = CollectiveError(
             f"reduce_scatter: expected rows of numbers, got {given.shape} {given.dtype}; pass an array with rows."
         )
     with group.recorded("reduce_scatter", given):
         group.agree(error)
+        if op is MEAN and given.dtype.kind in "iu":  # as numpy's mean
+            given = given.astype(np.float64)
+            array = _as_floats(array)
         group.require_same_call("reduce_scatter", f"{op.name} of {given.dtype} of shape {given.shape}")
         counts = _even_counts(len(given), group)
         own = np.empty((counts[group.rank], *given.shape[1:]), given.dtype)
@@ -298,7 +301,5 @@ def _reduce_scatter(array: Any, op: Op, group: Group) -> Any:
 
 
 def _as_floats(array: Any) -> Any:
-    """Return an array of whole numbers as float64, of which numpy's mean is; any other as it is."""
-    if hasattr(array, "new_tensor"):
-        return array if array.is_floating_point() or array.is_complex() else array.double()
-    return array.astype(np.float64) if array.dtype.kind in "iu" else array
+    """Return an array of whole numbers as float64."""
+    return array.double() if hasattr(array, "new_tensor") else array.astype(np.float64)

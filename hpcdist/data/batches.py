@@ -48,10 +48,18 @@ class Cursor:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """One global batch: the cursor after it, the source rows of each local part, and the epoch in which it begins."""
+    """One global batch.
+
+    Attributes:
+        cursor: after it.
+        rows: source rows of each local part.
+        positions: position of the first row of each local part.
+        epoch: in which the batch begins.
+    """
 
     cursor: Cursor
     rows: list[Rows]
+    positions: list[int]
     epoch: int
 
 
@@ -101,7 +109,8 @@ class DividedBatches:
             part_rows = self.division.rows_of_parts(stop - start)
             cursor = replace(cursor, position=stop, n_batches=cursor.n_batches + 1, part_rows=part_rows)
             rows = [order.rows(start + low, start + high) for low, high in bounds]
-            yield PlannedBatch(cursor, rows, order.epoch_of(start))
+            positions = [start + low for low, _ in bounds]
+            yield PlannedBatch(cursor, rows, positions, order.epoch_of(start))
 
 
 class Shard(Protocol):
@@ -237,10 +246,11 @@ class ShardedBatches:
             while self._has_batch(number):
                 rows = [self._rows(replica, run, number) for replica in self.replicas]
                 epoch = self.order.epoch_of(position)
+                positions = [position + replica * self._part_rows for replica in self.replicas]
                 position = run_start + self._samples_before(number + 1)
                 n_batches += 1
                 after = replace(cursor, position=position, n_batches=n_batches, part_rows=tuple(map(len, rows)))
-                yield PlannedBatch(after, rows, epoch)
+                yield PlannedBatch(after, rows, positions, epoch)
                 number += 1
             position = int(run_start + run_rows)
 

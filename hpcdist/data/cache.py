@@ -22,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from hpcdist.checkpoint.durable import Disk, in_order, replace_file, sweep_abandoned
 from hpcdist.data.row_file import StoredRow, blocks, content_of_file, pack, read_at, read_index, unpack, write_at
+from hpcdist.data.row_numbers import own_random_numbers
 from hpcdist.data.rows import no_rows, stack, unstack
 from hpcdist.data.sources import Description, Request, RowSource
 from hpcdist.data.streams import Stream
@@ -45,6 +46,7 @@ class CachedSource(RowSource):
         self._source, self._store = source, store
         self.n_rows, self.rows_of_files, self.n_sampled = source.n_rows, source.rows_of_files, source.n_sampled
         self.n_stages = source.n_stages
+        self._no_rows: Nest = None
 
     def to_compare(self, rows: Rows) -> Any:
         """Return the rows as the source has them: nothing is kept of what is compared."""
@@ -55,9 +57,8 @@ class CachedSource(RowSource):
         return self._source.describe()
 
     def take(self, rows: Rows) -> Nest:
-        """Return rows, reading those that are not in the store."""
-        missing = self._missing(rows)
-        return self._joined(rows, missing, self._source.take(missing) if len(missing) else None)
+        """Return rows to look at, as the source has them: nothing is kept of them."""
+        return self._source.take(rows)
 
     def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request; missing ones are requested ahead, for a source that reads ahead.
@@ -92,7 +93,10 @@ class CachedSource(RowSource):
             self._store.commit()
         if len(rows):
             return stack([self._store.get(row) for row in rows.tolist()])
-        return no_rows(self.take(np.zeros(1, np.int64))) if self.n_rows else self._source.take(rows)
+        if self._no_rows is None:
+            with own_random_numbers():
+                self._no_rows = no_rows(self.take(np.zeros(min(1, self.n_rows), np.int64)))
+        return self._no_rows
 
 
 def cached_stream(stream: Stream, store: "MemoryStore | FileStore") -> Stream:

@@ -3,13 +3,13 @@
 import glob
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcdist.checkpoint.safe_open import open_data
-from hpcdist.data.sources import Description, RowSource
+from hpcdist.data.sources import Description, Request, RowSource
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import Rows
@@ -130,6 +130,10 @@ class Hdf5Source(RowSource):
         stats = [(os.path.realpath(path), os.stat(path)) for path in self._paths]
         files = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         return {**super().describe(), "files": files, "datasets": repr(self._names)}
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+        """Yield the rows of every request; nothing is drawn at random."""
+        return (self.take(request.rows) for request in requests)
 
     def take(self, rows: Rows) -> Nest:
         """Return rows in any order: the distinct ones are read in the order of the file, one slab per run."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcdist.data.batches import Cursor, DividedBatches, Plan
+from hpcdist.data.batches import Cursor, DividedBatches, Plan, PlannedBatch
 from hpcdist.data.prefetch import Items, moved_ahead, read_ahead
 from hpcdist.data.row_numbers import RowNumbers, RowSeeds, own_random_numbers
 from hpcdist.data.rows import Function, apply, apply_to_part, no_rows, stack, zeros_like
@@ -108,6 +108,8 @@ class PipelineReader:
         self._seed = seed
         roots = [pipeline.source, pipeline.row_maps, pipeline.batch_maps] if seed is not None else []
         self.numbers = RowNumbers(roots)
+        self._mapped = None if isinstance(pipeline.source, Stream) else mapped(pipeline.source, pipeline.row_maps)
+        self._no_rows: Nest = None
 
     def stages(self, cursor: Cursor, device: torch.device | None = None) -> Items:
         """Return the reading stages of one pass: an iterator over (cursor after it, local parts) of every batch.
@@ -124,7 +126,7 @@ class PipelineReader:
         """Yield (cursor after it, local parts) of every batch from a cursor on, in the calling thread."""
         source = self._pipeline.source
         if not isinstance(source, Stream):
-            yield from self._read_rows(source, cursor)
+            yield from self._read_rows(cursor)
             return
         is_drawing = self.numbers.is_drawing
         items = self._read_stream(source, cursor)
@@ -142,12 +144,12 @@ class PipelineReader:
         """Leave the random numbers of the process as they were, if rows have numbers of their own."""
         return nullcontext() if self._seed is None else self.numbers.keeping()
 
-    def _read_rows(self, source: RowSource, cursor: Cursor) -> Items:
-        pipeline = self._pipeline
+    def _read_rows(self, cursor: Cursor) -> Items:
+        assert self._mapped is not None, "rows with random access"
         # a source that reads ahead runs through the plan first
         for_source, batches = itertools.tee(self._requests(cursor))
         requests = itertools.chain.from_iterable(map(_requests_of_batch, for_source))
-        fetched = mapped(source, pipeline.row_maps).read(requests)
+        fetched = self._mapped.read(requests)
         while True:
             with on_host(), self._keeping_numbers():
                 batch = next(batches, None)
@@ -165,9 +167,17 @@ class PipelineReader:
     def _requests(self, cursor: Cursor) -> Iterator["_RequestedBatch"]:
         """Yield what is asked for of every batch from a cursor on."""
         for batch in self._plan.batches(cursor):
-            seeds = None if self._seed is None else RowSeeds(self._seed, batch.epoch)
-            requests = [Request(rows, self.numbers, seeds) for rows in batch.rows]
+            requests: list[Request] = []
+            for rows, position in zip(batch.rows, batch.positions, strict=True):
+                requests.append(Request(rows, self.numbers, self._seeds_of(batch, position)))
             yield _RequestedBatch(batch.cursor, requests)
+
+    def _seeds_of(self, batch: PlannedBatch, position: int) -> RowSeeds | None:
+        """Return the seeds of a part that begins at a position; by positions where a row may come twice in a batch."""
+        if self._seed is None:
+            return None
+        may_repeat = self._pipeline.order.inner_epochs > 1
+        return RowSeeds(self._seed, batch.epoch, position if may_repeat else None)
 
     def _read_stream(self, stream: Stream, cursor: Cursor) -> Items:
         assert isinstance(self._plan, DividedBatches), "a stream has no shards"
@@ -182,25 +192,29 @@ class PipelineReader:
                     return
                 after, rows = batch
                 start = after.position - len(rows)
-                parts = [self._part_of(rows, low, high, start) for low, high in division.bounds(len(rows))]
+                seeds = None if self._seed is None else RowSeeds(self._seed, after.pass_epoch)
+                parts = [self._part_of(rows, low, high, start, seeds) for low, high in division.bounds(len(rows))]
                 first_rows = digest_of(rows) if is_first else 0
                 is_first = False
                 after = replace(after, part_rows=division.rows_of_parts(len(rows)), first_rows=first_rows)
             yield after, parts
 
-    def _part_of(self, rows: list[Nest], low: int, high: int, start: int) -> Nest:
+    def _part_of(self, rows: list[Nest], low: int, high: int, start: int, seeds: RowSeeds | None) -> Nest:
         """Return the part of the rows from `low` to before `high` of a batch whose first row has position `start`."""
         maps = self._pipeline.row_maps
-        positions = np.arange(start + low, start + high)
-        request = Request(positions, self.numbers, None if self._seed is None else RowSeeds(self._seed, 0))
-        if low < high:
-            mapped_rows = rows[low:high]
-            if maps:
-                mapped_rows = request.call_for_rows(0, functools.partial(apply, maps), mapped_rows)
-            return self._mapped_part(request, stack(mapped_rows))
-        with own_random_numbers():
-            part = no_rows(stack([apply(maps, rows[0])]))
-        return self._mapped_part(request, part)
+        request = Request(np.arange(start + low, start + high), self.numbers, seeds)
+        if low == high:
+            return self._mapped_part(request, self._part_of_no_rows(rows[0]))
+        mapped_rows = rows[low:high]
+        if maps:
+            mapped_rows = request.call_for_rows(0, functools.partial(apply, maps), mapped_rows)
+        return self._mapped_part(request, stack(mapped_rows))
+
+    def _part_of_no_rows(self, row: Nest) -> Nest:
+        if self._no_rows is None:
+            with own_random_numbers():
+                self._no_rows = no_rows(stack([apply(self._pipeline.row_maps, row)]))
+        return self._no_rows
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ Worker processes import this file: nothing here may start MPI.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from hpcdist.data.loader_worker import ItemRequest, read_items, show_own_items
+from hpcdist.data.loader_worker import ItemRequest, ReadItems, join_items, read_items, show_own_items
 from hpcdist.data.row_numbers import RowNumbers, RowSeeds
 
 
@@ -50,27 +50,63 @@ class _SeededItems:
 
     Args:
         items: dataset of the program.
+        numbers: calls what draws.
 
     Attributes:
         items: as given.
     """
 
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items: Any, numbers: RowNumbers) -> None:
         self.items = items
-        self._numbers = RowNumbers([items])
-        self._has_begun = False
+        self._numbers = numbers
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitems__(self, keys: _SeededKeys) -> list[Any]:
+    def __getitems__(self, keys: _SeededKeys) -> ReadItems:
         """Return the items of a batch; torch calls it with what the batch sampler yields."""
-        is_in_worker = get_worker_info() is not None
-        if is_in_worker and not self._has_begun:
-            show_own_items()
-        self._has_begun = True
-        with nullcontext() if is_in_worker else self._numbers.keeping():
-            return read_items(self.items, ItemRequest(list(keys), keys.seeds), self._numbers).items
+        request = ItemRequest(list(keys), keys.seeds)
+        with _keeping(self._numbers):
+            return read_items(self.items, request, self._numbers)
+
+
+class _SeededJoin:
+    """Joins items with random numbers of their own.
+
+    Args:
+        join: collate_fn of the program's loader.
+        numbers: calls what draws.
+    """
+
+    def __init__(self, join: Callable[[list[Any]], Any], numbers: RowNumbers) -> None:
+        self._join = join
+        self._numbers = numbers
+
+    def __call__(self, read: ReadItems) -> Any:
+        """Return the items joined."""
+        with _keeping(self._numbers):
+            return join_items(self._join, read, self._numbers)
+
+
+def _keeping(numbers: RowNumbers) -> AbstractContextManager[None]:
+    """Leave the random numbers of a rank as they were; those of a worker are nobody's."""
+    return numbers.keeping() if get_worker_info() is None else nullcontext()
+
+
+class _BeginWorker:
+    """Begins a worker process: get_worker_info() returns the program's own dataset, as in a worker of its own loader.
+
+    Args:
+        init: worker_init_fn of the program's loader.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        show_own_items()
+        if self._init is not None:
+            self._init(worker)
 
 
 class SeededLoader:
@@ -82,17 +118,21 @@ class SeededLoader:
     """
 
     def __init__(self, loader: "DataLoader[Any]", seeds: Callable[[], RowSeeds]) -> None:
-        self._dataset = _SeededItems(loader.dataset)
-        self._batches = _SeededBatches(loader.batch_sampler, seeds)
+        self._attributes = {
+            "dataset": _SeededItems(loader.dataset, RowNumbers([loader.dataset])),
+            "batch_sampler": _SeededBatches(loader.batch_sampler, seeds),
+            "collate_fn": _SeededJoin(loader.collate_fn, RowNumbers([loader.collate_fn])),
+            "worker_init_fn": _BeginWorker(loader.worker_init_fn),
+        }
+        loader._iterator = None  # workers that were kept from before would read in another way
 
     @contextmanager
     def beginning(self, loader: "DataLoader[Any]") -> Iterator[None]:
         """Let iterators of the loader that are made in the block read in this way."""
-        attributes = vars(loader)  # torch refuses to set these by name
-        dataset = attributes["dataset"]
-        batch_sampler = attributes["batch_sampler"]
-        attributes.update(dataset=self._dataset, batch_sampler=self._batches)
+        attributes = vars(loader)  # torch refuses to set some of these by name
+        before = {name: attributes[name] for name in self._attributes}
+        attributes.update(self._attributes)
         try:
             yield
         finally:
-            attributes.update(dataset=dataset, batch_sampler=batch_sampler)
+            attributes.update(before)

@@ -1,5 +1,6 @@
 """Stages that overlap reading with computing: a thread that reads ahead, and copies to a device one item ahead."""
 
+import logging
 import queue
 import threading
 from collections.abc import Generator, Sequence
@@ -17,8 +18,9 @@ from hpcdist.nest import Nest, map_nest
 Items = Generator[tuple[Any, list[Nest]], None, None]
 _POLL_S = 0.1
 _JOIN_S = 5.0
-#: Times that a loop may have drawn random numbers itself beside the thread, until nobody looks any more.
-_MAX_FALSE_ALARMS = 3
+#: Times that random numbers may have been drawn beside the thread, until nothing is read in it any more.
+_MAX_ALARMS = 8
+logger = logging.getLogger("hpcdist")
 
 
 class Reading(Protocol):
@@ -39,49 +41,53 @@ def read_ahead(reading: Reading, cursor: Any, n_ahead: int) -> Items:
 
     What draws random numbers of the process never runs in the thread: the loop draws from the same ones. So the first
     batch is read here, and if something draws then, so are the others. The thread ends where numbers change beside it,
-    and that batch is read here again.
+    and that batch is read here again; where that happens often, as the loop itself draws, all others are, too.
 
     Args:
         reading: reads batches.
         cursor: from where.
         n_ahead: number of batches.
     """
-    n_false_alarms = 0
     while True:
         items = reading.read_from(cursor)
         with closing(items):
             first = next(items, None)
             if first is None:
                 return
-            if reading.numbers.is_drawing:
+            if reading.numbers.is_drawing or reading.numbers.n_alarms >= _MAX_ALARMS:
                 yield first
                 yield from items
                 return
             try:
-                for item in read_in_thread(items, n_ahead, [first], n_false_alarms < _MAX_FALSE_ALARMS):
+                for item in read_in_thread(items, n_ahead, [first]):
                     cursor = item[0]
                     yield item
             except DrawsBesideLoopError:
-                n_false_alarms += 1
+                _note_alarm(reading.numbers)
                 continue
             return
 
 
-def read_in_thread(items: Items, n_ahead: int, first_items: Sequence[Any] = (), is_watched: bool = False) -> Items:
+def _note_alarm(numbers: RowNumbers) -> None:
+    numbers.note_alarm()
+    if numbers.n_alarms == _MAX_ALARMS:
+        logger.info("prefetch: the loop draws random numbers itself, so its rows are read in it; use workers instead.")
+
+
+def read_in_thread(items: Items, n_ahead: int, first_items: Sequence[Any] = ()) -> Items:
     """Yield items that a thread takes.
 
     Args:
         items: what to take.
         n_ahead: items at most that are taken before they are asked for.
         first_items: what was taken before, and comes first.
-        is_watched: whether random numbers that change beside the thread are an error.
 
     Raises:
         DrawsBesideLoopError: where numbers were drawn, by the items or the loop.
     """
     entries: queue.Queue[Any] = queue.Queue(n_ahead)
     stop = threading.Event()
-    arguments = items, entries, stop, is_watched
+    arguments = items, entries, stop
     thread = threading.Thread(target=_read, args=arguments, name="hpcdist-prefetch", daemon=True)
     thread.start()
     try:
@@ -108,8 +114,8 @@ def _get(entries: Any, thread: threading.Thread) -> Any:
                 return None, RuntimeError("prefetch: expected a running thread, got one that has ended; start again.")
 
 
-def _read(items: Items, entries: Any, stop: threading.Event, is_watched: bool) -> None:
-    run_beside_loop(is_watched)
+def _read(items: Items, entries: Any, stop: threading.Event) -> None:
+    run_beside_loop()
     last: tuple[Any, BaseException] = (None, StopIteration())
     try:
         for cursor, parts in items:

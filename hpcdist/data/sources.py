@@ -49,7 +49,7 @@ class Request:
 
     def in_no_epoch(self) -> "Request":
         """Return the request with random numbers that are the same in every epoch."""
-        return self if self.seeds is None else replace(self, seeds=replace(self.seeds, epoch=-1))
+        return self if self.seeds is None else replace(self, seeds=replace(self.seeds, epoch=-1, first=None))
 
     def call(self, function: Any, *arguments: Any, stage: int = 0) -> Any:
         """Return what a function returns that reads, or maps, all rows at once."""
@@ -57,6 +57,13 @@ class Request:
         if seeds is None or not len(self.rows):
             return self.numbers.call(None, function, *arguments)
         return self.numbers.call(lambda: seeds.of_all(int(self.rows[0]), stage), function, *arguments)
+
+    def call_once(self, function: Any, *arguments: Any) -> Any:
+        """Return what a function returns that reads all rows at once, and is not to be called again."""
+        seeds = self.seeds
+        if seeds is None or not len(self.rows):
+            return self.numbers.call_once(None, function, *arguments)
+        return self.numbers.call_once(lambda: seeds.of_all(int(self.rows[0])), function, *arguments)
 
     def call_for_rows(self, stage: int, function: Any, values: Sequence[Any]) -> list[Any]:
         """Return what a function returns that maps a row, for all of them."""
@@ -113,9 +120,18 @@ class RowSource(ABC):
 
     def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request, for which random numbers are seeded."""
+        for_reader, now = tee(requests)
         if type(self).take_many is RowSource.take_many:
-            return (request.call(self.take, request.rows) for request in requests)
-        return self.take_many(request.rows for request in requests)
+            for request in now:
+                yield request.call(self.take, request.rows)
+            return
+        parts = iter(self.take_many(request.rows for request in for_reader))
+        for request in now:
+            was_drawing = request.numbers.is_drawing
+            part = request.call_once(next, parts)
+            if request.numbers.is_drawing and not was_drawing:
+                part = request.call(self.take, request.rows)
+            yield part
 
     def keeping(self, n_rows: int) -> "RowSource":
         """Return the source that keeps the rows of the last chunks it has read, `n_rows` rows and a chunk."""
@@ -148,6 +164,10 @@ class ArraySource(RowSource):
     def take(self, rows: Rows) -> Nest:
         """Return the rows, copied."""
         return map_nest(lambda array: array[rows], self.tensors)
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+        """Yield the rows of every request; nothing is drawn at random."""
+        return (self.take(request.rows) for request in requests)
 
     def describe(self) -> Description:
         """Return the shapes and dtypes of the arrays."""
@@ -243,8 +263,9 @@ class JoinedSource(RowSource):
     def __init__(self, first: RowSource, second: RowSource) -> None:
         self._sources = first, second
         kind = None
-        for source in self._sources:
-            kind = require_kind(source.take(np.zeros(1, np.int64)), kind) if source.n_rows else kind
+        with own_random_numbers():
+            for source in self._sources:
+                kind = require_kind(source.take(np.zeros(1, np.int64)), kind) if source.n_rows else kind
         self.n_rows = first.n_rows + second.n_rows
         self.n_sampled = first.n_sampled + second.n_sampled
         self.n_stages = max(first.n_stages, second.n_stages)
@@ -257,25 +278,33 @@ class JoinedSource(RowSource):
         Raises:
             DataError: when the sources' rows differ in form or shape.
         """
-        return self._read(Request(rows, RowNumbers()))
+        return next(self.read(iter((Request(rows, RowNumbers()),))))
 
     def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
-        """Yield the rows of every request, for which random numbers are seeded."""
-        return map(self._read, requests)
+        """Yield the rows of every request, for which random numbers are seeded; each source may read ahead."""
+        of_first, of_second, now = tee(requests, 3)
+        first_parts = self._sources[0].read(self._requests_of(of_first, is_second=False))
+        second_parts = self._sources[1].read(self._requests_of(of_second, is_second=True))
+        for request in now:
+            is_second = request.rows >= self._sources[0].n_rows
+            if not len(is_second) or not is_second.any():
+                yield next(first_parts)
+            elif is_second.all():
+                yield next(second_parts)
+            else:
+                yield _in_order(next(first_parts), next(second_parts), is_second)
 
-    def _read(self, request: Request) -> Nest:
-        rows = request.rows
+    def _requests_of(self, requests: Iterable[Request], is_second: bool) -> Iterator[Request]:
+        """Yield what one of the sources is asked for; for no rows, the first one."""
         n_first = self._sources[0].n_rows
-        is_second = rows >= n_first
-        if not is_second.any():
-            return _read_once(self._sources[0], request.with_rows(rows, "first"))
-        if is_second.all():
-            return _read_once(self._sources[1], request.with_rows(rows - n_first, "second"))
-        parts = [_read_once(self._sources[0], request.with_rows(rows[~is_second], "first"))]
-        parts.append(_read_once(self._sources[1], request.with_rows(rows[is_second] - n_first, "second")))
-        order = np.argsort(np.argsort(is_second, kind="stable"), kind="stable")
-        joined = stack([row for part in parts for row in unstack(part)])
-        return map_nest(lambda array: array[order], joined)
+        for request in requests:
+            rows = request.rows
+            if is_second:
+                rows = rows[rows >= n_first] - n_first
+            elif len(rows):
+                rows = rows[rows < n_first]
+            if len(rows) or (not is_second and not len(request.rows)):
+                yield request.with_rows(rows, f"second {is_second}")
 
     def to_compare(self, rows: Rows) -> Any:
         """Return what must be equal on all ranks of some rows."""
@@ -331,9 +360,11 @@ class Mapped(RowSource):
         return {"kind": "mapped", "of": self._source.describe(), "functions": len(self._functions)}
 
 
-def _read_once(source: RowSource, request: Request) -> Nest:
-    """Return the rows of a request."""
-    return next(source.read(iter((request,))))
+def _in_order(first: Nest, second: Nest, is_second: Any) -> Nest:
+    """Return the rows of two parts in the order in which they were asked for."""
+    order = np.argsort(np.argsort(is_second, kind="stable"), kind="stable")
+    joined = stack([*unstack(first), *unstack(second)])
+    return map_nest(lambda array: array[order], joined)
 
 
 def mapped(source: RowSource, functions: tuple[Function, ...]) -> RowSource:

@@ -8,6 +8,7 @@ Every 4th sum compares settings, every 16th a slice of the parameters; after at 
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,8 @@ class StateDigests:
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._slices: list[list[Piece]] = []
         self._optimizers: Iterable[Optimizer] = ()
-        self._pending: Tensor | None = None
+        self._pending: list[Tensor] = []
+        self._last = (-1, 0)
         self.n_changes = -1
         self.is_reported = False
 
@@ -118,14 +120,16 @@ class StateDigests:
         """Return the digest that a sum carries; 0 for one that compares nothing.
 
         Args:
-            number: of the sum, the same on all ranks.
+            number: of the sum, the same on all ranks; of the same number, the digest is computed once.
         """
         if number % SUMS_PER_SETTINGS or not self._parameters:
             return 0
-        settings = self.digest_of_settings()
-        if number % SUMS_PER_SLICE or not self._slices:
-            return settings
-        return settings ^ self.digest_of_slice(number // SUMS_PER_SLICE % len(self._slices))
+        if self._last[0] != number:
+            digest = self.digest_of_settings()
+            if not number % SUMS_PER_SLICE and self._slices:
+                digest ^= self._digest_of_slice(number // SUMS_PER_SLICE % len(self._slices))
+            self._last = (number, digest)
+        return self._last[1]
 
     def digest_of_settings(self) -> int:
         """Return a digest of the numbers among the settings of all groups of all optimizers, of 63 bits."""
@@ -136,30 +140,38 @@ class StateDigests:
                 digest.update(repr(numbers).encode())
         return digest.intdigest() >> 1
 
-    def digest_of_slice(self, number: int) -> int:
-        """Return a digest of a slice of the parameters, of 63 bits. Of those on a device, that of the time before."""
+    def _digest_of_slice(self, number: int) -> int:
+        """Return a digest of a slice, of 63 bits; of what is on a device, that of the slice before.
+
+        That one was computed many steps ago, so nobody waits for the device.
+        """
         digest = xxhash.xxh3_64()
-        on_device: list[Tensor] = []
+        sums = self._pending
+        self._pending = self._add_slice(number, digest)
+        for sum_of_bits in sums:
+            digest.update(str(sum_of_bits.item()).encode())
+        return digest.intdigest() >> 1
+
+    def _add_slice(self, number: int, digest: Any) -> list[Tensor]:
+        """Add the elements of a slice that are on the host to a digest; return sums of the bits of the others."""
+        sums: list[Tensor] = []
         for piece in self._slices[number]:
             parameter = self._parameters[piece.number]()
             if parameter is None:
                 continue
             values = _flat(parameter.detach())[piece.low : piece.high]
-            if values.is_cuda:
-                on_device.append(_sum_of_bits(values))
+            if values.device.type == "cpu":
+                digest.update(_array_of(values))
             else:
-                digest.update(_bytes_of(values))
-        if on_device or self._pending is not None:
-            before, self._pending = self._pending, torch.stack(on_device) if on_device else None
-            if before is not None:
-                digest.update(before.tolist().__repr__().encode())  # it was computed many steps ago: nobody waits
-        return digest.intdigest() >> 1
+                sums.append(_sum_of_bits(values))
+        return sums
 
     def digest_of_all(self) -> int:
-        """Return a digest of all parameters on the host, of 63 bits. Cost: they are read once."""
+        """Return a digest of all parameters, of 63 bits. Cost: they are read once."""
         digest = xxhash.xxh3_64()
         for number in range(len(self._slices)):
-            digest.update(str(self.digest_of_slice(number)).encode())
+            for sum_of_bits in self._add_slice(number, digest):
+                digest.update(str(sum_of_bits.item()).encode())
         return digest.intdigest() >> 1
 
     def describe(self, number: int) -> str:
@@ -177,8 +189,8 @@ def _flat(tensor: Tensor) -> Tensor:
     return in_memory_order(tensor) if is_dense(tensor) else tensor.reshape(-1)
 
 
-def _bytes_of(values: Tensor) -> bytes:
-    return values.contiguous().view(torch.uint8).numpy().tobytes()
+def _array_of(values: Tensor) -> Any:
+    return values.contiguous().view(torch.uint8).numpy()
 
 
 def _sum_of_bits(values: Tensor) -> Tensor:

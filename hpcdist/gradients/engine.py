@@ -120,6 +120,7 @@ class GradientEngine:
         #: Of the group, and of its communication thread, when the last part of a batch came.
         self._n_collectives: tuple[int, int] | None = None
         self._planned_buffers: set[tuple[int, str]] = set()
+        self._planned_modules: set[int] = set()
         late_buffers = torch_hooks.on_buffer_registered(self._see_buffer)
         weakref.finalize(self, late_buffers.remove)
         before, after = torch_hooks.before_any_step(self._before_step), torch_hooks.after_any_step(self._after_step)
@@ -163,8 +164,9 @@ class GradientEngine:
     def _see_buffer(self, module: nn.Module, name: str) -> None:
         """Plan again if a module of the scope gets a new buffer after its first use, such as a mask for pruning."""
         is_late = self.has_plan and (id(module), name) not in self._planned_buffers
-        if is_late and not self.scheduler.is_running and self.modules.reach(module):
-            self._plan_at_next_forward()
+        is_known = id(module) in self._planned_modules
+        if is_late and is_known and not self.scheduler.is_running and not torch_hooks.is_in_forward():
+            self._plan_at_next_forward()  # what a forward keeps for its inputs is each rank's own
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)
@@ -223,6 +225,7 @@ class GradientEngine:
     def _prepare(self, batch: Any) -> None:
         plan = self._agreed_plan()
         self._planned_buffers = {buffer.place for buffer in plan.buffers}
+        self._planned_modules = {id(part) for root in self.modules.roots() for part in root.modules()}
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
         if self._storage is not None:
@@ -620,7 +623,8 @@ class GradientEngine:
         self._others.add(optimizer)
         own = [parameter.shape for _, parameter in self.sums.states.parameters()]
         if own and [parameter.shape for parameter in parameters] == own:
-            copies = [*self.sums.copies.parameters(), *((f"copy {shape}", one) for shape, one in enumerate(parameters))]
+            copies = self.sums.copies.parameters()
+            copies += [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
             self.sums.copies.watch(copies, ())
 
     def stop_replicas(self) -> None:

@@ -39,7 +39,7 @@ class StepGenerators:
         self.seed: int | None = None
         self.step = 0
         self._place = "step 0"
-        self._n_batches = 0  # of this step
+        self._n_backwards_at_step: int | None = None
         self._is_agreed = False
         self._key: int | None = None  # the seed of the generators since they were set last
 
@@ -65,7 +65,7 @@ class StepGenerators:
         """Resume at `step` with the seed of a checkpoint, and what it stores of the libraries."""
         self.seed, self.step, self._is_agreed = seed, step, seed is not None
         self._place = f"step {step}"
-        self._n_batches = 0
+        self._n_backwards_at_step = None
         self._states.clear()
         if libraries is not None:
             self._libraries.restore(libraries, self._place)
@@ -79,14 +79,21 @@ class StepGenerators:
     def advance(self) -> None:
         """Start the next step."""
         self.step += 1
-        self._n_batches = 0
+        self._n_backwards_at_step = None
         self._begin(f"step {self.step}")
         self._libraries.seed(self._place)
 
-    def begin_batch(self) -> None:
-        """Start a batch of this step."""
-        self._begin(f"step {self.step}, batch {self._n_batches}" if self._n_batches else f"step {self.step}")
-        self._n_batches += 1
+    def begin_batch(self, n_backwards: int) -> None:
+        """Start a batch of this step: the first one, or one more, whose gradients are added.
+
+        Args:
+            n_backwards: how many the program has made so far. Batches that no backward uses, as of a validation, do
+                not count, so that a restart after the step finds the same numbers.
+        """
+        if self._n_backwards_at_step is None:
+            self._n_backwards_at_step = n_backwards
+        n_added = n_backwards - self._n_backwards_at_step
+        self._begin(f"step {self.step}, backward {n_added}" if n_added else f"step {self.step}")
         self._libraries.begin_batch(self._place)
 
     def _begin(self, place: str) -> None:
@@ -98,7 +105,7 @@ class StepGenerators:
     def begin_run(self) -> None:
         """Let replicas draw."""
         self.suspend(self._who)
-        self._libraries.begin_run(self._place)
+        self._libraries.begin_run()
 
     def end_run(self) -> None:
         """Let the code outside `run` draw again."""

@@ -25,10 +25,11 @@ class _LibraryKey:
         self._origin: int | None = None
         self._n_seeds = 0
         self._has_drawn = False
-        self._is_own_sequence = False
+        self._has_program_seeded = False
         self._mark: Mark | None = None
         self._is_restored = False
         self._restored_state: dict[str, Any] | None = None
+        self._restored_origin: int | None = None
         self._states: dict[int | str, dict[str, Any]] = {}
         self._run_mark: Mark = ()
         self._run_state: dict[str, Any] | None = None
@@ -41,7 +42,7 @@ class _LibraryKey:
 
     def seed(self, place: str) -> None:
         """Seed the library for a place in training; from the first numbers on that are drawn in the loop."""
-        if self._origin is None or self._keeps_sequence():
+        if self._origin is None or self._is_programs_sequence():
             return
         if self._mark is not None and not self._has_drawn:
             if self._library.mark() == self._mark:
@@ -50,6 +51,8 @@ class _LibraryKey:
         name = place if self._has_drawn else "before the first numbers"
         self._library.seed(xxhash.xxh3_64_intdigest(f"{self._origin} {name}".encode()) >> 1)
         self._mark = self._library.mark()
+        if self._run_state is not None:  # a step of replicas in a run: all of them go on from here
+            self.begin_run()
 
     def begin_batch(self, place: str) -> None:
         """Seed the library for a batch that is handed out; a sequence of the program's goes on where it was saved.
@@ -59,24 +62,28 @@ class _LibraryKey:
         if self._is_restored:
             self._is_restored = False
             self._mark = None
-            if self._restored_state is not None and self._library.n_seeds == self._n_seeds:
+            is_other = self._library.n_seeds != self._n_seeds and self._library.origin != self._restored_origin
+            if self._restored_state is not None and not is_other:
+                self._n_seeds = self._library.n_seeds
                 self._library.set_state(self._restored_state)
         self.seed(place)
 
-    def _keeps_sequence(self) -> bool:
+    def _is_programs_sequence(self) -> bool:
         if self._library.n_seeds != self._n_seeds:
             self._n_seeds = self._library.n_seeds
-            self._is_own_sequence = True
-        return self._is_own_sequence
+            self._has_program_seeded = True
+        return self._has_program_seeded
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores of this rank."""
-        keeps_sequence = self._origin is not None and self._keeps_sequence()
+        is_programs = self._origin is not None and self._is_programs_sequence()
         sequence: dict[str, Any] | None = None
-        if keeps_sequence:
+        if is_programs:
             sequence = self._library.state()
             sequence["words"] = sequence["words"].tolist()
-        return {"origin": self._origin, "has_drawn": self._has_drawn, "sequence": sequence}
+        has_drawn = self._has_drawn or (self._mark is not None and self._library.mark() != self._mark)
+        seeded = self._library.origin if is_programs else None
+        return {"origin": self._origin, "has_drawn": has_drawn, "sequence": sequence, "seeded": seeded}
 
     def restore(self, state: dict[str, Any], place: str) -> None:
         """Resume from what a checkpoint stores."""
@@ -84,18 +91,18 @@ class _LibraryKey:
         self._has_drawn = state["has_drawn"]
         self._n_seeds = self._library.n_seeds
         self._mark = None
-        self._is_own_sequence = state["sequence"] is not None
+        self._has_program_seeded = state["sequence"] is not None
         self._is_restored = True
         self._restored_state = state["sequence"]
+        self._restored_origin = state["seeded"]
         if self._restored_state is not None:
             self._library.set_state(self._restored_state)
         self.seed(place)
 
     # -- replicas of one process, each of which draws what the others draw ------------------------------------------
 
-    def begin_run(self, place: str) -> None:
-        """Let every replica of a run begin with the same numbers. Cost: 30 us."""
-        self.seed(place)
+    def begin_run(self) -> None:
+        """Let every replica of a run begin with the numbers that come now. Cost: 30 us."""
         self._run_mark = self._library.mark()
         self._run_state = self._library.state()
         self._states = {}
@@ -136,10 +143,10 @@ class LibraryKeys:
         for key in self._keys:
             key.begin_batch(place)
 
-    def begin_run(self, place: str) -> None:
+    def begin_run(self) -> None:
         """Let every replica of a run begin with the same numbers."""
         for key in self._keys:
-            key.begin_run(place)
+            key.begin_run()
 
     def suspend(self, replica: int | str) -> None:
         """Save how far a replica has drawn."""

@@ -76,7 +76,7 @@ class LoopWatch:
             owner = max(self._generators.keys(), default=None)
         generators = None if owner is None else self._generators.get(owner)
         if generators is not None:
-            generators.begin_batch()
+            generators.begin_batch(self._flags.loop.n_backwards)
 
     def hand_out(self, part: Part, nests: Any) -> None:
         """Seed random numbers for a part, and remember which tensors belong to it.

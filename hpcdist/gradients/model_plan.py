@@ -87,10 +87,6 @@ class ModuleSet(IdentitySet[nn.Module]):
         held = [own for module in self for own in (*module.parameters(), *module.buffers())]
         return any(own is tensor for own in (*held, *self._made))
 
-    def reach(self, module: nn.Module) -> bool:
-        """Return whether a module is one of the scope's, or in one of them."""
-        return module in self or any(module is part for own in self for part in own.modules())
-
     def roots(self) -> list[nn.Module]:
         """Return the modules that are alive and no other one's child."""
         alive = list(self)

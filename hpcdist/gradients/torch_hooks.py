@@ -311,6 +311,14 @@ def is_transforming() -> bool:
     return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_in_forward() -> bool:
+    """Return whether a module is being called by the code that is running. Cost: a walk over its frames."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _call_of_module:
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextmanager
 def as_plain_code() -> Iterator[None]:
     """Run the block as if no transform, trace or mode of torch were active, such as vmap, jit.trace or a fake mode."""
@@ -515,6 +523,7 @@ _loader_watchers: "dict[int, weakref.ref[LoaderWatcher]]" = {}
 _loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]" = weakref.WeakKeyDictionary()
 #: Iterators of loaders whose class has an `__iter__` of its own, before the first batch of a pass.
 _unseen: "weakref.WeakSet[_BaseDataLoaderIter]" = weakref.WeakSet()
+_call_of_module = nn.Module._call_impl.__code__
 _make_iterator = DataLoader.__iter__
 _init_iterator = _BaseDataLoaderIter.__init__
 _next_batch = _BaseDataLoaderIter.__next__

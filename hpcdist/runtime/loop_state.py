@@ -51,7 +51,7 @@ class LoopState:
         n_rejected: draws for training since then that were none.
         n_parts: parts for training that were handed out since then.
         has_lost_position: whether the program trains on a loader whose position is not saved.
-        has_drawn_ahead: whether another part waited for its backward when the last one was handed out.
+        has_drawn_ahead: whether another part of the same source waited for its backward when the last one came.
         n_backwards: backwards so far.
         n_steps: optimizer steps so far.
     """
@@ -194,8 +194,8 @@ class LoopState:
 
     def hand_out(self, part: Part) -> None:
         """Record a part that its source hands out now."""
-        self.has_drawn_ahead = self._is_waiting
-        if self.has_drawn_ahead:
+        self.has_drawn_ahead = bool(part.source.waiting_parts)
+        if self._is_waiting:
             self._need_identity(True)
         part.source.add(part, self.n_steps)
         self._has_drawn_since_step = True

@@ -31,11 +31,19 @@ def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
     Raises:
         CollectiveError: when ranks differ in dtype or in another dimension, or give a number; on every rank.
 
-    Cost: every rank receives all other ranks' bytes; half precision travels as float32. The backward sums as many.
+    Cost: every rank receives all other ranks' bytes; half precision travels as float32. The backward sums as many. Of
+        floats, an all-reduce of 8 bytes tells whether any rank needs the gradient.
     """
-    if isinstance(array, Tensor) and array.requires_grad and torch.is_grad_enabled():
+    if not isinstance(array, Tensor) or not (array.is_floating_point() or array.is_complex()):
+        return moves.all_gather(array, comm)
+    group = group_of(comm)
+    has_gradient = array.requires_grad and torch.is_grad_enabled()
+    if not group.world.all_reduce_int(int(has_gradient), MPI.MAX, group.comm):
+        return moves.all_gather(array, comm)
+    if not has_gradient:  # its backward adds to the gradients of the others
+        array = array.detach().requires_grad_()
+    with torch.enable_grad():
         return _Gathered.apply(array, comm)  # type: ignore[no-untyped-call]
-    return moves.all_gather(array, comm)
 
 
 class _Gathered(torch.autograd.Function):

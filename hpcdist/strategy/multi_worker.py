@@ -158,13 +158,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         """
         if self._comm.size == 1:
             return
-        digests = [numbers.digest() for numbers in LIBRARIES]
-        n_seeds = sum(numbers.n_seeds for numbers in LIBRARIES)
-        if self.world.all_equal(str(digests), self._comm) or self.world.all_reduce_int(n_seeds, MPI.MAX, self._comm):
-            return
-        chiefs_digests = self.world.broadcast_text(" ".join(map(str, digests)), 0, self._comm).split()
-        for numbers, digest in zip(LIBRARIES, chiefs_digests, strict=True):
-            numbers.share(int(digest))
+        for numbers in LIBRARIES:
+            digest = numbers.digest()
+            is_equal = self.world.all_equal(str(digest), self._comm)
+            if not is_equal and not self.world.all_reduce_int(numbers.n_seeds, MPI.MAX, self._comm):
+                numbers.share(int(self.world.broadcast_text(str(digest), 0, self._comm)))
 
     def __str__(self) -> str:
         ranks, hosts = self._comm.size, self.world.n_hosts

@@ -156,3 +156,26 @@ def test_a_buffer_that_is_set_again_is_not_planned_again(comm):
     assert not program.strategy.engine.has_plan
     program.step()
     assert norm.late.tolist() == [0.0, 0.0]
+
+
+class Masked(nn.Module):
+    """Keeps a mask for each length of its inputs."""
+
+    def forward(self, x):
+        name = f"mask_{len(x)}"
+        if name not in self._buffers:
+            self.register_buffer(name, torch.ones(len(x), 1), persistent=False)
+        return x * self._buffers[name]
+
+
+def test_what_a_forward_keeps_for_its_inputs_is_each_ranks_own(comm):
+    program = Program(comm)
+    with program.strategy.scope():
+        program.model.append(Masked())
+    for length in (2, 2 + comm.rank, 2):
+        program.x = torch.ones(length, 3)
+        program.optimizer.zero_grad()
+        program.strategy.set_row_count(length)
+        program.model(program.x).square().mean().backward()
+        program.optimizer.step()
+    assert program.strategy.engine.has_plan

@@ -406,14 +406,14 @@ def test_gradients_flow_through_an_all_gather(comm):
 )
 def test_a_tensor_with_a_graph_is_refused_where_no_gradient_flows(comm, call):
     rows = torch.ones(comm.size, 2, requires_grad=True) * 2
+    waits = call.__name__.endswith("_async")
     with pytest.raises(CollectiveError, match=f"{call.__name__}: expected values without a graph"):
-        call(rows)
+        call(rows).wait() if waits else call(rows)
     with torch.no_grad():
         results = [call(rows)]
     results.append(call(rows.detach()))
-    for result in results:
-        if call.__name__.endswith("_async"):
-            result.wait()
+    for result in results if waits else []:
+        result.wait()
 
 
 # -- calls that do not fit together ------------------------------------------------------------------------------------
@@ -475,3 +475,20 @@ def test_a_mean_of_whole_numbers_is_a_float_as_numpys(comm, make):
     expected = np.mean([[[rank], [rank + 1]] for rank in range(comm.size)], axis=0)
     assert np.asarray(means).dtype == np.float64
     assert np.array_equal(np.asarray(means), expected)
+
+
+def test_an_all_gather_has_gradients_if_one_rank_needs_them(comm):
+    own = torch.ones(1, 2, requires_grad=comm.rank == 0)
+    joined = hpcdist.all_gather(own)
+    assert joined.requires_grad
+    joined.sum().backward()
+    assert (own.grad is not None) == (comm.rank == 0)
+    assert comm.rank or own.grad.tolist() == [[float(comm.size)] * 2]
+
+
+def test_a_graph_on_root_alone_is_refused_on_all_ranks(comm):
+    rows = torch.ones(comm.size, 2)
+    if comm.rank == 0:
+        rows = rows.requires_grad_() * 2
+    with pytest.raises(CollectiveError, match="scatter: expected values without a graph"):
+        hpcdist.scatter(rows)

@@ -234,23 +234,22 @@ def test_what_draws_never_runs_beside_the_loop(comm):
     assert "hpcdist-prefetch" in others, "what draws nothing runs ahead"
 
 
-def test_a_loop_that_draws_itself_leaves_the_thread_on(comm):
+def test_a_loop_that_draws_itself_gets_every_row_once(comm):
     strategy = seeded_strategy()
-    names = []
 
     def slow(row):
-        names.append(threading.current_thread().name)
         for _ in range(200):
             row = row + 0.0
         return row
 
     rows = hpcdist.Dataset.from_tensor_slices(np.arange(600.0)).map(slow).batch(6).prefetch(2)
-    seen = []
-    for part in strategy.experimental_distribute_dataset(rows):
-        np.random.rand(50)
-        seen += part.tolist()
-    assert sorted(sum(comm.allgather(seen), [])) == list(range(600))
-    assert names[-8:] == ["hpcdist-prefetch"] * 8
+    batches = strategy.experimental_distribute_dataset(rows)
+    for _ in range(2):
+        seen = []
+        for part in batches:
+            np.random.rand(50)
+            seen += part.tolist()
+        assert sorted(sum(comm.allgather(seen), [])) == list(range(600))
 
 
 # -- the program's loop ------------------------------------------------------------------------------------------------
@@ -418,3 +417,186 @@ def test_a_loader_of_the_programs_own_resumes_with_the_same_numbers(comm, shared
         numbers += [number for _, number in part]
     assert len(set(numbers)) > len(numbers) - comm.size * 2, "rows that fill the last share come twice"
     assert OwnLoaderProgram(shared_path / "others", 2 - settings[0]).train() == unbroken
+
+
+# -- what is easily overlooked -----------------------------------------------------------------------------------------
+
+
+class LazyGenerator(Rows):
+    """Makes its generator when it reads the first row, as torch's guides do for workers."""
+
+    def __init__(self):
+        super().__init__(self.drawn)
+        self.generator = None
+
+    def drawn(self):
+        if self.generator is None:
+            self.generator = np.random.default_rng(torch.initial_seed() % 2**32)
+        return float(self.generator.random())
+
+
+def test_generators_that_are_made_late_are_found(comm):
+    first, second, _ = passes(comm, lambda: loader_of(LazyGenerator()))
+    assert len(set(first.values()) | set(second.values())) == 2 * N_ROWS
+    assert passes(comm, lambda: loader_of(LazyGenerator(), 2))[:2] == (first, second)
+
+
+class Drawing(hpcdist.RowSource):
+    """A source of the program's own, which draws for each part, and may read ahead."""
+
+    n_rows = N_ROWS
+
+    def take(self, rows):
+        return np.stack([rows.astype(np.float64), np.random.rand(len(rows))], axis=1)
+
+
+class DrawingAhead(Drawing):
+    def take_many(self, requests):
+        for rows in requests:
+            yield self.take(rows)
+
+
+@pytest.mark.parametrize("source", [Drawing, DrawingAhead])
+def test_sources_of_the_program_draw_for_each_part(comm, source):
+    def make(n_ahead=0):
+        rows = hpcdist.Dataset.from_source(source()).batch(BATCH)
+        return rows.prefetch(n_ahead) if n_ahead else rows
+
+    first, second, _ = passes(comm, make)
+    assert len(set(first.values()) | set(second.values())) == 2 * N_ROWS
+    assert passes(comm, lambda: make(2))[:2] == (first, second)
+
+
+@pytest.mark.parametrize("is_looked_at", [False, True])
+def test_rows_of_a_cache_keep_their_numbers(comm, is_looked_at):
+    def make():
+        rows = hpcdist.Dataset.from_tensor_slices(np.arange(N_ROWS, dtype=np.float64))
+        return rows.map(lambda row: np.array([row, np.random.rand()])).cache().batch(BATCH)
+
+    strategy = seeded_strategy()
+    batches = strategy.experimental_distribute_dataset(make())
+    if is_looked_at:
+        assert batches.element_spec.shape == (None, 2)
+    first = numbers_of_pass(comm, batches)
+    assert numbers_of_pass(comm, batches) == first
+    assert first == numbers_of_pass(comm, seeded_strategy().experimental_distribute_dataset(make()))
+
+
+def test_passes_over_a_stream_of_each_rank_differ(comm):
+    strategy = seeded_strategy()
+    batches = strategy.distribute_datasets_from_function(lambda _: drawn_stream(lambda: 0.0).map(add_number))
+    passes_of_rank = [[part.tolist() for part in batches] for _ in range(2)]
+    assert passes_of_rank[0] != passes_of_rank[1]
+
+
+def add_number(rows):
+    return rows + np.random.rand()
+
+
+def test_a_row_that_comes_twice_in_a_batch_has_two_numbers(comm):
+    strategy = seeded_strategy()
+    rows = hpcdist.Dataset.from_tensor_slices(np.arange(2.0)).map(lambda row: np.array([row, np.random.rand()]))
+    numbers = []
+    for part in strategy.experimental_distribute_dataset(rows.repeat(12).batch(12)):
+        numbers += part[:, 1].tolist()
+    numbers = list(itertools.chain(*comm.allgather(numbers)))
+    assert len(set(numbers)) == len(numbers) == 24
+
+
+def test_parts_without_rows_leave_the_loops_numbers_alone(comm):
+    """Also where a thread reads ahead: one that seeds and restores would disturb the loop."""
+
+    def numbers(n_ahead):
+        strategy = seeded_strategy()
+        rows = hpcdist.Dataset.from_tensor_slices(np.arange(4.0 * comm.size + 1)).map(lambda row: row + 0).batch(4)
+        batches = strategy.experimental_distribute_dataset(rows.prefetch(n_ahead) if n_ahead else rows)
+        drawn = []
+        for _ in range(3):
+            for _ in batches:
+                drawn.append(np.random.rand(40).tolist())
+        return drawn
+
+    assert numbers(3) == numbers(0)
+
+
+def test_a_late_draw_leaves_the_loops_numbers_alone(comm):
+    def numbers(draws):
+        strategy = seeded_strategy()
+        np.random.seed(3)
+
+        def add(row):
+            return row + np.random.rand() if draws and row == 20 else row
+
+        rows = hpcdist.Dataset.from_tensor_slices(np.arange(36.0)).map(add).batch(6)
+        drawn = []
+        with torch.no_grad():  # an evaluation: nothing is seeded where its batches come
+            for _ in strategy.experimental_distribute_dataset(rows):
+                drawn.append(np.random.rand())
+        return drawn
+
+    assert numbers(True) == numbers(False)
+
+
+@pytest.mark.parametrize("seeded", ["numpy", "Python"])
+def test_what_the_program_does_not_seed_is_shared_all_the_same(comm, seeded):
+    hpcdist.set_random_seed(5)
+    for library in LIBRARIES:
+        if library.name != seeded:
+            library.seed(comm.rank)  # as chance would
+            library.n_seeds = 0
+    hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    assert len(set(comm.allgather((np.random.rand(), random.random())))) == 1
+
+
+class OtherBatches(Program):
+    """Validates with gradients between steps, and seeds again where its training begins."""
+
+    def train(self, stop_at=None):
+        validation = self.strategy.experimental_distribute_dataset(hpcdist.Dataset.range(12).batch(6))
+        self.model(torch.ones(1, 3, dtype=torch.float64))  # the first use
+        with contextlib.suppress(SystemExit), self.handler:
+            random.seed(7)
+            for _ in range(self.batches.epoch, 2):
+                for x in self.batches:
+                    self.noise.append((np.random.randn(), random.random(), float(torch.rand(()))))
+                    self.optimizer.zero_grad()
+                    self.model(x).square().mean().backward()
+                    self.optimizer.step()
+                    if self.handler.step % 2 == 0:
+                        list(validation)
+                    np.random.rand()  # as for a sample to print
+                    if self.handler.step == stop_at:
+                        self.handler.stop("test")
+        self.handler.close()
+        return self.noise
+
+
+@pytest.mark.parametrize("stop_at", [1, 4])
+def test_validations_and_seeds_that_are_set_again_change_nothing(comm, shared_path, stop_at):
+    unbroken = OtherBatches(shared_path / "unbroken").train()
+    before = OtherBatches(shared_path / "stopped").train(stop_at=stop_at)
+    assert before + OtherBatches(shared_path / "stopped").train() == unbroken
+    assert len(set(unbroken)) == len(unbroken)
+
+
+@pytest.mark.parametrize("n_replicas", [4])
+def test_replicas_draw_alike_on_any_number_of_ranks(comm, n_replicas):
+    hpcdist.set_random_seed(5)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum", num_replicas=n_replicas)
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    drawn = []
+
+    def step():
+        optimizer.zero_grad()
+        numbers = [np.random.rand()]
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        numbers.append(random.random())
+        drawn.append(numbers)
+
+    for _ in range(2):
+        strategy.run(step)
+    of_steps = {tuple(numbers) for numbers in itertools.chain(*comm.allgather(drawn))}
+    assert len(of_steps) == 2, "all replicas draw the same, and other numbers at each step"

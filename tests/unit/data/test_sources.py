@@ -493,7 +493,7 @@ def test_a_cache_holds_what_this_process_has_read():
     dataset = slices(4).map(lambda x: calls.append(int(x)) or x).cache().batch(3)
     part = DistributedDataset(dataset, range(1, 2), 2)
     assert lists(part) == lists(part) == [[2], []]
-    assert calls == [2, 0]
+    assert calls == [2, 0, 0], "the first row shows what parts without rows look like, and is not kept"
     with pytest.raises(DataError, match="cache.*whole.*batches"):
         dataset.map(lambda x: x).cache()
     with pytest.raises(DataError, match="'/none/cache'"):
