@@ -26,6 +26,7 @@ from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.gradients.wrapped_modules import load_plain_state, plain_parameter_names, plain_state
 from hpcdist.ps import served
 from hpcdist.resilience.circumstances import describe
+from hpcdist.resilience.generator_state import GeneratorState, is_generator
 from hpcdist.resilience.metrics_file import MetricsFile
 from hpcdist.resilience.restore import Prepared, Restore
 from hpcdist.resilience.unsaved_state import UnsavedState
@@ -46,7 +47,8 @@ class Checkpoint:
         leave_out: schedulers, scalers and averages of weights that are to begin anew at a restart, or classes of them.
         objects: objects with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed
             datasets and the strategy (which holds the seed and step of the random numbers); numpy arrays and tensors,
-            such as a parameter, which are restored in place; or numbers and texts: `checkpoint["epoch"]` is the value,
+            such as a parameter, which are restored in place; generators of numpy, Python and torch that the loop draws
+            from, each rank's own; or numbers and texts: `checkpoint["epoch"]` is the value,
             which a restore replaces and `checkpoint["epoch"] = 3` changes, on all ranks alike.
 
     Attributes:
@@ -59,6 +61,9 @@ class Checkpoint:
     """
 
     def __init__(self, *, leave_out: Sequence[Any] = (), **objects: Any) -> None:
+        for name, item in objects.items():
+            if is_generator(item):
+                objects[name] = GeneratorState(item)
         for name, item in objects.items():
             if is_loader(item):
                 raise UsageError(
@@ -80,7 +85,8 @@ class Checkpoint:
 
     def __getitem__(self, name: str) -> Any:
         """Return the object, number or text that was given under a name."""
-        return self._objects[name]
+        item = self._objects[name]
+        return item.generator if isinstance(item, GeneratorState) else item
 
     def __setitem__(self, name: str, value: float | str) -> None:
         """Change a number or text. Not collective; all ranks must do the same.

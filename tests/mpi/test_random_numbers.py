@@ -600,3 +600,37 @@ def test_replicas_draw_alike_on_any_number_of_ranks(comm, n_replicas):
         strategy.run(step)
     of_steps = {tuple(numbers) for numbers in itertools.chain(*comm.allgather(drawn))}
     assert len(of_steps) == 2, "all replicas draw the same, and other numbers at each step"
+
+
+GENERATORS = {
+    "PCG64": lambda seed: np.random.default_rng(seed),
+    "MT19937": lambda seed: np.random.Generator(np.random.MT19937(seed)),
+    "RandomState": np.random.RandomState,
+    "random": random.Random,
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
+}
+
+
+def normal_of(generator):
+    """Return a normal number: some generators draw two, and keep one."""
+    if isinstance(generator, torch.Generator):
+        return float(torch.randn((), generator=generator))
+    return generator.gauss(0, 1) if isinstance(generator, random.Random) else float(generator.normal())
+
+
+@pytest.mark.parametrize("is_by_rank", [False, True])
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_of_the_loop_is_saved(comm, shared_path, name, is_by_rank):
+    def make():
+        return GENERATORS[name](3 + comm.rank * is_by_rank)
+
+    generator = make()
+    normal_of(generator)
+    checkpoint = hpcdist.Checkpoint(rng=generator)
+    assert checkpoint["rng"] is generator
+    hpcdist.CheckpointManager(checkpoint, shared_path / "checkpoints").save(1)
+    expected = [normal_of(generator) for _ in range(3)]
+    resumed = make()
+    hpcdist.CheckpointManager(hpcdist.Checkpoint(rng=resumed), shared_path / "checkpoints").restore_or_initialize()
+    assert [normal_of(resumed) for _ in range(3)] == expected
+    assert comm.size == 1 or (len(set(map(tuple, comm.allgather(expected)))) > 1) == is_by_rank

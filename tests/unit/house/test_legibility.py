@@ -24,7 +24,7 @@ LIMITS = {
     "hpcdist/plan": (29, 34, 45, 82, 6, 8.4),
     "hpcdist/ps": (70, 25, 39, 100, 25, 7.5),
     "hpcdist/pytest_plugin": (0, 0, 23, 46, 0, 6.8),
-    "hpcdist/resilience": (28, 22, 33, 29, 3, 6.5),
+    "hpcdist/resilience": (28, 20, 33, 29, 3, 6.5),
     "hpcdist/runtime": (14, 11, 26, 21, 2, 6.3),
     "hpcdist/strategy": (43, 21, 38, 53, 13, 6.5),
     "hpcdist/tf_compat": (39, 38, 39, 28, 4, 7.3),

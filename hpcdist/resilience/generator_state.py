@@ -1,0 +1,78 @@
+"""Generators of random numbers that the program's loop draws from, as part of a Checkpoint."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+
+from hpcdist.collectives.objects import all_gather_objects
+from hpcdist.runtime.process import make_world
+
+
+def is_generator(item: Any) -> bool:
+    """Return whether an object is a generator of numpy, Python or torch; this layer does not import torch."""
+    if isinstance(item, (np.random.Generator, np.random.RandomState, random.Random)):
+        return True
+    return all(hasattr(item, name) for name in ("get_state", "set_state", "initial_seed"))
+
+
+class GeneratorState:
+    """The state of a generator, of each rank that has another one.
+
+    Args:
+        generator: of numpy, Python or torch.
+
+    Attributes:
+        generator: as given.
+        checkpoint_kind: its class.
+    """
+
+    #: All ranks must call `state_dict` together; `CheckpointManager.save` lets them.
+    is_state_collective = True
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+        self.checkpoint_kind = type(generator).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks, or the one that all have. Collective: the ranks of the role."""
+        comm = make_world().role_comm
+        states = [_text_of(self.generator)]
+        if comm.size > 1:
+            states = all_gather_objects(states[0], comm)
+        if len(set(states)) == 1:
+            states = states[:1]
+        return {"states": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from this rank's state; a rank that there was not at the save keeps its own. Not collective."""
+        states = state["states"]
+        rank = make_world().role_comm.rank if len(states) > 1 else 0
+        if rank < len(states):
+            _set_state(self.generator, states[rank])
+
+
+def _text_of(generator: Any) -> str:
+    if isinstance(generator, np.random.Generator):
+        return json.dumps(generator.bit_generator.state, default=np.ndarray.tolist)
+    if isinstance(generator, np.random.RandomState):
+        return json.dumps(generator.get_state(legacy=False), default=np.ndarray.tolist)
+    if isinstance(generator, random.Random):
+        return json.dumps(generator.getstate())
+    content: bytes = generator.get_state().numpy().tobytes()
+    return content.hex()
+
+
+def _set_state(generator: Any, text: str) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = json.loads(text)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(json.loads(text))
+    elif isinstance(generator, random.Random):
+        version, numbers, gauss = json.loads(text)
+        generator.setstate((version, tuple(numbers), gauss))
+    else:
+        state = generator.get_state()
+        state.numpy()[:] = np.frombuffer(bytes.fromhex(text), np.uint8)
+        generator.set_state(state)
