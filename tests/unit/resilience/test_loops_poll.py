@@ -70,11 +70,11 @@ def loops_that_do_not_poll(text):
     return found
 
 
-@pytest.mark.feature("complaints.flag-seen-in-time")
 #: Programs without hpcdist, which nothing stops but a signal.
 PLAIN = ("own_script_plain.py",)
 
 
+@pytest.mark.feature("complaints.flag-seen-in-time")
 @pytest.mark.parametrize(
     "path", sorted(path for path in JOBS.glob("*.py") if path.name not in PLAIN), ids=lambda path: path.name
 )
