@@ -71,12 +71,12 @@ def loops_that_do_not_poll(text):
 
 
 #: Programs without hpcdist, which nothing stops but a signal.
-PLAIN = ("own_script_plain.py",)
+WITHOUT_HPCDIST = ("own_script_plain.py",)
 
 
 @pytest.mark.feature("complaints.flag-seen-in-time")
 @pytest.mark.parametrize(
-    "path", sorted(path for path in JOBS.glob("*.py") if path.name not in PLAIN), ids=lambda path: path.name
+    "path", sorted(path for path in JOBS.glob("*.py") if path.name not in WITHOUT_HPCDIST), ids=lambda path: path.name
 )
 def test_loops_of_the_jobs_poll(path):
     assert loops_that_do_not_poll(path.read_text()) == []
