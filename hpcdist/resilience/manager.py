@@ -592,7 +592,8 @@ def _numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
         try:
             if isinstance(value, (str, bytes)):
                 raise TypeError
-            numbers[name] = float(value)
+            plain = value.detach() if hasattr(value, "detach") else value
+            numbers[name] = float(plain)
         except (TypeError, ValueError, RuntimeError):  # of an array, a tensor of several numbers, or anything else
             raise UsageError(
                 f"save: expected a number for the metric {name!r}, got {type(value).__name__}; pass one, such as "

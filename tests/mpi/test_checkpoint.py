@@ -956,3 +956,25 @@ def test_a_run_continues_under_another_strategy(comm, shared_path, make, is_back
     assert torch.equal(other[0].weight, model[0].weight)
     if comm.rank == 0:
         assert torch.equal(restored.checkpoint["optimizer"].state[other[0].weight]["momentum_buffer"], momentum)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor([0.1, 0.2]), None, "0.5", {"a": 1}, 1j, np.zeros(2)],
+    ids=["vector", "None", "text", "dict", "complex", "array"],
+)
+def test_a_metric_that_is_no_number_is_refused_on_all_ranks(comm, shared_path, value):
+    """Only the chief's metrics are stored, and all ranks are told."""
+    manager = Job(comm).manager(shared_path)
+    metrics = {"loss": value} if comm.rank == 0 else None
+    with pytest.raises(hpcdist.errors.UsageError, match="expected a number for the metric 'loss'"):
+        manager.save(1, metrics)
+    assert manager.save(1, {"loss": 0.5}) is not None
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), torch.tensor([0.5]), torch.tensor(0.5, requires_grad=True), True])
+def test_numbers_of_any_kind_are_metrics(comm, shared_path, value):
+    manager = Job(comm).manager(shared_path)
+    manager.save(1, {"loss": value})
+    manager.wait()
+    assert Store(shared_path).read_latest().index.metrics == {"loss": float(value)}
