@@ -52,7 +52,7 @@ class StepGenerators:
         is_running = bool(self._states) or (self.seed is not None and torch.initial_seed() == self._key)
         if not self._is_agreed:
             self.seed, self._is_agreed = seed, True
-        self._libraries.start()
+        self._libraries.start(seed)
         if not is_running:
             self._set()
 

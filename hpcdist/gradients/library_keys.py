@@ -13,6 +13,10 @@ import xxhash
 from hpcdist.runtime.library_numbers import LIBRARIES, Library, Mark
 
 
+def _digest_of(seed: int, name: str) -> int:
+    return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
+
+
 class _LibraryKey:
     """Seeds one library.
 
@@ -34,11 +38,11 @@ class _LibraryKey:
         self._run_mark: Mark = ()
         self._run_state: dict[str, Any] | None = None
 
-    def start(self) -> None:
-        """Take what the program has seeded so far as the origin of all numbers."""
+    def start(self, seed: int) -> None:
+        """Take what the program has seeded so far as the origin of all numbers; else the seed of torch's."""
         if self._origin is None:
-            self._origin = self._library.origin
             self._n_seeds = self._library.n_seeds
+            self._origin = self._library.origin if self._n_seeds else _digest_of(seed, self._library.name)
 
     def seed(self, place: str) -> None:
         """Seed the library for a place in training; from the first numbers on that are drawn in the loop."""
@@ -49,7 +53,7 @@ class _LibraryKey:
                 return
             self._has_drawn = True
         name = place if self._has_drawn else "before the first numbers"
-        self._library.seed(xxhash.xxh3_64_intdigest(f"{self._origin} {name}".encode()) >> 1)
+        self._library.seed(_digest_of(self._origin, name))
         self._mark = self._library.mark()
         if self._run_state is not None:  # a step of replicas in a run: all of them go on from here
             self.begin_run()
@@ -128,10 +132,10 @@ class LibraryKeys:
     def __init__(self) -> None:
         self._keys = [_LibraryKey(library) for library in LIBRARIES]
 
-    def start(self) -> None:
-        """Take what the program has seeded so far as the origin of all numbers."""
+    def start(self, seed: int) -> None:
+        """Take what the program has seeded so far as the origin of all numbers; else the seed of torch's."""
         for key in self._keys:
-            key.start()
+            key.start(seed)
 
     def seed(self, place: str) -> None:
         """Seed the numbers for a place in training. Cost: 0.5 us; 5 us more once the loop has drawn."""

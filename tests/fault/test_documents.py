@@ -26,6 +26,8 @@ COMMANDS = {
     "python jobs/train.py --run-dir runs/one": "test_the_three_ways",
     "mpirun -n 4 python jobs/train.py --run-dir runs/four": "test_the_three_ways",
     "mpirun -n 4 python jobs/fit.py --run-dir runs/fit": "test_fit_as_in_the_readme",
+    "python jobs/own_script_plain.py --epochs 2 --run-dir runs/plain": "tests/fault/test_own_script.py",
+    "mpirun -n 2 python jobs/own_script.py --epochs 2 --run-dir runs/own": "tests/fault/test_own_script.py",
     "mpirun -n 3 python jobs/fit.py --roles 'worker:2,evaluator:1'": "tests/fault/test_fit.py",
     "mpirun -n 2 python jobs/gpt.py": "test_guide_jobs.py: with a smaller text",
     "mpirun -n 4 python jobs/estimator.py --model-dir runs/estimator": "test_estimators_as_on_the_page",
