@@ -234,8 +234,8 @@ def test_the_command_as_on_its_page(clone, clean_environ):
 @pytest.mark.timeout(200)
 def test_the_quickstart(clone, clean_environ):
     """The commands behind the installation, whose extras are those of make train, in whose environment they run."""
-    (block,) = blocks(ROOT / "docs" / "quickstart.md", "sh")
-    install, *commands = block.splitlines()
+    first_block = blocks(ROOT / "docs" / "quickstart.md", "sh")[0]
+    install, *commands = first_block.splitlines()
     extras = re.search(r"\[(.*)\]", install)[1]
     assert f"--editable '.[{extras}]'" in (ROOT / "Makefile").read_text().partition("train.installed: ")[2][:300]
     expected = ("ok    world ", "epoch 300/300", "if it ends  finished", "report.html, and ")
