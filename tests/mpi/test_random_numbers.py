@@ -482,6 +482,19 @@ def test_rows_of_a_cache_keep_their_numbers(comm, is_looked_at):
     assert first == numbers_of_pass(comm, seeded_strategy().experimental_distribute_dataset(make()))
 
 
+def test_a_cache_in_memory_is_filled_alike_in_a_later_epoch(comm):
+    def make():
+        rows = hpcdist.Dataset.from_tensor_slices(np.arange(N_ROWS, dtype=np.float64))
+        return rows.map(lambda row: np.array([row, np.random.rand()])).cache().batch(BATCH)
+
+    strategy = seeded_strategy()
+    batches = strategy.experimental_distribute_dataset(make())
+    first = numbers_of_pass(comm, batches)
+    resumed = strategy.experimental_distribute_dataset(make())
+    resumed.load_state_dict(batches.state_dict())
+    assert numbers_of_pass(comm, resumed) == first
+
+
 def test_passes_over_a_stream_of_each_rank_differ(comm):
     strategy = seeded_strategy()
     batches = strategy.distribute_datasets_from_function(lambda _: drawn_stream(lambda: 0.0).map(add_number))
