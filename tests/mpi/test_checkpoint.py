@@ -250,7 +250,7 @@ def test_an_evaluator_does_not_take_part_in_the_workers_saves(comm, shared_path)
     if strategy.cluster_resolver.task_type == "evaluator":
         Manager(hpcdist.Checkpoint(strategy=strategy), **folders)
     comm.Barrier()
-    assert [path.name for path in (shared_path / "disk" / "attempts").iterdir()] == ["0001.jsonl"]
+    assert [path.name for path in (shared_path / "disk" / "attempts").glob("*.jsonl")] == ["0001.jsonl"]
 
 
 @pytest.mark.feature("checkpoints.background-save")
