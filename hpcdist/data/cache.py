@@ -60,14 +60,14 @@ class CachedSource(RowSource):
         """Return rows to look at, as the source has them: nothing is kept of them."""
         return self._source.take(rows)
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request; missing ones are requested ahead, for a source that reads ahead.
 
         Their random numbers are those of no epoch: after a restart, rows that are kept in memory are read in another.
         """
         self._store.refresh()
         ahead, now = tee((request, self._missing(request.rows)) for request in requests)
-        fresh = self._source.read(
+        fresh = self._source.take_requests(
             request.with_rows(missing).in_no_epoch() for request, missing in ahead if len(missing)
         )
         batch = next(now, None)

@@ -131,7 +131,7 @@ class Hdf5Source(RowSource):
         files = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         return {**super().describe(), "files": files, "datasets": repr(self._names)}
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request; nothing is drawn at random."""
         return (self.take(request.rows) for request in requests)
 

@@ -149,7 +149,7 @@ class PipelineReader:
         # a source that reads ahead runs through the plan first
         for_source, batches = itertools.tee(self._requests(cursor))
         requests = itertools.chain.from_iterable(map(_requests_of_batch, for_source))
-        fetched = self._mapped.read(requests)
+        fetched = self._mapped.take_requests(requests)
         while True:
             with on_host(), self._keeping_numbers():
                 batch = next(batches, None)

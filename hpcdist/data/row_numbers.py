@@ -1,8 +1,8 @@
 """Random numbers that depend on the row alone: what reads, maps and joins rows draws the same ones wherever it runs.
 
-Torch, numpy and Python have generators that belong to the whole process. Before a row is read, its key seeds them: a
-digest of the seed of the data, the pass and the position. So numbers are the same on any ranks, in any workers, with or
-without prefetching, and after a restart. To seed them costs 6 us, so it begins once something has drawn.
+Torch, numpy and Python have generators that belong to the whole process. Before a row is read, they are seeded by a
+digest of the seed of the data, the epoch and the row. So numbers are the same on any ranks, in any workers, with or
+without prefetching, and after a restart. Seeding costs 6 us, so it begins once something has drawn.
 
 Worker processes import this file: nothing here may start MPI.
 """
@@ -267,11 +267,14 @@ class RowNumbers:
         before = mark()
         result = function(*arguments)
         has_drawn = mark() != before
+        has_generators = self._has_new_generators()
         if has_drawn and _thread.is_beside_loop:
-            raise DrawsBesideLoopError
-        if has_drawn or self._has_new_generators():
+            raise DrawsBesideLoopError  # it may have been the loop that has drawn
+        if has_drawn or has_generators:
             self._has_touched = True
             self.is_drawing = True
+            if _thread.is_beside_loop:
+                raise DrawsBesideLoopError
         return result
 
     def _has_new_generators(self) -> bool:
@@ -372,7 +375,7 @@ def _held_by_function(function: types.FunctionType) -> list[Any]:
     held += list(function.__defaults__ or ())
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, (*_GENERATORS, types.FunctionType)) and _is_of_program(value):
+        if _is_of_program(value):
             held.append(value)
     return held
 
@@ -385,9 +388,14 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _is_of_program(value: Any) -> bool:
-    """Return whether a value is a generator, or a function of the program's own."""
+    """Return whether a global value is a generator, a nest, or a function or object of the program or of what it uses.
+
+    Not those of hpcdist and torch, such as a strategy or a model: they hold much, and no generator of a row.
+    """
+    if isinstance(value, _GENERATORS) or is_nest(value):
+        return True
     module = getattr(value, "__module__", None) or ""
-    return isinstance(value, _GENERATORS) or module.partition(".")[0] not in ("torch", "numpy", "hpcdist")
+    return not isinstance(value, type) and module.partition(".")[0] not in ("", "builtins", "torch", "numpy", "hpcdist")
 
 
 def _methods_of(kind: type) -> list[Any]:

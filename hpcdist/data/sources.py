@@ -118,7 +118,7 @@ class RowSource(ABC):
         """Yield the rows of every request. A source that reads ahead may take requests early."""
         return map(self.take, requests)
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request, for which random numbers are seeded."""
         for_reader, now = tee(requests)
         if type(self).take_many is RowSource.take_many:
@@ -165,7 +165,7 @@ class ArraySource(RowSource):
         """Return the rows, copied."""
         return map_nest(lambda array: array[rows], self.tensors)
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request; nothing is drawn at random."""
         return (self.take(request.rows) for request in requests)
 
@@ -187,9 +187,11 @@ class ShardSource(RowSource):
         """Return rows by their numbers in the shard."""
         return self._source.take(self._shard.source_rows(rows))
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request, for which random numbers are seeded."""
-        return self._source.read(request.with_rows(self._shard.source_rows(request.rows)) for request in requests)
+        return self._source.take_requests(
+            request.with_rows(self._shard.source_rows(request.rows)) for request in requests
+        )
 
     def to_compare(self, rows: Rows) -> Any:
         """Return what must be equal on all ranks of some rows."""
@@ -213,12 +215,12 @@ class ZippedSource(RowSource):
         """Return the nest of the sources' rows."""
         return map_nest(lambda source: source.take(rows), self._sources)
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request, for which random numbers are seeded; each source may read ahead."""
         copies = tee(requests, len(leaves(self._sources)))
         readers: list[Iterator[Nest]] = []
         for number, (source, copy) in enumerate(zip(leaves(self._sources), copies, strict=True)):
-            readers.append(source.read(_branched(copy, number)))
+            readers.append(source.take_requests(_branched(copy, number)))
         for parts in zip(*readers, strict=True):
             yield with_leaves(self._sources, parts)
 
@@ -278,13 +280,13 @@ class JoinedSource(RowSource):
         Raises:
             DataError: when the sources' rows differ in form or shape.
         """
-        return next(self.read(iter((Request(rows, RowNumbers()),))))
+        return next(self.take_requests(iter((Request(rows, RowNumbers()),))))
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request, for which random numbers are seeded; each source may read ahead."""
         of_first, of_second, now = tee(requests, 3)
-        first_parts = self._sources[0].read(self._requests_of(of_first, is_second=False))
-        second_parts = self._sources[1].read(self._requests_of(of_second, is_second=True))
+        first_parts = self._sources[0].take_requests(self._requests_of(of_first, is_second=False))
+        second_parts = self._sources[1].take_requests(self._requests_of(of_second, is_second=True))
         for request in now:
             is_second = request.rows >= self._sources[0].n_rows
             if not len(is_second) or not is_second.any():
@@ -332,10 +334,10 @@ class Mapped(RowSource):
         """Return the mapped rows. For none, one row is mapped, once, which gives their shapes and dtypes."""
         return self._mapped(Request(rows, RowNumbers()), self._source.take(rows))
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the mapped rows of every request, for each of which random numbers are seeded."""
         for_source, now = tee(requests)
-        parts = self._source.read(for_source)
+        parts = self._source.take_requests(for_source)
         for request in now:
             yield self._mapped(request, next(parts))
 

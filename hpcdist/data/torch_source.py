@@ -67,7 +67,7 @@ class ItemsSource(RowSource):
             raise DataError("from_torch: expected at least one item, got an empty dataset; leave it out.")
         return self._reader.part_without_rows(0)
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+    def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the items of every request; worker processes, if any, read ahead."""
         for_reader, now = itertools.tee(requests)
         first = next(iter(for_reader), None)

@@ -27,6 +27,7 @@ class _LibraryKey:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._origin: int | None = None
+        self._is_started = False
         self._n_seeds = 0
         self._has_drawn = False
         self._has_program_seeded = False
@@ -39,10 +40,20 @@ class _LibraryKey:
         self._run_state: dict[str, Any] | None = None
 
     def start(self, seed: int) -> None:
-        """Take what the program has seeded so far as the origin of all numbers; else the seed of torch's."""
+        """Take what the program has seeded so far as the origin of all numbers; else the seed of torch's.
+
+        A restore has set the origin already; what the program has seeded since then, it had seeded before the start in
+        the run that was saved, too.
+        """
+        self._begin_training()
         if self._origin is None:
-            self._n_seeds = self._library.n_seeds
             self._origin = self._library.origin if self._n_seeds else _digest_of(seed, self._library.name)
+
+    def _begin_training(self) -> None:
+        """Count seeds from here on as those that the program sets later."""
+        if not self._is_started:
+            self._is_started = True
+            self._n_seeds = self._library.n_seeds
 
     def seed(self, place: str) -> None:
         """Seed the library for a place in training; from the first numbers on that are drawn in the loop."""
@@ -55,7 +66,7 @@ class _LibraryKey:
         name = place if self._has_drawn else "before the first numbers"
         self._library.seed(_digest_of(self._origin, name))
         self._mark = self._library.mark()
-        if self._run_state is not None:  # a step of replicas in a run: all of them go on from here
+        if self._run_state is not None:  # a step of replicas in a run: all continue from here
             self.begin_run()
 
     def begin_batch(self, place: str) -> None:
@@ -70,9 +81,11 @@ class _LibraryKey:
             if self._restored_state is not None and not is_other:
                 self._n_seeds = self._library.n_seeds
                 self._library.set_state(self._restored_state)
+            self._begin_training()
         self.seed(place)
 
     def _is_programs_sequence(self) -> bool:
+        """Return whether the program has seeded the library after the start."""
         if self._library.n_seeds != self._n_seeds:
             self._n_seeds = self._library.n_seeds
             self._has_program_seeded = True

@@ -23,6 +23,20 @@ BATCH = 6
 module_generator = np.random.default_rng(4)
 
 
+class Augmentation:
+    """A transform that draws from a generator of its own."""
+
+    def __init__(self, seed):
+        self.generator = np.random.default_rng(seed)
+
+    def __call__(self):
+        return float(self.generator.random())
+
+
+module_transform = Augmentation(5)
+module_transforms = [Augmentation(6)]
+
+
 def numpy_number():
     return float(np.random.rand())
 
@@ -47,7 +61,24 @@ def module_number():
     return float(module_generator.random())
 
 
-DRAWS = [numpy_number, normal_number, python_number, gauss_number, torch_number, module_number]
+def transform_number():
+    return module_transform()
+
+
+def listed_transform_number():
+    return module_transforms[0]()
+
+
+DRAWS = [
+    numpy_number,
+    normal_number,
+    python_number,
+    gauss_number,
+    torch_number,
+    module_number,
+    transform_number,
+    listed_transform_number,
+]
 
 
 class Rows(Dataset):
@@ -308,6 +339,18 @@ def test_a_loop_resumes_with_the_numbers_of_an_unbroken_run(comm, shared_path, s
     assert len(set(unbroken)) == len(unbroken) == 12
 
 
+@pytest.mark.parametrize("stop_at", [1, 4])
+def test_a_seed_between_the_restore_and_the_first_step_changes_nothing(comm, shared_path, stop_at):
+    def noise_of(name, **settings):
+        program = Program(shared_path / name)
+        seed_equally()
+        return program.train(**settings)
+
+    unbroken = noise_of("unbroken")
+    assert noise_of("stopped", stop_at=stop_at) + noise_of("stopped") == unbroken
+    assert len(set(unbroken)) == len(unbroken) == 12
+
+
 def test_a_seed_that_the_program_sets_later_keeps_its_sequence(comm, shared_path):
     noise = Program(shared_path, seed_equally).train()
     sequence = np.random.RandomState(8)
@@ -456,7 +499,17 @@ class DrawingAhead(Drawing):
             yield self.take(rows)
 
 
-@pytest.mark.parametrize("source", [Drawing, DrawingAhead])
+class Reader(Drawing):
+    """A source whose own methods have names that come to mind."""
+
+    def read(self, rows):
+        return np.random.rand(len(rows))
+
+    def take(self, rows):
+        return np.stack([rows.astype(np.float64), self.read(rows)], axis=1)
+
+
+@pytest.mark.parametrize("source", [Drawing, DrawingAhead, Reader])
 def test_sources_of_the_program_draw_for_each_part(comm, source):
     def make(n_ahead=0):
         rows = hpcdist.Dataset.from_source(source()).batch(BATCH)

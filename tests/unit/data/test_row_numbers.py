@@ -41,3 +41,23 @@ def test_nothing_seeds_or_draws_beside_the_loop(call):
 
 def test_what_draws_nothing_may_run_beside_the_loop():
     assert raised_beside_the_loop(lambda: RowNumbers().call(None, np.arange, 3)) is None
+
+
+class LateDataset:
+    """Makes its generator when it reads the first row."""
+
+    def __init__(self):
+        self.generator = None
+
+    def read(self):
+        if self.generator is None:
+            self.generator = np.random.default_rng(1)
+        return self.generator.random()
+
+
+def test_a_generator_that_is_made_beside_the_loop_is_seeded_in_the_loop():
+    dataset = LateDataset()
+    numbers = RowNumbers([dataset])
+    assert raised_beside_the_loop(lambda: numbers.call(lambda: 3, dataset.read)) is not None
+    assert numbers.is_drawing
+    assert numbers.call(lambda: 3, dataset.read) == numbers.call(lambda: 3, dataset.read)
