@@ -6,11 +6,11 @@ Every 4th sum compares settings, every 16th a slice of the parameters; after at 
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -94,6 +94,8 @@ class StateDigests:
         sizes = [parameter.numel() for _, parameter in parameters]
         self._slices = plan_slices(sizes, [parameter.element_size() for _, parameter in parameters])
         self._optimizers = optimizers
+        self._pending = []
+        self._last = (-1, 0)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that are compared and still exist, by name."""
@@ -162,7 +164,7 @@ class StateDigests:
             values = _flat(parameter.detach())[piece.low : piece.high]
             if values.device.type == "cpu":
                 digest.update(_array_of(values))
-            else:
+            elif values.is_cuda:  # what a lazy device would have to compute is left out
                 sums.append(_sum_of_bits(values))
         return sums
 
@@ -195,12 +197,11 @@ def _array_of(values: Tensor) -> Any:
 
 def _sum_of_bits(values: Tensor) -> Tensor:
     """Return the sum of the bits of values, as whole numbers, on their device."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.int64)
     return values.contiguous().view(whole).sum(dtype=torch.int64)
 
 
 def odd_ranks(digests: Sequence[int]) -> list[int]:
     """Return the ranks whose digest is not that of most; in a tie, that of the lowest rank counts."""
-    values, firsts, counts = np.unique(np.asarray(digests), return_index=True, return_counts=True)
-    most = max(range(len(values)), key=lambda number: (counts[number], -firsts[number]))
-    return [rank for rank, digest in enumerate(digests) if digest != values[most]]
+    common = Counter(digests).most_common(1)[0][0]
+    return [rank for rank, digest in enumerate(digests) if digest != common]

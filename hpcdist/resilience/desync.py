@@ -1,6 +1,5 @@
 """Check that all ranks hold the same state: parameters and optimizers must be equal bit for bit."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import xxhash
 
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import DesyncError
+from hpcdist.gradients.drift import odd_ranks
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.world import World
 
@@ -138,9 +138,3 @@ def difference(digests: list[int]) -> DesyncError:
         f"between ranks, code that changes parameters on some ranks only, and faulty hardware there. The last "
         f"checkpoint is untouched."
     )
-
-
-def odd_ranks(digests: list[int]) -> list[int]:
-    """Return the ranks that differ from the majority; in a tie, the digest of the lowest rank wins."""
-    common = Counter(digests).most_common(1)[0][0]
-    return [rank for rank, digest in enumerate(digests) if digest != common]
