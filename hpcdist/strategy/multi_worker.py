@@ -101,6 +101,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         ConfigurationError: on every rank alike, when the cluster does not add up or has ps tasks.
     """
 
+    #: Whether `state_dict` gathers what belongs to each rank.
+    is_state_collective = True
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | CommunicationImplementation | None = None,
@@ -564,9 +567,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         if all(state == libraries[0] for state in libraries):
             libraries = libraries[:1]
         return {"seed": generators.seed, "step": generators.step, "algorithms": table, "libraries": libraries}
-
-    #: Whether `state_dict` gathers what belongs to each rank.
-    is_state_collective = True
 
     def describe_sums(self) -> dict[str, Any]:
         """Return what the bits of summed gradients depend on; the number of replicas where it was given."""

@@ -51,7 +51,7 @@ def finish(process):
 
 
 def kill_at_random(environ, run_dir, n_kills, seed):
-    """Kill a rank at a random time, and start again, so many times; return how many were in time."""
+    """Kill a random rank at a random time, `n_kills` times; return how many kills hit a running job."""
     random_numbers = random.Random(seed)
     n_killed = 0
     for _ in range(n_kills):

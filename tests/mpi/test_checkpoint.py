@@ -964,7 +964,7 @@ def test_a_run_continues_under_another_strategy(comm, shared_path, make, is_back
     ids=["vector", "None", "text", "dict", "complex", "array"],
 )
 def test_a_metric_that_is_no_number_is_refused_on_all_ranks(comm, shared_path, value):
-    """Only the chief's metrics are stored, and all ranks are told."""
+    """Only the chief's metrics are stored; the error is raised on all ranks."""
     manager = Job(comm).manager(shared_path)
     metrics = {"loss": value} if comm.rank == 0 else None
     with pytest.raises(hpcdist.errors.UsageError, match="expected a number for the metric 'loss'"):
