@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import floors
 import torch
 import torch.distributed as dist
 from models import adam, build
@@ -21,6 +22,9 @@ HPCDIST = "hpcdist"
 SHARDED = "hpcdist, ZeroRedundancyOptimizer"
 #: No synchronization at all: what no contender can be faster than.
 CEILING = "no synchronization (the ceiling)"
+#: What whole sums, and sums and steps by shares, cost at least in Python: without a check.
+FLOOR = "floor of whole sums"
+SHARED_FLOOR = "floor of shares"
 #: The same where there is one rank.
 BARE = "torch alone"
 DDP = "DDP gloo"
@@ -95,6 +99,8 @@ ALL: dict[str, Callable[[str, str, MPI.Comm], tuple[nn.Module, Optimizer]]] = {
     "DDP, backend hpcdist": ddp_backend,
     HPCDIST: replicated,
     SHARDED: sharded,
+    FLOOR: floors.whole_sums,
+    SHARED_FLOOR: floors.shares,
     CEILING: alone,
     BARE: alone,
     DDP_NCCL: ddp,
