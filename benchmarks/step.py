@@ -33,9 +33,9 @@ from step_contenders import (
     SHARDED,
     SHARED_FLOOR,
     SINGLE,
-    step_hooks,
-    with_step_hooks,
-    without_step_hooks,
+    watches,
+    with_watches,
+    without_watches,
 )
 
 from hpcdist.runtime.process import make_world
@@ -67,10 +67,10 @@ class Trainer:
 
     def __init__(self, name, args, comm, data):
         self.name, self._comm, self._data, self._n_taken = name, comm, data, 0
-        before = step_hooks()
+        before = watches()
         self.model, self._optimizer = ALL[name](args.model, args.device, comm)
-        own = step_hooks() - before
-        self._guard = partial(with_step_hooks, own) if name in (HPCDIST, SHARDED) else without_step_hooks
+        own = watches() - before
+        self._guard = partial(with_watches, own) if name in (HPCDIST, SHARDED) else without_watches
 
     def train(self, n_steps):
         """Take steps; return the last loss."""
@@ -104,7 +104,9 @@ def check_against(reference, trainer, loss):
     trainer.check_equal_replicas()
     errors = [abs(loss - reference[0])]
     pairs = zip(flat(trainer.model), reference[1:], strict=True)
-    errors += [float(np.abs(got - due).max()) if trainer.name not in (SHARDED, SHARED_FLOOR) or len(got) else 0.0 for got, due in pairs]
+    for got, due in pairs:
+        has_none = trainer.name in (SHARDED, SHARED_FLOOR) and not len(got)
+        errors.append(0.0 if has_none else float(np.abs(got - due).max()))
     limits = [LOSS_TOLERANCE, WEIGHT_TOLERANCE, GRADIENT_TOLERANCE * float(np.abs(reference[2]).max())]
     if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
         raise AssertionError(
@@ -126,7 +128,7 @@ def reference_training(args, comm, n_steps):
     rows = batches(args.batch, 0, 1, args.device)
     optimizer = adam(model)
     rank_rows = batches(args.batch, comm.rank, comm.size, args.device)
-    with without_step_hooks():
+    with without_watches():
         for number in range(n_steps):
             with torch.no_grad():
                 loss = torch.nn.functional.cross_entropy(model(rank_rows[number][0]), rank_rows[number][1])

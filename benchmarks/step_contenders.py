@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import hpcdist
 import hpcdist.torch_backend
-from hpcdist.gradients import torch_hooks
+from hpcdist.program import torch_hooks
 from hpcdist.runtime.mpi import MPI
 
 HPCDIST = "hpcdist"
@@ -114,35 +114,46 @@ SINGLE = [BARE, HPCDIST]
 BASELINES = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place"]
 
 
-def step_hooks() -> set[int]:
-    """Return the numbers of those of our strategies that see the steps of all optimizers."""
-    return {*torch_hooks._before_steps, *torch_hooks._after_steps}
+#: Where our strategies see the steps and the backwards of the process, each by a number.
+_WATCHES = (torch_hooks._before_steps, torch_hooks._after_steps, torch_hooks._gradient_watchers)
+#: Where the world sees the program's loop, for all strategies.
+_LOOP_WATCHES = (torch_hooks._loop_watchers, torch_hooks._outer_watchers)
+
+
+def watches() -> set[tuple[int, int]]:
+    """Return the places and numbers of all watches of our strategies."""
+    numbers: set[tuple[int, int]] = set()
+    for place, table in enumerate(_WATCHES):
+        numbers.update((place, number) for number in table)
+    return numbers
 
 
 @contextmanager
-def with_step_hooks(own: set[int]) -> Iterator[None]:
-    """Hide, for a block, steps from other strategies: a program has one."""
-    tables = torch_hooks._before_steps, torch_hooks._after_steps
-    kept = [dict(table) for table in tables]
+def with_watches(own: set[tuple[int, int]]) -> Iterator[None]:
+    """Hide, for a block, steps and backwards from our other strategies: a program has one."""
+    kept = [dict(table) for table in _WATCHES]
     try:
-        for table in tables:
-            for number in table.keys() - own:
-                del table[number]
+        for place, number in watches() - own:
+            del _WATCHES[place][number]
         yield
     finally:
-        for table, before in zip(tables, kept, strict=True):
-            table.clear()
+        for table, before in zip(_WATCHES, kept, strict=True):
             table.update(before)
 
 
 @contextmanager
-def without_step_hooks() -> Iterator[None]:
-    """Take away, for a block, what other contenders do around the step of every optimizer of the process."""
-    kept = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+def without_watches() -> Iterator[None]:
+    """Take away, for a block, what our strategies see of steps, backwards and forwards."""
+    hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    tables = (*hooks, *_LOOP_WATCHES)
+    kept = [dict(table) for table in tables]
     try:
-        for hooks, _ in kept:
-            hooks.clear()
-        yield
+        for table in tables:
+            table.clear()
+        torch_hooks._choose_call()
+        with with_watches(set()):
+            yield
     finally:
-        for hooks, before in kept:
-            hooks.update(before)
+        for table, before in zip(tables, kept, strict=True):
+            table.update(before)
+        torch_hooks._choose_call()

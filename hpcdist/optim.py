@@ -1,3 +1,3 @@
 """The path hpcdist.optim, as `torch.distributed.optim`."""
 
-from hpcdist.gradients.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer

@@ -15,8 +15,8 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.tree import NamedArray, encode
 from hpcdist.errors import CheckpointError, UsageError
-from hpcdist.gradients.tensors import from_array, is_storable, to_array
-from hpcdist.gradients.wrapped_modules import without_prefixes
+from hpcdist.program.tensors import from_array, is_storable, to_array
+from hpcdist.program.wrapped_modules import without_prefixes
 
 #: How much larger the tensors may be than their file: tied weights are in it once.
 _MOST_TIMES_LARGER = 4

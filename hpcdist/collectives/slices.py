@@ -14,11 +14,11 @@ import numpy.typing as npt
 from hpcdist.collectives import hierarchical
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.hierarchical import LaneExchange, run_pipeline, seconds_per_byte
-from hpcdist.collectives.ops import SUM, Op, combine
+from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.rounds import run_schedule
 from hpcdist.collectives.route import goes_by_halving
 from hpcdist.collectives.shared_memory import chunk_bytes, require_same
-from hpcdist.collectives.staging import BLOCK_BYTES, copy
+from hpcdist.collectives.staging import add_rows_into, copy
 from hpcdist.collectives.wire import PLAIN
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.plan.replicas import plan_row_additions
@@ -59,7 +59,7 @@ class SliceSums:
     def sum_rows(self, rows: list[Array]) -> None:
         """Leave the sum of rows, one of each local rank, in this rank's row. Not collective; rows are overwritten."""
         if len(rows) > 1 and rows[0].size:
-            _sum_rows(rows, self.local_rank, self._additions)
+            add_rows_into(rows[self.local_rank], rows, self._additions)
 
     def reduce(self, array: Array, bounds: Bounds) -> None:
         """Leave the sum over the host of this rank's share there; other elements stay. Collective: the node.
@@ -150,14 +150,3 @@ def all_reduce(array: Array, group: Group, op: Op = SUM) -> None:
     if sums.local_rank < sums.n_owners:
         sums.sum_over_hosts(flat[slice(*bounds[sums.local_rank])])
     sums.gather(flat, bounds)
-
-
-def _sum_rows(rows: list[Array], own: int, additions: Sequence[tuple[int, int]]) -> None:
-    """Add rows in the order of the tree, block by block in the cache; the last addition goes to this rank's row."""
-    n_block = max(4096, BLOCK_BYTES // len(rows) // rows[0].itemsize)
-    for start in range(0, rows[0].size, n_block):
-        block = [row[start : start + n_block] for row in rows]
-        for into, row in additions[:-1]:
-            combine(np.add, block[into], block[row], block[into])
-        into, row = additions[-1]
-        combine(np.add, block[into], block[row], block[own])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives.ops import combine
+from hpcdist.collectives.ops import combine, divide
 from hpcdist.plan.blocks import block_bounds
 
 Array = npt.NDArray[Any]
@@ -168,6 +168,29 @@ def is_memcpy_slow() -> bool:
 
     by_integers_s = fastest_s(_copy_as_integers)
     return fastest_s(lambda target, source: target.__setitem__(..., source)) > 2 * by_integers_s
+
+
+def add_rows_into(
+    out: Array, rows: list[Array], additions: "Sequence[tuple[int, int]]", divisor: float | None = None
+) -> None:
+    """Add rows in the order of the tree, block by block in the cache, and divide the sum.
+
+    Args:
+        out: takes the sum; one of the rows, or other memory. More than two rows are overwritten.
+        rows: flat, of one length.
+        additions: pairs (into, row) of the tree.
+        divisor: what the sum is divided by; None: nothing.
+    """
+    n_block = max(4096, BLOCK_BYTES // len(rows) // rows[0].itemsize)
+    *inner, last = additions
+    for start in range(0, rows[0].size, n_block):
+        block = [row[start : start + n_block] for row in rows]
+        sums = out[start : start + n_block]
+        for into, row in inner:
+            combine(np.add, block[into], block[row], block[into])
+        combine(np.add, block[last[0]], block[last[1]], sums)
+        if divisor is not None:
+            divide(sums, divisor)
 
 
 def add_rows(rows: list[Array], additions: "tuple[tuple[int, int], ...] | list[tuple[int, int]]", ufunc: Any) -> None:

@@ -1,1 +1,1 @@
-"""Torch gradients to flat buckets and back; the only door to torch's hooks."""
+"""From the gradients of a backward to their sums in `parameter.grad`, and how parameters are held."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import GradientError
-from hpcdist.gradients.model_plan import ModelBuffer
+from hpcdist.gradients.local_sums import sum_rows
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.replicas.local_sums import sum_rows
-from hpcdist.gradients.tensors import have_same_bits
+from hpcdist.program.model_plan import ModelBuffer
+from hpcdist.program.tensors import have_same_bits
 
 
 class BufferRecord:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hpcdist.collectives.group import Group
 from hpcdist.errors import GradientError
-from hpcdist.gradients.record import ParameterRecord
+from hpcdist.gradients.dense import DenseSlot
 from hpcdist.runtime.waiting import late, wait_until
 
 
@@ -18,16 +18,14 @@ class GradBucket:
         index: its number, counted in the order in which buckets are summed.
         tensor: (n_elements,) the gradients side by side, on the host, or on the GPU of the models. Where there are
             several, each starts at a multiple of 64 bytes, with zeros in between, whose sum is not used.
-        records: the parameters that the backward has reached on any rank, in the order of their gradients. The others
+        slots: the parameters that the backward has reached on any rank, in the order of their gradients. The others
             have zeros in the buffer, whose sum is not used.
         is_last: whether it is the last one.
         divisor: what the sum will be divided by.
     """
 
-    def __init__(
-        self, index: int, tensor: Tensor, records: Sequence[ParameterRecord], is_last: bool, divisor: float
-    ) -> None:
-        self._index, self._tensor, self._records, self._is_last = index, tensor, records, is_last
+    def __init__(self, index: int, tensor: Tensor, slots: Sequence[DenseSlot], is_last: bool, divisor: float) -> None:
+        self._index, self._tensor, self._slots, self._is_last = index, tensor, slots, is_last
         self._divisor = divisor
 
     def index(self) -> int:
@@ -40,11 +38,11 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """Return a view of the buffer for each parameter that the backward has reached on any rank, in its shape."""
-        return [record.part_in_shape for record in self._records if record.parameter is not None]
+        return [slot.summed() for slot in self._slots if slot.parameter is not None]
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters, in the order of `gradients`."""
-        return [parameter for record in self._records if (parameter := record.parameter) is not None]
+        return [parameter for slot in self._slots if (parameter := slot.parameter) is not None]
 
     def divisor(self) -> float:
         """Return what the sum will be divided by: with ReduceOp.MEAN the rows of all ranks in this backward, else 1.

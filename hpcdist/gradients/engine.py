@@ -22,31 +22,32 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from hpcdist.errors import ConfigurationError, GradientError, UsageError, agreed
-from hpcdist.gradients import end_of_program, torch_hooks
-from hpcdist.gradients.backward import BackwardSum, GradientSums
+from hpcdist.gradients.backward import Backward
 from hpcdist.gradients.buffers import BufferRecord
-from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.comm_hook import CommHook
-from hpcdist.gradients.generators import StepGenerators
-from hpcdist.gradients.local_metrics import warn_of_local_metrics
+from hpcdist.gradients.dense import DenseSlot
 from hpcdist.gradients.local_rounds import LocalRounds
-from hpcdist.gradients.loop_watch import watch_loop
-from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
-from hpcdist.gradients.record import Holds, ParameterRecord
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.replicas.backward import ReplicaBackwardSum
-from hpcdist.gradients.replicas.scheduler import ReplicaScheduler, Switched
-from hpcdist.gradients.replicas.shared_writes import SharedWrites
-from hpcdist.gradients.replicas.state import ReplicaState
-from hpcdist.gradients.replicas.steps import ReplicaSteps
-from hpcdist.gradients.settings import describe_settings, explain_settings
-from hpcdist.gradients.sharded_gradient import ShardedRecord
-from hpcdist.gradients.sparse import SparseRecord
-from hpcdist.gradients.storage import Storage
-from hpcdist.gradients.tensors import from_array, layout, to_array
-from hpcdist.gradients.torch_hooks import Closure
-from hpcdist.gradients.zero_redundancy import ShardedParameters, ZeroRedundancyOptimizer, why_not
+from hpcdist.gradients.replica_state import ReplicaState
+from hpcdist.gradients.sharded import ShardedSlot
+from hpcdist.gradients.slot import Slot
+from hpcdist.gradients.sparse import SparseSlot
+from hpcdist.gradients.sums import GradientSums
+from hpcdist.program import end_of_program, torch_hooks
+from hpcdist.program.generators import StepGenerators
+from hpcdist.program.local_metrics import warn_of_local_metrics
+from hpcdist.program.loop_watch import watch_loop
+from hpcdist.program.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
+from hpcdist.program.settings import describe_settings, explain_settings
+from hpcdist.program.tensors import from_array, layout, to_array
+from hpcdist.program.torch_hooks import Closure
+from hpcdist.replicas.scheduler import ReplicaScheduler, Switched
+from hpcdist.replicas.shared_writes import SharedWrites
+from hpcdist.replicas.steps import ReplicaSteps
 from hpcdist.runtime.world import World
+from hpcdist.storage.host_storage import HostStorage
+from hpcdist.storage.storage import Storage
+from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer, why_not
 
 logger = logging.getLogger("hpcdist")
 
@@ -99,15 +100,13 @@ class GradientEngine:
         switched: list[Switched] = [self._state, self.generators] if has_fixed_replicas else []
         self.scheduler = ReplicaScheduler(own, switched if self._writes is None else [*switched, self._writes])
         has_several = len(own) > 1
-        after_average = self._state.share if has_fixed_replicas and not has_several else None
-        self.sums = GradientSums(reducer, is_mean, world.step_flags, after_average)
-        self._replica_backward = ReplicaBackwardSum(self.sums, self.scheduler, self._state) if has_several else None
+        self.sums = GradientSums(reducer, is_mean, world.step_flags)
         self._replica_steps = ReplicaSteps(self.scheduler) if has_several else None
-        self.backward = self._replica_backward or BackwardSum(self.sums)
+        self.backward = Backward(self.sums, self.scheduler, self._state, has_fixed_replicas)
         self.modules = ModuleSet()
         # Held weakly, by identity: a module may define == in its own way, as those of torchmetrics do.
         self._engines: MutableMapping[nn.Module, GradientEngine] = WeakIdKeyDictionary()
-        self._records: dict[int, ParameterRecord] = {}
+        self._slots: dict[int, Slot] = {}
         self._trained: IdentitySet[nn.Parameter] = IdentitySet()
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
         self._own_sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -212,7 +211,7 @@ class GradientEngine:
         Raises:
             DesyncError, ConfigurationError: on every rank alike, when the models differ or cannot be summed.
         """
-        is_in_backward = torch_hooks.backward_id() != -1  # activation checkpointing runs a forward again
+        is_in_backward = torch_hooks.is_in_backward()  # activation checkpointing runs a forward again
         if self._end_forward_watch is None or is_in_backward:
             return
         self._end_forward_watch()
@@ -229,13 +228,14 @@ class GradientEngine:
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
         if self._storage is not None:
-            self._storage.adopt(plan.parameters, plan.sparse)
+            named = _stepped_by(sharded, plan) if self._is_divided else plan.parameters
+            self._storage.adopt(named, plan.sparse)
         self._start_generators()
         self._trained = IdentitySet(parameter for _, parameter in plan.trained)
         if self._is_summed:
             self._plan_buckets(plan)
         for optimizer in sharded:
-            optimizer.shard([one for one in self.sums.records if isinstance(one, ShardedRecord)], self._reducer.group)
+            optimizer.shard([slot for slot in self.sums.slots if isinstance(slot, ShardedSlot)], self._reducer.group)
         if self._n_replicas > 1:
             self._warn_of_equal_batches(batch)
             if self._comm.rank == 0:
@@ -257,31 +257,41 @@ class GradientEngine:
         Raises:
             UsageError: when the strategy cannot sum by shares; on every rank alike.
         """
-        found = [one for one in self._optimizers if isinstance(one, ZeroRedundancyOptimizer)]
-        if not found or self._n_replicas == 1:
+        sharded = [optimizer for optimizer in self._optimizers if isinstance(optimizer, ZeroRedundancyOptimizer)]
+        if not sharded or self._n_replicas == 1:
             return []
-        is_plain = self._storage is None or isinstance(self._storage, ShardedParameters)
-        other = "" if is_plain else "parameters that the strategy itself holds elsewhere"
-        other = other or ("local_steps" if self.sums.rounds is not None else "")
-        error = why_not(self._optimizers, plan, self._reducer, self._hook_name is not None, other)
+        others: list[str] = []
+        if self._storage is not None and not self._is_divided:
+            others.append("parameters that the strategy itself holds elsewhere")
+        if self.sums.rounds is not None:
+            others.append("local_steps")
+        if self._hook_name is not None:
+            others.append("a comm hook")
+        reducer = self._reducer
+        error = why_not(self._optimizers, plan, reducer.group, reducer.route, self._n_replicas, others)
         if error is not None:
             raise agreed(error)
         if self._storage is None:
-            if self._records:
+            if self._slots:
                 raise agreed(
                     UsageError(
                         f"ZeroRedundancyOptimizer: expected it to be made before the first use of any model of the "
-                        f"scope, got {len(self._records)} parameters in use; make models and optimizers first."
+                        f"scope, got {len(self._slots)} parameters in use; make models and optimizers first."
                     )
                 )
-            self._storage = ShardedParameters(self._reducer.group, self._optimizers)
+            self._storage = HostStorage(self._reducer.group, is_divided=True)
             self._writes = SharedWrites(self._optimizers)
             self.scheduler.add_switched(self._writes)
-        return found
+        return sharded
 
-    def shared_storage(self, tensor: Any) -> CentralStorage | ShardedParameters | None:
+    @property
+    def _is_divided(self) -> bool:
+        """Whether the ranks of a host hold parameters once, and each steps its share."""
+        return isinstance(self._storage, HostStorage) and self._storage.is_divided
+
+    def shared_storage(self, tensor: Any) -> HostStorage | None:
         """Return what holds a parameter once for the ranks of a host, where one of them changes it; None: nothing."""
-        if isinstance(self._storage, (CentralStorage, ShardedParameters)) and self._storage.holds(tensor):
+        if isinstance(self._storage, HostStorage) and self._storage.holds(tensor):
             return self._storage
         return None
 
@@ -305,38 +315,40 @@ class GradientEngine:
         self.generators.start(int(seed))
 
     def _plan_buckets(self, plan: ModelPlan) -> None:
-        is_sharded = isinstance(self._storage, ShardedParameters)
+        is_sharded = self._is_divided
         for name, parameter in plan.trained:
-            if self._record_of(parameter) is None:
-                # not where a dead parameter with the same id was: the order of records must not differ between ranks
-                self._records.pop(id(parameter), None)
-                record: ParameterRecord
-                if is_sharded:
-                    record = ShardedRecord(name, parameter, self._reducer.group)
-                else:
-                    record = (SparseRecord if parameter in plan.sparse else ParameterRecord)(name, parameter)
-                self._records[id(parameter)] = record
-                self.backward.hook(record, parameter)
-        records = [(record, record.parameter) for record in self._records.values()]
-        alive = [(record, owner) for record, owner in records if owner is not None]
-        self._require_same_tensors("\n".join(f"{record.name} {layout(owner)}" for record, owner in alive))
-        self._records = {id(owner): record for record, owner in alive}
-        if self._replica_backward is not None:
-            self._replica_backward.require_host(alive)
-        self.sums.plan(alive, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged], is_sharded)
+            if self._slot_of(parameter) is None:
+                # not where a dead parameter with the same id was: the order of slots must not differ between ranks
+                self._slots.pop(id(parameter), None)
+                slot = self._new_slot(name, parameter, plan, is_sharded)
+                self._slots[id(parameter)] = slot
+                self.backward.hook(slot, parameter)
+        slots = [(slot, slot.parameter) for slot in self._slots.values()]
+        alive = [(slot, owner) for slot, owner in slots if owner is not None]
+        self._require_same_tensors("\n".join(f"{slot.name} {layout(owner)}" for slot, owner in alive))
+        self._slots = {id(owner): slot for slot, owner in alive}
+        self.sums.plan([slot for slot, _ in alive], [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged])
+        self.backward.require_host(self.sums.slots)
         self._shapes = frozenset(owner.shape for _, owner in alive)
         if self._storage is None and self._n_replicas > 1:
             self.sums.states.watch(plan.parameters, self._optimizers)
             end_of_program.watch(self._world, self.sums.states)
             logger.info("all parameters are compared within %d sums", self.sums.states.n_sums_of_rotation)
-        self._state.watch([record for record, _ in alive], plan.buffers)
+        self._state.watch([slot for slot, _ in alive], plan.buffers)
         if self._writes is not None:
             shared = [pair for pair in plan.parameters if not is_sharded or self.shared_storage(pair[1])]
             self._writes.watch(shared)
 
-    def _record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
-        record = self._records.get(id(parameter))
-        return record if record is not None and record.reference() is parameter else None
+    def _new_slot(self, name: str, parameter: nn.Parameter, plan: ModelPlan, is_sharded: bool) -> Slot:
+        if is_sharded:
+            return ShardedSlot(name, parameter, self._reducer.group)
+        if parameter in plan.sparse:
+            return SparseSlot(name, parameter)
+        return DenseSlot(name, parameter)
+
+    def _slot_of(self, parameter: nn.Parameter) -> Slot | None:
+        slot = self._slots.get(id(parameter))
+        return slot if slot is not None and slot.reference() is parameter else None
 
     def _warn_of_equal_batches(self, batch: Any) -> None:
         """Warn when every rank is fed the same rows, as by a plain DataLoader."""
@@ -377,7 +389,7 @@ class GradientEngine:
         if rounds is None or not rounds.is_open:
             return
         buffers = [(one.buffer.name, one.buffer.tensor) for one in self.sums.buffers if one.buffer.tensor is not None]
-        weights = [(record.name, one) for record in self.sums.records if (one := record.parameter) is not None]
+        weights = [(slot.name, one) for slot in self.sums.slots if (one := slot.parameter) is not None]
         rounds.average([*weights, *buffers], self._optimizers)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -395,7 +407,7 @@ class GradientEngine:
             return UsageError(
                 f"register_comm_hook: expected hook(state, bucket), got {type(hook).__name__}; pass a function."
             )
-        if self._hook_name is not None or self.sums.records:
+        if self._hook_name is not None or self.sums.slots:
             found = "a planned model" if self._hook_name is None else f"{self._hook_name} registered already"
             return UsageError(
                 f"register_comm_hook: expected one call before the first use of a model, got {found}; register it "
@@ -465,7 +477,7 @@ class GradientEngine:
                 "own gradients overflow; train in bfloat16, which needs none."
             )
         has_gradients = any(parameter.grad is not None for parameter in parameters)
-        if self._storage is None or (self._storage.needs_sum and has_gradients and self.sums.is_mean is not False):
+        if self._storage is None or (self._storage.needs_sum and has_gradients and self.sums.op.is_mean is not False):
             raise GradientError(
                 "step: expected a loss scaled by hpcdist.compute_average_loss, as servers sum the gradients of all "
                 "workers, got one that was not; scale it by the global batch."
@@ -475,17 +487,31 @@ class GradientEngine:
         self._storage.begin_step(optimizer, parameters)
 
     def _require_summed(self, parameters: list[nn.Parameter]) -> None:
-        is_in_backward = self.backward.is_running
+        """Raise GradientError for gradients that no backward has summed; on this rank only."""
+        self.backward.require_seen()
+        slots = self._slots
+        has_ended = not self.backward.is_running
         for parameter in parameters:
-            gradient, record = parameter.grad, self._records.get(id(parameter))
+            gradient = parameter.grad
             if gradient is None:
                 continue
-            if record is not None and self.sums.is_local and record.has_local:
-                continue
-            is_summed = record is not None and record.reference() is parameter and record.holds is Holds.SUMMED
-            is_left = record is not None and is_summed and record.is_published(gradient)
-            if record is None or is_in_backward or not (is_left or gradient in self._own_sums):
+            slot = slots.get(id(parameter))
+            if has_ended and slot is not None:
+                if gradient is slot.published and gradient.data_ptr() == slot.address:
+                    continue
+                if slot.reference() is parameter and slot.is_left(gradient):
+                    continue
+                if self.sums.is_local and self._is_local(slot, gradient):
+                    continue
+            if not has_ended or gradient not in self._own_sums:
                 raise self._refusal(parameter)
+
+    def _is_local(self, slot: Slot, gradient: Tensor | None) -> bool:
+        """Return whether a gradient is what the calling replica, or the last one, has accumulated."""
+        replica = self.scheduler.replica
+        if replica is None:
+            replica = self.scheduler.replicas[-1]
+        return self._state.local.holds(replica, slot, gradient)
 
     def _call_closure(self, closure: Closure, optimizer: Optimizer) -> Any:
         """Return the loss of a closure, once the gradients that it leaves are checked.
@@ -498,11 +524,11 @@ class GradientEngine:
         has_reduced = self._reducer.group.journal.n_entered > self.sums.n_entered_before
         if not isinstance(optimizer, LBFGS) or has_reduced:
             return loss
-        weight = self.sums.last_weight if self.sums.is_mean else 1.0
+        weight = self.sums.last_weight if self.sums.op.is_mean else 1.0
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         own = np.array([value * weight if weight else 0.0, weight])  # without rows it may be NaN
         self._reducer.sum_array(own, "loss")
-        total = own[0] / own[1] if self.sums.is_mean else own[0]
+        total = own[0] / own[1] if self.sums.op.is_mean else own[0]
         return loss.new_tensor(total) if isinstance(loss, Tensor) else float(total)
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
@@ -518,13 +544,13 @@ class GradientEngine:
         """Return which tensors are gradients as a synchronized backward has left them."""
         if self._n_replicas == 1 or not any(tensor.shape in self._shapes for tensor in tensors):
             return [False] * len(tensors)
-        gradients = {id(p.grad): record for record in self._records.values() if (p := record.parameter) is not None}
-        return [self._is_left(gradients.get(id(tensor)), tensor) for tensor in tensors]
+        slots = {id(p.grad): slot for slot in self._slots.values() if (p := slot.parameter) is not None}
+        return [self._is_sum(slots.get(id(tensor)), tensor) for tensor in tensors]
 
-    def _is_left(self, record: ParameterRecord | None, gradient: Tensor) -> bool:
-        if record is None or record.holds is not Holds.SUMMED:
+    def _is_sum(self, slot: Slot | None, gradient: Tensor) -> bool:
+        if slot is None or not slot.holds_sum:
             return False
-        return record.is_published(gradient) or self._state.has_given(record, gradient)
+        return slot.is_left(gradient) or self._state.has_given(slot, gradient)
 
     def note_batch(self, is_over: bool) -> None:
         """Note that this rank got its part of a global batch, which a step will be made of, or that a pass is over."""
@@ -565,22 +591,20 @@ class GradientEngine:
 
     def _refusal(self, parameter: nn.Parameter) -> GradientError:
         """Return the error of a parameter whose gradient is not the sum over the replicas."""
-        record = self._record_of(parameter)
-        if record is None:
+        slot = self._slot_of(parameter)
+        if slot is None:
             return GradientError(
                 f"step: expected parameters made in strategy.scope() and in use since, got one of shape "
                 f"{tuple(parameter.shape)} whose gradient was not summed; build it in the scope before "
                 f"strategy.run, enter the scope again after unfreezing, and call the model itself or strategy.run."
             )
-        replica = self.scheduler.replicas[-1] if self.scheduler.replica is None else self.scheduler.replica
-        is_local = record.holds is Holds.LOCAL or self._state.local.holds(replica, record, parameter.grad)
-        if is_local or self.backward.is_running:
+        if self.backward.is_running or self._is_local(slot, parameter.grad):
             return GradientError(
-                f"step: expected gradients summed over the replicas, got a local one in {record.name!r}; run the last "
+                f"step: expected gradients summed over the replicas, got a local one in {slot.name!r}; run the last "
                 f"backward outside no_sync and step after it."
             )
         return GradientError(
-            f"step: expected the gradient of {record.name!r} as backward left it, got another tensor; change it in "
+            f"step: expected the gradient of {slot.name!r} as backward left it, got another tensor; change it in "
             f"place (grad.mul_, grad.copy_) so that every rank changes the same sum."
         )
 
@@ -629,8 +653,8 @@ class GradientEngine:
 
     def stop_replicas(self) -> None:
         """Forget what several local replicas had begun before an error stopped them."""
-        if self._replica_backward is not None and self._replica_steps is not None:
-            self._replica_backward.stop()
+        self.backward.stop()
+        if self._replica_steps is not None:
             self._replica_steps.stop()
 
 
@@ -661,6 +685,12 @@ def _require_averageable(optimizer: Optimizer) -> None:
             "step: expected every rank to make each of its local_steps, got a GradScaler, which skips steps on the "
             "ranks whose own gradients overflow; train in bfloat16, which needs none, or leave local_steps out."
         )
+
+
+def _stepped_by(optimizers: Iterable[Optimizer], plan: ModelPlan) -> Sequence[tuple[str, nn.Parameter]]:
+    """Return the parameters of a plan, with their names, that optimizers step."""
+    stepped = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+    return [(name, parameter) for name, parameter in plan.parameters if id(parameter) in stepped]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -10,9 +10,9 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import DesyncError
-from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.tensors import layout
+from hpcdist.program.generators import StepGenerators
+from hpcdist.program.tensors import layout
 from hpcdist.runtime.world import World
 
 

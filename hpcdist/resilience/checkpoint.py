@@ -20,10 +20,9 @@ from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.torch_source import is_loader
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DataError, UsageError
-from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.engine import prepare_modules
-from hpcdist.gradients.tensors import from_array, to_array
-from hpcdist.gradients.wrapped_modules import load_plain_state, plain_parameter_names, plain_state
+from hpcdist.program.tensors import from_array, to_array
+from hpcdist.program.wrapped_modules import load_plain_state, plain_parameter_names, plain_state
 from hpcdist.ps import served
 from hpcdist.resilience.circumstances import describe
 from hpcdist.resilience.generator_state import GeneratorState, is_generator
@@ -32,6 +31,7 @@ from hpcdist.resilience.restore import Prepared, Restore
 from hpcdist.resilience.unsaved_state import UnsavedState
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
+from hpcdist.storage.host_storage import is_stepped_by_chief
 
 #: Types of numbers and texts.
 _PLAIN = (bool, int, float, str)

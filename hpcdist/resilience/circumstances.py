@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from hpcdist.gradients.tensors import describe_numerics
+from hpcdist.program.tensors import describe_numerics
 from hpcdist.runtime.mpi import library_name
 from hpcdist.runtime.world import World
 

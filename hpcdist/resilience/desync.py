@@ -10,7 +10,7 @@ import xxhash
 
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import DesyncError
-from hpcdist.gradients.drift import odd_ranks
+from hpcdist.program.drift import odd_ranks
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.world import World
 

@@ -15,8 +15,8 @@ from hpcdist.cluster.environment import job_end, launcher_of, read_environment
 from hpcdist.cluster.slurm import time_left_s
 from hpcdist.diagnostics.logs import FailureLog, log_file
 from hpcdist.errors import CheckpointError, DesyncError, ExitCode, HpcdistError, UsageError, agreed, log
-from hpcdist.gradients.loop_watch import watch_loop
-from hpcdist.gradients.torch_hooks import note_step
+from hpcdist.program.loop_watch import watch_loop
+from hpcdist.program.torch_hooks import note_step
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import RunAttempt, RunRecord
 from hpcdist.resilience.checkpoint import Checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.errors import UsageError
-from hpcdist.gradients.optimizer_drivers import (
+from hpcdist.program.optimizer_drivers import (
     averages_of,
     copies_of,
     fingerprint,

@@ -15,6 +15,8 @@ from hpcdist.runtime.parts import Part, PartSource
 
 #: How many numbers travel with a sum.
 N_NUMBERS = 2
+#: What a rank adds that requests nothing.
+_NOTHING = (0.0, 0.0)
 
 
 class Request(enum.IntFlag):
@@ -110,12 +112,13 @@ class StepFlags:
 
     def own_numbers(self) -> tuple[float, float]:
         """Return what this rank adds to a sum."""
-        return encode(Request.NONE if self.requester is None else self.requester.requested())
+        return _NOTHING if self.requester is None else encode(self.requester.requested())
 
     def record(self, totals: Sequence[float]) -> None:
         """Record the sums over all replicas."""
         self.n_sums += 1
-        self._received |= decode(totals)
+        if any(totals):
+            self._received |= decode(totals)
 
     def take(self) -> Request:
         """Return what was requested since the last call; equal on all ranks."""

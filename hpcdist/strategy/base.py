@@ -23,11 +23,11 @@ from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.data.sampler_order import drawn_seed
 from hpcdist.data.stream_worker import Shares
 from hpcdist.errors import UsageError
-from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.comm_hook import CommHook
-from hpcdist.gradients.loop_watch import watch_loop
-from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.nest import Nest, form_of, leaves, with_leaves
+from hpcdist.program import torch_hooks
+from hpcdist.program.loop_watch import watch_loop
+from hpcdist.replicas.scheduler import ReplicaScheduler
 from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended

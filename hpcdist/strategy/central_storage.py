@@ -6,7 +6,7 @@ import torch
 
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import ConfigurationError, agreed
-from hpcdist.gradients.central_storage import CentralStorage
+from hpcdist.storage.host_storage import HostStorage
 from hpcdist.strategy.devices import parse_device
 from hpcdist.strategy.mirrored import MirroredStrategy
 
@@ -66,8 +66,8 @@ class CentralStorageStrategy(MirroredStrategy):
                 )
             )
 
-    def _make_storage(self) -> CentralStorage | None:
-        return CentralStorage(self.group) if self._comm.size > 1 else None
+    def _make_storage(self) -> HostStorage | None:
+        return HostStorage(self.group, is_divided=False) if self._comm.size > 1 else None
 
     @property
     def _parameter_device(self) -> torch.device:

@@ -41,18 +41,18 @@ from hpcdist.data.torch_source import ItemsSource, describe_sampler
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.engine import GradientEngine
-from hpcdist.gradients.loop_watch import watch_loop
+from hpcdist.gradients.local_sums import sum_rows
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.replicas.local_sums import sum_rows
-from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
-from hpcdist.gradients.storage import Storage
-from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
+from hpcdist.program.loop_watch import watch_loop
+from hpcdist.program.tensors import from_array, to_array
+from hpcdist.replicas.scheduler import ReplicaScheduler
 from hpcdist.runtime.library_numbers import LIBRARIES
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
+from hpcdist.storage.storage import Storage
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.devices import parse_device, require_device
@@ -259,13 +259,13 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def _is_mean(self) -> bool | None:  # type: ignore[override]
-        return self.engine.sums.is_mean
+        return self.engine.sums.op.is_mean
 
     def _note_sums(self, tensors: Sequence[Tensor]) -> None:
         self.engine.note_sums(tensors)
 
     def _note_crossing(self) -> None:
-        self.engine.sums.has_crossed = True
+        self.engine.backward.note_crossing()
 
     def _are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
         return self.engine.are_noted(tensors)
@@ -477,7 +477,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if n_rows < 0:
             raise UsageError(f"set_row_count: expected at least 0 rows, got {n_rows}; give those of this replica.")
         local_index = self.scheduler.local_index if self.scheduler.is_running else 0
-        self.engine.sums.set_row_count(local_index, operator.index(n_rows))
+        self.engine.sums.weights.set_row_count(local_index, operator.index(n_rows))
 
     def _agree_end(self, is_out: bool, ends_with_first: bool) -> bool:
         """Return whether all ranks, or one, have run out of data. Collective: all ranks; bounded."""
@@ -540,22 +540,22 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def is_summing(self) -> bool:
         """Whether it is known that gradients are summed."""
-        return self.engine.sums.is_mean is False
+        return self.engine.sums.op.is_mean is False
 
     def take_scaled_loss(self, loss: Any) -> None:
         """Sum gradients from the first backward of this loss on, unless it is known that they are averaged."""
         if isinstance(loss, torch.Tensor):
-            self.engine.sums.take_scaled_loss(loss)
+            self.engine.backward.take_scaled_loss(loss)
 
     @property
     def is_averaging(self) -> bool:
         """Whether it is known that gradients are averaged."""
-        return self.engine.sums.is_mean is True
+        return self.engine.sums.op.is_mean is True
 
     def mark_scaled(self, loss: Any) -> None:
         """Mark backwards that reach this loss as those of a scaled loss."""
         if isinstance(loss, torch.Tensor) and self.num_replicas_in_sync > 1:
-            self.engine.sums.mark_scaled(loss)
+            self.engine.backward.mark_scaled(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers, those of each rank's libraries, and which algorithms AUTO chose.

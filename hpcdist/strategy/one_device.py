@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.cluster.resolvers import ClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec
-from hpcdist.gradients.single_replica import SingleReplicaSteps
+from hpcdist.program.single_replica import SingleReplicaSteps
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.devices import parse_device, require_device
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
-from hpcdist.gradients.tensors import has_values
+from hpcdist.program.tensors import has_values
 from hpcdist.strategy import context
 from hpcdist.strategy.replica_context import ReplicaContext
 

@@ -14,7 +14,6 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.errors import ConfigurationError, agreed
-from hpcdist.gradients.storage import Storage
 from hpcdist.ps.client import Client
 from hpcdist.ps.entry import EntryParameters, SilentClient
 from hpcdist.ps.serve import serve
@@ -24,6 +23,7 @@ from hpcdist.ps.transport import Mailbox, find_neighbours
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.runtime.world import World
+from hpcdist.storage.storage import Storage
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.own_gradients import GradientsAndParameters
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.dtypes import HALF, SUM_DTYPES, dtype_name
 from hpcdist.errors import UsageError
-from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
-from hpcdist.gradients.tensors import from_array
+from hpcdist.program.tensors import from_array
+from hpcdist.replicas.scheduler import ReplicaScheduler
 
 Axis = int | tuple[int, ...] | list[int] | None
 Array = npt.NDArray[Any]

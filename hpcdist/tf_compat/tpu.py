@@ -12,7 +12,7 @@ from hpcdist.cluster.spec import ClusterSpec
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.data.iterator import Delivery
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.gradients import torch_hooks
+from hpcdist.program import torch_hooks
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.replica_context import ReplicaContext

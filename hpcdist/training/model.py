@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
-from hpcdist.gradients import torch_hooks
-from hpcdist.gradients.zero_redundancy import ZeroRedundancyOptimizer
 from hpcdist.nest import is_nest, leaves, map_nest
+from hpcdist.program import torch_hooks
 from hpcdist.ps.served import ServedParameters
 from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
+from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.losses import compute_average_loss
 from hpcdist.strategy.parameter_server import ParameterServerStrategy

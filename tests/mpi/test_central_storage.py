@@ -5,7 +5,7 @@ import torch
 
 import hpcdist
 from hpcdist.errors import ConfigurationError, GradientError, UsageError
-from hpcdist.gradients import central_storage, node_parameters
+from hpcdist.storage import host_storage
 
 pytestmark = pytest.mark.mpi
 
@@ -100,7 +100,7 @@ def test_models_of_later_scopes_and_strides_are_shared_too(comm):
 
 
 def test_parameters_on_devices_are_taken_anew_after_each_step(comm, monkeypatch):
-    for module in (central_storage, node_parameters):
+    for module in (host_storage,):
         monkeypatch.setattr(module, "is_on_host", lambda parameter: False)
     copied, _ = train(hpcdist.CentralStorageStrategy())
     monkeypatch.undo()
@@ -153,7 +153,7 @@ def test_a_closure_is_refused_where_others_step(comm, make_linear):
         return
     with pytest.raises(GradientError, match="without a closure"):
         optimizer.step(closure)
-    strategy._storage.end_change()  # the chief waits
+    strategy._storage.end_change(list(model.parameters()))  # the chief waits
 
 
 @pytest.mark.feature("tf.centralstoragestrategy-device-everything")

@@ -9,7 +9,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import GradientError
-from hpcdist.gradients import torch_hooks
+from hpcdist.program import torch_hooks
 
 pytestmark = pytest.mark.mpi
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import DesyncError
-from hpcdist.gradients.drift import SUMS_PER_SETTINGS, SUMS_PER_SLICE
-from hpcdist.gradients.end_of_program import _Comparison
+from hpcdist.program.drift import SUMS_PER_SETTINGS, SUMS_PER_SLICE
+from hpcdist.program.end_of_program import _Comparison
 
 pytestmark = pytest.mark.mpi
 

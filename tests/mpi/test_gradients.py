@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hpcdist
 from hpcdist.errors import DesyncError, GradientError
-from hpcdist.gradients import torch_hooks
+from hpcdist.program import torch_hooks
 from hpcdist.runtime.process import make_world
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -433,6 +433,67 @@ def test_a_failed_backward_after_a_good_one(pair, comm, set_to_none):
     loss_of(model, mine).backward()
     loss_of(reference, whole).backward()
     assert_close(gradients(model), gradients(reference))
+
+
+def test_a_backward_that_raises_leaves_what_it_did_not_write(strategy, comm):
+    """As torch does: a second backward through a freed graph touches nothing."""
+    with strategy.scope():
+        used, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    x = torch.ones(3, 2)
+    (used(x) + other(x)).sum().backward()
+    sums = [other.weight.grad.clone(), used.weight.grad.clone()]
+    loss = used(x).square().sum()
+    loss.backward()
+    summed = used.weight.grad.clone()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    assert torch.equal(other.weight.grad, sums[0])
+    assert torch.equal(used.weight.grad, summed)
+    assert not torch.equal(summed, sums[1])
+    torch.optim.SGD([*used.parameters(), *other.parameters()], lr=0.1).step()
+
+
+def test_a_backward_past_torch_autograd_backward_is_refused(pair, comm):
+    """Nobody has seen it begin, so it has added to the sum of an earlier one, or left a local gradient."""
+    if comm.size == 1:
+        pytest.skip("one replica sums nothing")
+    model, _ = pair
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, local_rows(comm)[0]).backward()
+    loss = loss_of(model, local_rows(comm)[0])
+    ones = torch.ones_like(loss)
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    with pytest.raises(GradientError, match="another call of autograd"):
+        optimizer.step()
+
+
+class Inner(torch.autograd.Function):
+    """Goes backward through a model in its own backward."""
+
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.model(ctx.saved_tensors[0].detach()).sum().backward()
+        return gradient, None
+
+
+@pytest.mark.parametrize("outer", ["backward", "autograd.grad"])
+def test_a_backward_inside_another_call_of_autograd_is_refused(pair, comm, outer):
+    if comm.size == 1:
+        pytest.skip("one replica sums nothing")
+    model, _ = pair
+    x = local_rows(comm)[0][0].requires_grad_()
+    loss = Inner.apply(x, model).sum()
+    go_backward = loss.backward if outer == "backward" else lambda: torch.autograd.grad(loss, x)
+    with pytest.raises(GradientError, match="one backward at a time"):
+        go_backward()
 
 
 def test_a_gradient_whose_data_was_replaced_is_refused(pair, comm):

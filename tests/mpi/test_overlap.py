@@ -14,10 +14,10 @@ from hpcdist.cluster.environment import visible_gpus
 from hpcdist.collectives import hierarchical
 from hpcdist.collectives.gpu import nccl_setup
 from hpcdist.errors import GradientError
-from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.plan.buckets import Limits
+from hpcdist.program import torch_hooks
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy import multi_worker
 

@@ -191,11 +191,11 @@ def test_parts_weigh_by_their_rows_when_batches_are_moved(comm):
     batches = iter(strategy.experimental_distribute_dataset(make_data(4 * comm.size + 2, 4 * comm.size)))
     next(batches)
     loop = strategy.world.step_flags.loop
-    assert strategy.engine.sums.weight_of(0).rows == 4
+    assert strategy.engine.sums.weights.find(0).rows == 4
     loop.begin_backward()
     loop.note_managed()
     loop.end_backward()
-    assert next(batches)[0].shape[0] == strategy.engine.sums.weight_of(0).rows
+    assert next(batches)[0].shape[0] == strategy.engine.sums.weights.find(0).rows
 
 
 @pytest.mark.feature("tf.reduce-result-lies", "semantics.reduce-over-axes")

@@ -662,9 +662,9 @@ def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):
 
 def test_parameters_on_a_device_take_one_replica_per_rank(strategy):
     if len(ids(strategy).values) > 1:
-        record = types.SimpleNamespace(name="weight")
+        slot = types.SimpleNamespace(name="weight", device=torch.device("meta"))
         with pytest.raises(GradientError, match="'weight'"):
-            strategy.engine.backward.require_host([(record, nn.Parameter(torch.empty(1, device="meta")))])
+            strategy.engine.backward.require_host([slot])
 
 
 @pytest.mark.parametrize("n_replicas", [4, 7])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.gradients.replicas import shared_writes
+from hpcdist.replicas import shared_writes
 
 pytestmark = pytest.mark.mpi
 

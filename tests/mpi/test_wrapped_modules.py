@@ -6,7 +6,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import CheckpointMismatch
-from hpcdist.gradients.wrapped_modules import plain_state, without_prefixes
+from hpcdist.program.wrapped_modules import plain_state, without_prefixes
 
 pytestmark = [
     pytest.mark.mpi,

@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.errors import ClosureInputError, HpcdistError, UsageError
-from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.engine import GradientEngine
+from hpcdist.program import torch_hooks
 from hpcdist.ps import pickles
 from hpcdist.ps.messages import Bytes
 from hpcdist.ps.served import Layout, ServedParameters, settings_of

@@ -22,7 +22,7 @@ from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import decode
 from hpcdist.errors import CheckpointError
-from hpcdist.gradients.tensors import from_array
+from hpcdist.program.tensors import from_array
 from hpcdist.resilience import attempt, manager
 
 IS_FULL = SCALE.is_full

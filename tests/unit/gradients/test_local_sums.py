@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hpcdist.gradients.replicas.local_sums import SubtreeSums
+from hpcdist.gradients.local_sums import SubtreeSums
 from hpcdist.plan.replicas import ReplicaPlan, plan_row_additions
 
 SIZES = [(n_replicas, n_ranks) for n_replicas in range(1, 18) for n_ranks in range(1, n_replicas + 1)]

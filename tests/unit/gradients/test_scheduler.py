@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcdist.errors import DesyncError
-from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
+from hpcdist.replicas.scheduler import ReplicaScheduler
 
 
 class Noted:

@@ -48,7 +48,7 @@ BOUNDS = {
     r"\.result\(timeout_s\)": "its argument",
     r"image\.py put_all: other\.result\(\)": "with copies in memory, of threads that wait for nothing",
     r"runtime/handle\.py wait: self\._future\.result\(\)": "with a sum in the background, which Group.wait bounds",
-    r"(gradients/.*: (self|handle|one|result|buckets)|torch_backend/ranks\.py wait: self\._handle)\.wait\(": (
+    r"(gradients/.*: (self|handle|result|buckets|hooked_sum)|torch_backend/ranks\.py wait: self\._handle)\.wait\(": (
         "with sums, which Group.wait bounds: Handle.wait"
     ),
     r"self\._parameters\.wait\(\)": "HPCDIST_TIMEOUT_S: the barrier in shared memory",

@@ -1,0 +1,125 @@
+"""A gradient of which this rank holds its own share of the sum; see `storage/zero_redundancy.py`."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from hpcdist.collectives.group import Group
+from hpcdist.gradients.dense import DenseSlot
+from hpcdist.gradients.slot import Slot
+from hpcdist.storage.sharded_gradient import ShardedGradient
+
+
+class _ShardedPart(NamedTuple):
+    """A part of a bucket: this rank's share of it, and what `parameter.grad` is when that holds the sum."""
+
+    share: Tensor
+    gradient: ShardedGradient
+
+
+class ShardedSlot(Slot):
+    """One parameter whose gradient is summed by shares.
+
+    It is taken in the memory of a `DenseSlot`. Two parts of a bucket are used in turn, each with a gradient that is
+    made once: to make one takes longer than a small sum.
+
+    Args:
+        name: name of the parameter.
+        parameter: the parameter.
+        group: the ranks that own the shares.
+
+    Attributes:
+        taken: what is summed.
+        owned_range: (start, stop) of this rank's share in the parameter's memory.
+        ranges: that of each owner; empty before the first plan, and the same in later ones.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, group: Group) -> None:
+        super().__init__(name, parameter)
+        self._group = group
+        self.taken = DenseSlot(name, parameter)
+        self.owned_range = (0, 0)
+        self.ranges: Sequence[tuple[int, int]] = ()
+        self._parts: list[_ShardedPart] = []
+
+    def assign(self, bucket: int, parts: Sequence[Tensor], ranges: Sequence[tuple[int, int]], owner: int) -> None:
+        """Take two parts of a bucket, used in turn, or none, and the shares of all owners.
+
+        Args:
+            bucket: number of the bucket.
+            parts: flat; empty to be summed where torch made the gradient.
+            ranges: (start, stop) of each owner's share.
+            owner: number of this rank among the owners; it may be none of them.
+        """
+        self.ranges = ranges
+        self.owned_range = ranges[owner] if owner < len(ranges) else (0, 0)
+        parameter = self.parameter
+        assert parameter is not None, "plans hold the parameters"
+        self._parts = []
+        for part in parts:
+            share = self.owned_part(part)
+            self._parts.append(_ShardedPart(share, self._new_gradient(parameter, share)))
+        self.taken.assign(bucket, parts[0] if parts else None)
+
+    def _new_gradient(self, parameter: Tensor, share: Tensor) -> ShardedGradient:
+        return ShardedGradient(parameter, share, self.name, self._group)
+
+    def owned_part(self, flat: Tensor) -> Tensor:
+        """Return this rank's share of a flat tensor of the parameter's elements."""
+        start, stop = self.owned_range
+        return flat[start:stop]
+
+    def turn(self, number: int) -> None:
+        """Publish the sum that is in one of the two parts of the bucket. Once for each sum, on all ranks."""
+        if not self._parts:
+            return
+        part = self._parts[number]
+        gradient = part.gradient
+        gradient.is_zero = False
+        if self.taken.is_native:
+            gradient.share = part.share
+        else:
+            gradient.share = part.share.to(self.dtype)
+        self.kept = gradient
+
+    def has_zeros(self, stashed: Tensor) -> bool:
+        """Return whether a gradient from before the backward is zero everywhere."""
+        return stashed.is_zero if isinstance(stashed, ShardedGradient) else super().has_zeros(stashed)
+
+    def require_published(self, gradient: Tensor) -> None:
+        """Raise GradientError for a gradient from before the backward that was set by hand; on this rank only."""
+        if isinstance(gradient, ShardedGradient) and not self._is_last(gradient):
+            raise gradient.refusal("an assignment to another parameter")
+        super().require_published(gradient)
+
+    def keep_earlier(self, earlier: Tensor) -> Tensor:
+        """Return the sum of an earlier backward: this rank's share of it, in memory of its own."""
+        if not isinstance(earlier, ShardedGradient):
+            return earlier
+        # the gradient itself may be what the next sum is published in
+        return self._new_gradient(earlier, earlier.share.clone() if self._parts else earlier.share)
+
+    def publish(self, parameter: nn.Parameter, earlier: Tensor | None, is_copied: bool) -> None:
+        """Make `parameter.grad` this rank's share of the sum; see `Slot.publish`. After `turn`."""
+        gradient = self.kept
+        if not isinstance(gradient, ShardedGradient):
+            assert self.taken.flat is not None, "a gradient is taken before it is summed"
+            share = self.owned_part(self.taken.flat).clone()  # so that the rest is freed
+            self.taken.flat = None
+            gradient = self._new_gradient(parameter, share)
+        if isinstance(earlier, ShardedGradient):
+            gradient.share.add_(earlier.share)
+        self.leave(parameter, gradient)
+
+    def note_published(self, gradient: Tensor) -> None:
+        """Remember a gradient that was published: for good if it is one of the slot's own."""
+        if gradient is self.kept:
+            self.published = gradient
+        else:
+            self._published_weakly = TensorWeakRef(gradient)
+
+    def is_left(self, gradient: Tensor) -> bool:
+        """Return whether a gradient is the tensor that was published last."""
+        return self._is_last(gradient)

@@ -1,0 +1,389 @@
+"""What is summed at the end of every synchronized backward, and how the sums are published."""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from hpcdist.collectives.options import CommunicationImplementation
+from hpcdist.errors import DesyncError, GradientError, agreed
+from hpcdist.gradients.buckets import Buckets, PrivateBuckets
+from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
+from hpcdist.gradients.comm_hook import GradBucket
+from hpcdist.gradients.dense import DenseSlot
+from hpcdist.gradients.facts import (
+    MODULI,
+    N_BEHIND_COUNTS,
+    Contribution,
+    Facts,
+    counts_in,
+    encode_facts,
+    facts_in,
+    flags_in,
+    weight_in,
+)
+from hpcdist.gradients.local_rounds import LocalRounds
+from hpcdist.gradients.local_sums import LocalSums, sum_rows
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.sharded import ShardedSlot
+from hpcdist.gradients.shared_buckets import ShareSums, WholeSums
+from hpcdist.gradients.slot import Slot
+from hpcdist.gradients.sparse import SparseSlot, sum_sparse
+from hpcdist.gradients.weights import GradientOp, RowWeights
+from hpcdist.program.drift import StateDigests, odd_ranks
+from hpcdist.program.part_weights import Weight
+from hpcdist.runtime.step_flags import StepFlags
+
+_sums_numbers = itertools.count(1)
+#: Most ranks that a text lists.
+_MAX_NAMED = 8
+logger = logging.getLogger("hpcdist")
+
+
+class GradientSums:
+    """The sums of one strategy.
+
+    Args:
+        reducer: sums buckets, and knows which replicas there are.
+        is_mean: whether gradients are averaged by rows instead of summed; None until it is settled.
+        step_flags: requests to stop or save, which travel along.
+
+    Attributes:
+        number: names these sums in this process.
+        reducer: sums buckets.
+        n_replicas: number of replicas of all ranks.
+        op: how gradients combine.
+        weights: rows by which those of each local replica are weighted.
+        slots: the gradients that are summed: those in buckets first.
+        sparse_slots: those that are in no bucket.
+        buffers: float buffers, which are averaged.
+        n_sums: sums of gradients that this rank has begun.
+        is_broken: whether sums may have begun that other ranks wait for in vain.
+        rounds: rounds of local steps; None: gradients are summed at every step.
+        last_weight: rows of this rank's last replica in the last sum.
+        n_entered_before: collectives that this rank's main thread had entered when the last sum was published.
+        states: digests of what must be equal on all ranks.
+        copies: digests of copies of the model that the program trains outside of the scope.
+    """
+
+    def __init__(self, reducer: Reducer, is_mean: bool | None, step_flags: StepFlags) -> None:
+        self.number = next(_sums_numbers)
+        self.reducer = reducer
+        self.n_replicas = reducer.replicas.n_replicas
+        n_local = len(reducer.own_replicas)
+        self.op = GradientOp(is_mean, self.n_replicas)
+        self.weights = RowWeights(self.op, step_flags.loop, self.number, n_local)
+        self.slots: Sequence[Slot] = ()
+        self.sparse_slots: Sequence[SparseSlot] = ()
+        self.buffers: Sequence[BufferRecord] = ()
+        self.n_sums = 0
+        self.is_broken = False
+        self.rounds: LocalRounds | None = None
+        self.last_weight = 1.0
+        self.n_entered_before = 0
+        self.states = StateDigests()
+        self.copies = StateDigests()
+        self._buckets: Buckets | None = None
+        self._local_sums: LocalSums | None = None
+        self._contributions: list[Contribution] = []
+        self._n_in_buckets = 0
+        self._comm_hook: Callable[[GradBucket], Any] | None = None
+        self._step_flags = step_flags
+        self._has_several = n_local > 1
+
+    def set_comm_hook(self, hook: Callable[[GradBucket], Any]) -> None:
+        """Let a hook sum the gradients of each bucket of plans made from now on."""
+        self._comm_hook = hook
+
+    def make_rounds(self, rounds: LocalRounds) -> None:
+        """Let replicas step on their own gradients in rounds."""
+        self.rounds = rounds
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the step that is being made is on a replica's own gradients."""
+        return self.rounds is not None and self.rounds.is_local
+
+    def note_managed(self) -> None:
+        """Note that the running backward makes gradients of these parameters."""
+        self._step_flags.loop.note_managed()
+
+    # -- the plan ---------------------------------------------------------------------------------------------------
+
+    def plan(self, slots: Sequence[Slot], buffers: Sequence[BufferRecord]) -> None:
+        """Sum these from now on. Collective where memory is shared, and on several hosts: all replicas."""
+        in_buckets = [slot for slot in slots if slot.is_in_bucket]
+        self.sparse_slots = [slot for slot in slots if isinstance(slot, SparseSlot)]
+        self.slots = [*in_buckets, *self.sparse_slots]
+        self.buffers = buffers
+        self._n_in_buckets = len(in_buckets)
+        n_counts = len(slots) + len(buffers) + len(self.sparse_slots) + N_BEHIND_COUNTS
+        self._buckets = self._make_buckets(in_buckets, n_counts)
+        if self._has_several:
+            assert isinstance(self._buckets, PrivateBuckets), "memory is shared by ranks of one replica each"
+            self._local_sums = LocalSums(self._buckets, self.reducer)
+
+    def _make_buckets(self, slots: Sequence[Slot], n_counts: int) -> Buckets:
+        """Return the buckets of gradients by how their sums are made. Collective likewise."""
+        sharded = [slot for slot in slots if isinstance(slot, ShardedSlot)]
+        if sharded:
+            return ShareSums(sharded, n_counts, self.reducer)
+        dense = [slot for slot in slots if isinstance(slot, DenseSlot)]
+        route = self.reducer.route
+        has_one_each = self.n_replicas == self.reducer.group.size
+        is_shared = route.algorithm is CommunicationImplementation.SHARED_MEMORY and not route.by_subtrees
+        is_on_host = self.reducer.device.type == "cpu"
+        if is_shared and has_one_each and is_on_host and self._comm_hook is None:
+            return WholeSums(dense, n_counts, self.reducer)
+        return PrivateBuckets(dense, n_counts, self.reducer, self._comm_hook)
+
+    @property
+    def buckets(self) -> Buckets:
+        """The buckets of the plan."""
+        assert self._buckets is not None, "hooks of parameters are made with the plan"
+        return self._buckets
+
+    # -- one sum ----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        replica: int,
+        gradients: Sequence[Tensor | None],
+        is_touched: Sequence[bool],
+        weight: Weight,
+        has_crossed: bool,
+    ) -> list[float]:
+        """Take what a local replica, whose turn it is, adds to the next sum; return its counts.
+
+        Args:
+            replica: its number.
+            gradients: for each slot; None where it adds nothing.
+            is_touched: for each slot, whether there is a gradient, be it of zeros.
+            weight: the weight of its gradients.
+            has_crossed: whether the backward went through the sum of an all_reduce.
+        """
+        scale = self.op.scale(weight.rows)
+        self.buckets.fill(gradients, scale)
+        for slot, gradient in zip(self.sparse_slots, gradients[self._n_in_buckets :], strict=True):
+            slot.take(gradient, scale)
+        if not self._contributions:
+            self.n_sums += 1  # with the first contribution, by which `stop` knows that it was counted
+        contribution = self._contribution(is_touched, weight, has_crossed)
+        self._contributions.append(contribution)
+        self.last_weight = weight.rows
+        facts = encode_facts(contribution, self.n_sums, self._state_digest())
+        counts = [*contribution.counts(), *facts, *self._step_flags.own_numbers()]
+        if self._local_sums is not None:
+            self._local_sums.add(replica, counts)
+        return counts
+
+    def _contribution(self, is_touched: Sequence[bool], weight: Weight, has_crossed: bool) -> Contribution:
+        is_mean = bool(self.op.is_mean)
+        doubtful_rows = weight.doubtful_rows if is_mean else None
+        if doubtful_rows is None and is_mean and has_crossed:
+            doubtful_rows = int(weight.rows)
+        changed_buffers = [weight.rows > 0 and buffer.is_changed for buffer in self.buffers]
+        loop = self._step_flags.loop
+        return Contribution(
+            is_touched=is_touched,
+            buffers=gather_changed(self.buffers, changed_buffers),
+            sparse=[slot.contribution for slot in self.sparse_slots],
+            weight=weight.rows,
+            doubtful_rows=doubtful_rows,
+            refusal=weight.refusal if is_mean else None,
+            key=weight.key if weight.is_planned or is_mean else None,
+            has_entry=loop.has_entry,
+            has_peeks=loop.has_peeks,
+            has_crossed=has_crossed,
+        )
+
+    def _state_digest(self) -> int:
+        """Return the digest that this sum compares; 0 for nothing, as where ranks step on their own for a while."""
+        if self.rounds is not None:
+            return 0
+        return self.states.digest_at(self.n_sums) ^ self.copies.digest_at(self.n_sums)
+
+    def _divisor_of(self, totals: Sequence[float]) -> float | None:
+        """Return what sums are divided by: the weight of all replicas; None: nothing."""
+        total = weight_in(totals)
+        return total if self.op.is_mean and total not in (0, 1) else None
+
+    def finish(
+        self,
+        counts: Sequence[float],
+        parameters: Sequence[nn.Parameter | None],
+        earlier: Mapping[Slot, Tensor],
+    ) -> None:
+        """Sum what all replicas have added, and publish the sums. Collective: all ranks.
+
+        Args:
+            counts: those of this rank's last replica.
+            parameters: those of all slots; None for one that is gone.
+            earlier: sums of earlier backwards that parameters had, to be added.
+        """
+        contributions = self._contributions
+        if self._local_sums is None:
+            totals = self.buckets.finish(counts, self._divisor_of)
+        else:
+            totals = self._local_sums.finish(self._divisor_of)
+        self._contributions = []
+        self._learn(totals, contributions)
+        counted = counts_in(totals)
+        n_slots = len(self.slots)
+        n_touched = counted[:n_slots]
+        if self.sparse_slots:
+            n_dense = counted[n_slots + len(self.buffers) :]
+            self._sum_sparse(n_touched[self._n_in_buckets :], n_dense, contributions, self._divisor_of(totals))
+        self._publish(parameters, n_touched, earlier)
+        if self.buffers:
+            n_changed = counted[n_slots : n_slots + len(self.buffers)]
+            values = [contribution.buffers for contribution in contributions]
+            average_buffers(self.buffers, values, n_changed, self.reducer)
+        self.n_entered_before = self.reducer.group.journal.n_entered
+
+    def _learn(self, totals: Sequence[float], contributions: Sequence[Contribution]) -> None:
+        """Learn what all replicas have in common, and what they request.
+
+        Raises:
+            GradientError, DesyncError: when the gradients do not fit together; on all ranks.
+        """
+        facts = facts_in(totals)
+        self._require_same_backward(facts)
+        if not facts.is_same_state(self.n_replicas):
+            self._report_drift()
+        self._step_flags.record(flags_in(totals))
+        is_entered = facts.n_entered == self.n_replicas
+        key = facts.key if self.weights.are_named else None
+        self._step_flags.loop.share(is_entered, facts.n_peeked > 0, key, MODULI)
+        if facts.n_refused:
+            self.is_broken = True
+            refusals = [contribution.refusal for contribution in contributions if contribution.refusal is not None]
+            raise agreed(GradientError(refusals[0] if refusals else _REFUSED_ELSEWHERE))
+        if facts.n_doubtful:
+            self._require_equal_rows(contributions)
+
+    def _publish(
+        self, parameters: Sequence[nn.Parameter | None], n_touched: Sequence[float], earlier: Mapping[Slot, Tensor]
+    ) -> None:
+        is_plain = not earlier and not self._has_several
+        for slot, parameter, n_replicas in zip(self.slots, parameters, n_touched, strict=True):
+            if parameter is None or not n_replicas:
+                slot.leave(parameter, earlier.get(slot))
+            elif is_plain and slot.kept is not None and slot.kept.data_ptr() == slot.address:
+                try:
+                    parameter.grad = slot.kept
+                except RuntimeError:
+                    slot.require_unconverted(parameter)
+                    raise
+                slot.published = slot.kept
+            else:
+                slot.publish(parameter, earlier.get(slot), self._has_several)
+
+    def _require_same_backward(self, facts: Facts) -> None:
+        """Raise GradientError on all ranks unless all replicas are at the same backward, of the same batch."""
+        if not facts.is_same_backward(self.n_replicas):
+            self.is_broken = True
+            raise GradientError(
+                f"backward: expected every replica at the same backward, got number {self.n_sums} here and others "
+                f"elsewhere; let all ranks run the same steps, also those without rows."
+            )
+        if not facts.is_same_batch:
+            self.is_broken = True
+            raise agreed(GradientError(_OTHER_BATCHES if self.weights.are_planned else _OTHER_ROWS))
+
+    def _report_drift(self) -> None:
+        """Raise DesyncError on all ranks, naming those that differ; of copies of the model, warn once.
+
+        Collective: all ranks.
+        """
+        group = self.reducer.group
+        number = self.n_sums
+        own_digests = np.array([self.states.digest_at(number), self.copies.digest_at(number)])
+        digests = np.empty((group.size, 2), np.int64)
+        group.wait([group.comm.Iallgather(own_digests, digests)])
+        odd = odd_ranks(digests[:, 0].tolist())
+        if not odd:
+            self._warn_of_copies(odd_ranks(digests[:, 1].tolist()))
+            return
+        self.is_broken = True
+        self.states.note_report()
+        raise agreed(
+            DesyncError(
+                f"backward: expected {self.states.describe(number)} to be equal on all {group.size} ranks, got others "
+                f"on rank {', '.join(map(str, odd[:_MAX_NAMED]))}; look for a schedule that is fed by local losses, "
+                f"load_state_dict on some ranks only, and code that changes parameters there."
+            )
+        )
+
+    def _warn_of_copies(self, odd: Sequence[int]) -> None:
+        self.copies = StateDigests()
+        if self.reducer.group.rank == 0 and odd:
+            logger.warning(
+                "backward: expected copies of the model that are trained to be equal on all ranks, got others on rank "
+                "%s; make them in strategy.scope(), or leave them if each rank is to have its own.",
+                ", ".join(map(str, odd[:_MAX_NAMED])),
+            )
+
+    def _require_equal_rows(self, contributions: Sequence[Contribution]) -> None:
+        """Raise GradientError on all ranks unless all replicas may use parts of as many rows: all weigh the same then.
+
+        Collective: all ranks.
+        """
+        rows = [contribution.doubtful_rows or 0 for contribution in contributions]
+        summed = sum_rows(self.reducer, [np.array([n, n * n]) for n in rows], "rows")
+        if self.n_replicas * summed[1] == summed[0] ** 2:
+            return
+        expected = "for a backward after a pass whose parts no backward used"
+        advice = "each part before the next, torch.no_grad() to evaluate, drop_remainder=True"
+        if any(contribution.has_crossed for contribution in contributions):
+            expected = "for a backward through all_reduce, all_gather or SyncBatchNorm"
+            advice = "drop_remainder=True"
+        raise GradientError(
+            f"backward: expected parts of as many rows on all replicas {expected}, with ReduceOp.MEAN, got {rows[-1]} "
+            f"rows here and other numbers elsewhere; use {advice}, or compute_average_loss with ReduceOp.SUM."
+        )
+
+    def _sum_sparse(
+        self,
+        n_touched: Sequence[float],
+        n_dense: Sequence[float],
+        contributions: Sequence[Contribution],
+        divisor: float | None,
+    ) -> None:
+        numbers = [number for number, n_replicas in enumerate(n_touched) if n_replicas]
+        slots = [self.sparse_slots[number] for number in numbers]
+        values = [[contribution.sparse[number] for number in numbers] for contribution in contributions]
+        sum_sparse(slots, values, [n_dense[number] for number in numbers], self.reducer)
+        for slot in slots:
+            if divisor is not None and slot.total is not None:
+                slot.total.div_(divisor)
+
+    def drop(self) -> None:
+        """Forget sums that have begun and will not end, because something has raised."""
+        if self._contributions and self._has_several and not self.buckets.is_started:
+            self.n_sums -= 1  # begun here, but not summed: ranks with one replica have not counted it
+        self._contributions = []
+        if self._local_sums is not None:
+            self._local_sums.drop()
+        if self._buckets is not None:
+            self.is_broken = self.is_broken or self._buckets.is_started
+            self._buckets.reset()
+
+
+_OTHER_BATCHES = (
+    "backward: expected parts of the same global batch on all replicas, got other batches elsewhere; let all ranks "
+    "draw the same batches: what one rank alone needs, as for a plot, it reads from the dataset itself, or it takes "
+    "one batch and begins again."
+)
+_OTHER_ROWS = (
+    "backward: expected as many rows on all replicas with ReduceOp.MEAN, for batches that no distributed dataset has "
+    "planned, got inputs of another length elsewhere; call strategy.set_row_count(n_rows) before the backward on every "
+    "rank, or train on strategy.experimental_distribute_dataset(loader)."
+)
+_REFUSED_ELSEWHERE = (
+    "backward: expected parts that can be weighted with ReduceOp.MEAN on all replicas, got some elsewhere that cannot; "
+    "look at the line of that rank."
+)

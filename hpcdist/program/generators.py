@@ -1,0 +1,156 @@
+"""Random numbers keyed by (seed, step, replica): the same draws after a restart.
+
+They are set after each step, and again where the loop gets the next batch: what a program draws before its loop, when
+it was restarted, does not matter then. Further batches of a step have numbers of their own. A batch that is drawn while
+another one waits for its backward, as by a loop that draws ahead, changes nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hpcdist.program.library_keys import LibraryKeys
+
+#: Key of the numbers drawn outside `strategy.run` where the number of replicas is fixed; equal on every rank.
+_OUTSIDE = "outside"
+
+
+class StepGenerators:
+    """Seeds torch's default generators, and with `LibraryKeys` those of Python and numpy.
+
+    Args:
+        replica: id of this rank's replica; replicas draw different numbers of torch, and equal ones of Python and
+            numpy. None: the number of replicas is fixed, and the scheduler says which one draws.
+
+    Attributes:
+        seed: of the job; None before the chief's is known.
+        step: optimizer steps taken so far.
+    """
+
+    def __init__(self, replica: int | None) -> None:
+        self._who: int | str = _OUTSIDE if replica is None else replica
+        self._has_cuda = torch.cuda.is_available()
+        self._states: dict[int | str, list[Tensor]] = {}
+        self._libraries = LibraryKeys()
+        self.seed: int | None = None
+        self.step = 0
+        self._place = "step 0"
+        self._n_backwards_at_step: int | None = None
+        self._is_agreed = False
+        self._key: int | None = None  # the seed of the generators since they were set last
+
+    def start(self, seed: int) -> None:
+        """Use `seed`, which all ranks have agreed on, and set the generators for the current place.
+
+        Where they are set for it already, sequences continue: the same numbers must not come twice. Not if the
+        program has set a seed since.
+        """
+        is_running = bool(self._states) or (self.seed is not None and torch.initial_seed() == self._key)
+        if not self._is_agreed:
+            self.seed, self._is_agreed = seed, True
+        self._libraries.start(seed)
+        if not is_running:
+            self._set()
+
+    def start_alone(self) -> None:
+        """Use this rank's own seed until all agree on one. Ranks draw different numbers all the same."""
+        self.seed = torch.initial_seed()
+        self._set()
+
+    def restore(self, seed: int | None, step: int, libraries: list[dict[str, Any]] | None = None) -> None:
+        """Resume at `step` with the seed of a checkpoint, and what it stores of the libraries."""
+        self.seed, self.step, self._is_agreed = seed, step, seed is not None
+        self._place = f"step {step}"
+        self._n_backwards_at_step = None
+        self._states.clear()
+        if libraries is not None:
+            self._libraries.restore(libraries, self._place)
+        if seed is not None:
+            self._set()
+
+    def libraries(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint stores of the random numbers of Python and numpy on this rank."""
+        return self._libraries.state()
+
+    def advance(self) -> None:
+        """Start the next step."""
+        self.step += 1
+        self._n_backwards_at_step = None
+        self._begin(f"step {self.step}")
+        self._libraries.seed(self._place)
+
+    def begin_batch(self, n_backwards: int) -> None:
+        """Start a batch of this step: the first one, or one more, whose gradients are added.
+
+        Args:
+            n_backwards: how many the program has made so far. Batches that no backward uses, as of a validation, do
+                not count, so that a restart after the step finds the same numbers.
+        """
+        if self._n_backwards_at_step is None:
+            self._n_backwards_at_step = n_backwards
+        n_added = n_backwards - self._n_backwards_at_step
+        self._begin(f"step {self.step}, backward {n_added}" if n_added else f"step {self.step}")
+        self._libraries.begin_batch(self._place)
+
+    def _begin(self, place: str) -> None:
+        self._place = place
+        self._states.clear()
+        if self.seed is not None:
+            self._set()
+
+    def begin_run(self) -> None:
+        """Let replicas draw."""
+        self.suspend(self._who)
+        self._libraries.begin_run()
+
+    def end_run(self) -> None:
+        """Let the code outside `run` draw again."""
+        self._libraries.end_run()
+        self._restore(_OUTSIDE)
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Let the block draw as code outside `run` does, whichever replica came last."""
+        replica = self._who
+        self.suspend(replica)
+        self._restore(_OUTSIDE)
+        try:
+            yield
+        finally:
+            self.suspend(_OUTSIDE)
+            self._restore(replica)
+
+    def suspend(self, replica: int | str) -> None:
+        """Save how far a replica has drawn, until the next place."""
+        self._libraries.suspend(replica)
+        if self.seed is not None:
+            cuda = [torch.cuda.get_rng_state()] if self._has_cuda else []
+            self._states[replica] = [torch.default_generator.get_state(), *cuda]
+
+    def resume(self, replica: int) -> None:
+        """Continue a replica's sequence; from its start where it has not drawn at this place."""
+        self._libraries.resume(replica)
+        self._restore(replica)
+
+    def _restore(self, who: int | str) -> None:
+        self._who = who
+        if self.seed is None:
+            return
+        if who not in self._states:
+            self._set()
+            return
+        state, *cuda = self._states[who]
+        torch.default_generator.set_state(state)
+        if cuda:
+            torch.cuda.set_rng_state(cuda[0])
+
+    def _set(self) -> None:
+        key = xxhash.xxh3_64_intdigest(f"{self.seed} {self._place} {self._who}".encode()) >> 1
+        self._key = key
+        torch.default_generator.manual_seed(key)
+        if self._has_cuda:
+            torch.cuda.manual_seed(key)

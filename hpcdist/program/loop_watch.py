@@ -1,0 +1,194 @@
+"""Shows torch's forwards and backwards to the state of the program's loop.
+
+Backwards are always seen. Forwards are seen once a loop has drawn a part while another one was still to be used: before
+that a backward can only mean the one part there is.
+"""
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+
+from hpcdist.program import torch_hooks
+from hpcdist.program.generators import StepGenerators
+from hpcdist.program.own_loaders import OwnLoader
+from hpcdist.program.part_tensors import PartTensors, leaves_of, length_of
+from hpcdist.program.torch_hooks import Handle
+from hpcdist.runtime.parts import Part, Uses
+from hpcdist.runtime.step_flags import StepFlags
+from hpcdist.runtime.worker_start import prepare_workers
+
+#: Leaves of batches whose memory names a part.
+_WEAK = (Tensor, np.ndarray)
+#: The watch of each world, by its step flags.
+_watches: "weakref.WeakKeyDictionary[StepFlags, LoopWatch]" = weakref.WeakKeyDictionary()
+
+
+class LoopWatch:
+    """Watches the loop of one world.
+
+    Args:
+        flags: of the world.
+
+    Attributes:
+        tensors: which part a tensor belongs to.
+    """
+
+    def __init__(self, flags: StepFlags) -> None:
+        self.tensors = PartTensors()
+        self._flags = weakref.proxy(flags)
+        self._handle: Handle | None = None
+        self._newest: tuple[Part, list[weakref.ref[Any]]] | None = None
+        self._generators: weakref.WeakValueDictionary[int, StepGenerators] = weakref.WeakValueDictionary()
+        self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = weakref.WeakKeyDictionary()
+        torch_hooks.around_any_backward(self)
+        torch_hooks.around_loaders(self)
+        torch_hooks.after_any_step(self._after_step)
+        flags.loop.watch_forwards_with(self._watch_forwards)
+
+    def begin_backward(self, creates_graph: bool) -> None:
+        """Begin to record what a backward uses."""
+        self._flags.loop.begin_backward()
+
+    def end_backward(self, is_whole: bool) -> None:
+        """Record what a backward has used."""
+        self._flags.loop.end_backward(is_whole)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._flags.loop.note_other_step()
+
+    def seed_batches(self, owner: int, generators: StepGenerators) -> None:
+        """Have random numbers seeded for each batch of an owner that is handed out.
+
+        Args:
+            owner: number of whose gradients are made of the batches.
+            generators: of the owner.
+        """
+        self._generators[owner] = generators
+
+    def _begin_batch(self, owner: int | None) -> None:
+        """Seed random numbers for a batch; for one that may be anybody's, those of the newest owner."""
+        if owner is None:
+            owner = max(self._generators.keys(), default=None)
+        generators = None if owner is None else self._generators.get(owner)
+        if generators is not None:
+            generators.begin_batch(self._flags.loop.n_backwards)
+
+    def hand_out(self, part: Part, nests: Any) -> None:
+        """Seed random numbers for a part, and remember which tensors belong to it.
+
+        While only one part can be meant, those of the newest one alone are remembered.
+
+        Args:
+            part: what is handed out.
+            nests: its tensors and arrays, of all local replicas.
+        """
+        if part.is_for_training and not self._flags.loop.has_drawn_ahead:
+            self._begin_batch(part.source.owner)
+        if self._flags.loop.needs_identity:
+            self.tensors.add(part, nests)
+        else:
+            self._newest = part, [weakref.ref(leaf) for leaf in leaves_of(nests) if isinstance(leaf, _WEAK)]
+
+    def _watch_forwards(self, is_needed: bool) -> None:
+        if is_needed and self._newest is not None:
+            part, references = self._newest
+            self.tensors.add(part, [reference() for reference in references])
+        self._newest = None
+        if is_needed and self._handle is None:
+            self._handle = torch_hooks.around_outer_calls(self)
+        elif not is_needed and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def before_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
+        """Follow a DataLoader of the program's own; return in what it is to begin its pass."""
+        if self._flags.loop.is_drawing:
+            return nullcontext()
+        prepare_workers(loader)
+        own_loader = self._own_loaders.get(loader)
+        if own_loader is None:
+            own_loader = OwnLoader(loader, self._flags)
+            self._own_loaders[loader] = own_loader
+        return own_loader.begin_pass(loader)
+
+    def before_draw(self, loader: "DataLoader[Any]") -> None:
+        """Act on requests if a draw begins an iteration. Collective then: the ranks of the role."""
+        if loader in self._own_loaders:
+            self._own_loaders[loader].before_draw()
+
+    def after_draw(self, loader: "DataLoader[Any]", batch: Any) -> None:
+        """Record a batch that the program has drawn."""
+        if loader in self._own_loaders:
+            self.hand_out(self._own_loaders[loader].part_of(batch), batch)
+
+    def after_pass(self, loader: "DataLoader[Any]") -> None:
+        """Note that a pass has ended."""
+        if loader in self._own_loaders:
+            self._own_loaders[loader].end_pass()
+
+    def before_call(self, module: nn.Module, inputs: Any) -> "_Inputs | None":
+        """Return the parts that a call is given; None for one that activation checkpointing makes again.
+
+        Acts on requests if the call begins an iteration. Collective then: the ranks of the role.
+        """
+        if torch_hooks.is_in_backward() or torch_hooks.is_transforming():
+            return None
+        leaves = leaves_of(inputs)
+        parts = self.tensors.parts_of(leaves)
+        if parts and torch.is_grad_enabled() and _has_parameters(module):
+            self._flags.poll_at_forward(parts)
+        return _Inputs(parts, None if parts else length_of(leaves))
+
+    def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
+        """Let a backward that reaches the output know the parts, and note a call that leaves something behind."""
+        if before is None:
+            return
+        parts = before.parts
+        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        if torch.is_grad_enabled() and outputs:
+            reach = _Reach(self._flags.loop.uses_of_thread(), parts, before.likely_rows)
+            for tensor in outputs:
+                torch_hooks.call_at_gradient_of(tensor, reach)
+            self._flags.loop.note_forward(parts)
+        elif parts and module.training and _has_parameters(module):  # others may be made on one rank alone
+            self._flags.loop.note_forward()
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a call is given: parts, or without any the length of its first tensor."""
+
+    parts: list[Part]
+    likely_rows: int | None
+
+
+class _Reach:
+    """Adds the parts of a forward to what the backward uses that reaches it."""
+
+    def __init__(self, uses: Uses, parts: list[Part], likely_rows: int | None) -> None:
+        self._uses = uses
+        self._parts = parts
+        self._likely_rows = likely_rows
+
+    def __call__(self) -> None:
+        self._uses.add(self._parts, self._likely_rows)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def watch_loop(flags: StepFlags) -> LoopWatch:
+    """Return the watch of a world, which is made at the first call. Not collective."""
+    watch = _watches.get(flags)
+    if watch is None:
+        watch = LoopWatch(flags)
+        _watches[flags] = watch
+    return watch

@@ -1,0 +1,103 @@
+"""torch tensors to host arrays and back, and facts about their memory."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hpcdist.dtypes import dtype_name
+from hpcdist.program import torch_hooks
+
+Array = npt.NDArray[Any]
+
+
+def to_array(tensor: Tensor) -> tuple[Array, str]:
+    """Return a tensor's values on the host and the name of its dtype; bfloat16 comes as its bits in uint16.
+
+    The array shares memory with a contiguous host tensor.
+    """
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype is torch.bfloat16:
+        return host.view(torch.uint16).numpy(), "bfloat16"
+    return host.numpy(), dtype_name(host)
+
+
+def is_storable(dtype: torch.dtype) -> bool:
+    """Return whether a tensor of this dtype can be an array: numpy has neither fp8 nor complex32."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except (TypeError, RuntimeError):
+        return dtype is torch.bfloat16
+    return True
+
+
+def from_array(array: Array, dtype: str) -> Tensor:
+    """Return a host tensor with the values of `array`, in its memory if it is contiguous; the inverse of `to_array`."""
+    array = np.asarray(array)  # sums of arrays without dimensions are numpy's scalars
+    tensor = torch.from_numpy(array if array.flags.c_contiguous else array.copy())
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def layout(tensor: Tensor) -> str:
+    """Return shape, strides and dtype as text, equal for tensors whose gradients can be summed element by element."""
+    return f"{tuple(tensor.shape)} {tuple(tensor.stride())} {dtype_name(tensor)}"
+
+
+def have_same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two tensors hold the same bits, NaNs too, in the same dtype and shape; or there is neither."""
+    if one is None or other is None or one is other:
+        return one is other
+    if one.is_sparse and other.is_sparse:
+        pairs = (one._indices(), other._indices()), (one._values(), other._values())
+        return one.shape == other.shape and all(have_same_bits(*pair) for pair in pairs)
+    is_alike = one.dtype == other.dtype and one.shape == other.shape and one.layout is other.layout
+    return is_alike and torch.equal(_bits(one), _bits(other))
+
+
+def has_values(gradient: Tensor) -> bool:
+    """Return whether any element of a dense or sparse tensor is not zero."""
+    return bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+
+def plus(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two tensors, each dense or sparse; in the first one's memory unless it becomes dense."""
+    return other + one if one.is_sparse and not other.is_sparse else one.add_(other)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    whole = {2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(whole)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a flat view of the memory of a dense tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill one block of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size if size > 1 else 1
+    return True
+
+
+def is_only_holder(tensor: Tensor) -> bool:
+    """Return whether no other tensor shares this one's memory, so that it may be overwritten unseen.
+
+    Two holders are counted: the tensor, and the storage object that is asked.
+    """
+    return torch_hooks.n_holders(tensor) == 2
+
+
+def describe_numerics() -> dict[str, str | int]:
+    """Return what the bits of results on this machine depend on besides the program, as checkpoints record it."""
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+    }

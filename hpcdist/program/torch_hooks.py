@@ -1,0 +1,650 @@
+"""Every torch hook that hpcdist uses: all that it relies on in torch's internals is in this file.
+
+A parameter's hooks hold what they call, so that a model keeps summing for as long as it lives. Hooks around steps hold
+it weakly, so that a strategy whose models are gone is freed.
+"""
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as module_hooks
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import unserializable_hook
+
+
+class Handle(Protocol):
+    """What torch returns for a registered hook."""
+
+    def remove(self) -> None:
+        """Take the hook out again."""
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method for as long as its object lives, and returns None afterwards."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call
+
+
+def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
+    """Call see(module) whenever any module is given a parameter, a buffer or a child; not for None.
+
+    Deep-copied children have no parameter registered through the hook: walk from the module that holds them.
+    """
+
+    def registered(module: nn.Module, name: str, value: Any) -> None:
+        if value is not None:  # as a loss without class weights registers
+            see(module)
+
+    return [
+        module_hooks.register_module_parameter_registration_hook(registered),
+        module_hooks.register_module_buffer_registration_hook(registered),
+        module_hooks.register_module_module_registration_hook(registered),
+    ]
+
+
+def on_buffer_registered(see: Callable[[nn.Module, str], None]) -> Handle:
+    """Call see(module, name), a method, whenever any module is given a buffer, unless its object is gone by then."""
+    weak = weakref.WeakMethod(see)
+
+    def registered(module: nn.Module, name: str, value: Any) -> None:
+        method = weak()
+        if method is not None and value is not None:
+            method(module, name)
+
+    handle: Handle = module_hooks.register_module_buffer_registration_hook(registered)
+    return handle
+
+
+@contextmanager
+def on_built(
+    see_module: Callable[[nn.Module], None],
+    see_parameter: Callable[[nn.Parameter], None],
+    see_optimizer: Callable[[Optimizer], None],
+) -> Iterator[None]:
+    """Call see_module, see_parameter or see_optimizer for what is built, copied or loaded in the block.
+
+    A module may be seen several times: whenever it is given something.
+    """
+    handles = on_module_built(see_module)
+    try:
+        with _on_copied(see_module), _on_parameter_made(see_parameter), on_optimizer_built(see_optimizer):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _on_copied(see: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call `see` for every deep-copied or unpickled module of the block.
+
+    torch has no hook for that: the method that both go through is wrapped during the block.
+    """
+    set_state = nn.Module.__setstate__
+
+    def wrapped(module: nn.Module, state: Any) -> None:
+        set_state(module, state)  # type: ignore[no-untyped-call]
+        see(module)
+
+    nn.Module.__setstate__ = wrapped  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
+
+
+@contextmanager
+def _on_parameter_made(see: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call `see` for every parameter that is made in the block: by a method that is wrapped."""
+    make = nn.Parameter.__new__
+
+    def wrapped(cls: type[nn.Parameter], *args: Any, **kwargs: Any) -> nn.Parameter:
+        parameter = make(cls, *args, **kwargs)
+        see(parameter)
+        return parameter
+
+    nn.Parameter.__new__ = staticmethod(wrapped)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = staticmethod(make)  # type: ignore[method-assign]
+
+
+@contextmanager
+def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Call `see` for every optimizer that is built in the block or given another group: by a method that is wrapped."""
+    add_group = Optimizer.add_param_group
+
+    def wrapped(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        add_group(optimizer, param_group)
+        if optimizer not in _parts:
+            see(optimizer)
+
+    Optimizer.add_param_group = wrapped  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = add_group  # type: ignore[method-assign]
+
+
+#: Who wants to see the calls of modules, by number.
+_watchers: dict[int, Callable[[nn.Module, tuple[Any, ...]], None]] = {}
+_watcher_numbers = itertools.count()
+_module_call = nn.Module.__call__
+#: Whether that is torch's own, and no other library's.
+_is_torchs_call = _module_call is nn.Module._wrapped_call_impl
+#: Shows a call to the watchers; torch.compile leaves it alone.
+_show: Callable[[nn.Module, tuple[Any, ...]], None] | None = None
+
+
+class _Watcher:
+    """Takes a watcher of calls out again."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def remove(self) -> None:
+        """Stop watching; with the last watcher, calls are torch's own again."""
+        _watchers.pop(self._number, None)
+        _outer_watchers.pop(self._number, None)
+        _choose_call()
+
+
+def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
+    """Call see(module, args) before the call of every module; of a compiled one, with the module that was compiled.
+
+    Not by torch's hook for all modules: torch.compile traces that, and it fires for no module that `Module.compile` has
+    changed. It slows every call: remove it soon.
+    """
+    global _show
+    if _show is None:
+        _show = torch.compiler.disable(_show_call)  # type: ignore[no-untyped-call]
+    number = next(_watcher_numbers)
+    _watchers[number] = see
+    _choose_call()
+    return _Watcher(number)
+
+
+def _choose_call() -> None:
+    """Make the calls of modules as they are watched; torch's own if nobody watches, and another library's if it is."""
+    if nn.Module.__call__ not in (_module_call, _watched_call, _outer_watched_call):
+        return
+    if _watchers:
+        nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+    elif _outer_watchers:
+        nn.Module.__call__ = _outer_watched_call  # type: ignore[method-assign]
+    else:
+        nn.Module.__call__ = _module_call  # type: ignore[method-assign]
+
+
+def _show_call(module: nn.Module, args: tuple[Any, ...]) -> None:
+    for see in list(_watchers.values()):
+        see(getattr(module, "_orig_mod", module), args)
+
+
+def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if _show is not None and not torch.compiler.is_exporting():
+        _show(module, args)
+    return _outer_watched_call(module, *args, **kwargs)
+
+
+def _outer_watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if _outer_call.is_running and _is_torchs_call and module._compiled_call_impl is None:
+        # as torch's own call does, which is one more frame
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling() or _outer_call.is_running or not _outer_watchers:
+        return _module_call(module, *args, **kwargs)
+    _keep_uncompiled()
+    return _call_shown(module, args, kwargs)
+
+
+def _keep_uncompiled() -> None:
+    """Let torch.compile, once the program uses it, compile what `_outer_watched_call` calls and not the function."""
+    if not _outer_call.is_kept_uncompiled and "torch._dynamo.eval_frame" in sys.modules:
+        sys.modules["torch._dynamo.eval_frame"].skip_code(_outer_watched_call.__code__)
+        _outer_call.is_kept_uncompiled = True
+
+
+class _OuterCall(threading.local):
+    """Whether this thread is in the call of a module, so that calls inside it are not shown."""
+
+    is_running = False
+    is_kept_uncompiled = False
+
+
+class OuterWatcher(Protocol):
+    """Sees the outermost calls of modules: not those that a module makes of its children."""
+
+    def before_call(self, module: nn.Module, inputs: Any) -> Any:
+        """Return what `after_call` is to be given. `inputs`: the positional arguments and those by name."""
+
+    def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
+        """See what the module has returned. `before`: what `before_call` has returned."""
+
+
+_outer_call = _OuterCall()
+#: Who sees the outermost calls, by number.
+_outer_watchers: "dict[int, weakref.ref[OuterWatcher]]" = {}
+
+
+def around_outer_calls(watcher: OuterWatcher) -> Handle:
+    """Show the outermost calls of modules to a watcher, which is held weakly. Calls inside torch.compile are not seen.
+
+    Cost: about 0.2 us for the call of each module inside.
+    """
+    number = next(_watcher_numbers)
+    _outer_watchers[number] = weakref.ref(watcher)
+    _choose_call()
+    return _Watcher(number)
+
+
+def _call_shown(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    watchers = [watcher for watcher in (reference() for reference in _outer_watchers.values()) if watcher is not None]
+    inner_module = getattr(module, "_orig_mod", module)
+    seen_before = [(watcher, watcher.before_call(inner_module, (args, kwargs))) for watcher in watchers]
+    _outer_call.is_running = True
+    try:
+        output = _module_call(module, *args, **kwargs)
+    finally:
+        _outer_call.is_running = False
+    for watcher, before in seen_before:
+        watcher.after_call(inner_module, before, output)
+    return output
+
+
+class BackwardWatcher(Protocol):
+    """Sees the backwards of the process begin and end, in the thread that calls them."""
+
+    def begin_backward(self, creates_graph: bool) -> None:
+        """See that a backward is about to begin. `creates_graph`: whether gradients will have graphs of their own."""
+
+    def end_backward(self, is_whole: bool) -> None:
+        """See that it has ended. `is_whole`: whether it has returned, and has not raised."""
+
+
+#: Who sees backwards, by number: who follows the program's loop, and, nearer to the backward, who sums gradients.
+_loop_watchers: "dict[int, weakref.ref[BackwardWatcher]]" = {}
+_gradient_watchers: "dict[int, weakref.ref[BackwardWatcher]]" = {}
+#: How torch.autograd calls the function that all its calls from Python go through.
+_ENGINE = "_engine_run_backward"
+_run_backward = torch.autograd.graph._engine_run_backward
+
+
+def around_any_backward(watcher: BackwardWatcher) -> None:
+    """Show each `backward` to a watcher, which is held weakly; not torch.autograd.grad, which writes no gradients.
+
+    torch has no hook for that: the function that all calls of autograd from Python go through is wrapped.
+    """
+    _loop_watchers[next(_watcher_numbers)] = weakref.ref(watcher)
+    vars(torch.autograd)[_ENGINE] = _watched_backward
+
+
+def around_gradients(watcher: BackwardWatcher) -> None:
+    """Show each `backward` to a watcher who begins after those of `around_any_backward`, and ends before them."""
+    number = next(_watcher_numbers)
+    _gradient_watchers[number] = weakref.ref(watcher, lambda reference: _gradient_watchers.pop(number, None))
+    vars(torch.autograd)[_ENGINE] = _watched_backward
+
+
+def _watched_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+    if not kwargs.get("accumulate_grad"):
+        return _run_backward(roots, *args, **kwargs)
+    outer_watchers = _alive(_loop_watchers)
+    creates_graph = bool(args[2])
+    for watcher in outer_watchers:
+        watcher.begin_backward(creates_graph)
+    is_whole = False
+    try:
+        result = _run_summed(creates_graph, roots, args, kwargs)
+        is_whole = True
+    finally:
+        for watcher in outer_watchers:
+            watcher.end_backward(is_whole)
+    return result
+
+
+def _run_summed(creates_graph: bool, roots: Any, args: Any, kwargs: Any) -> Any:
+    begun: list[BackwardWatcher] = []
+    try:
+        for watcher in _alive(_gradient_watchers):
+            watcher.begin_backward(creates_graph)
+            begun.append(watcher)
+        result = _run_backward(roots, *args, **kwargs)
+    except BaseException:
+        for watcher in begun:
+            watcher.end_backward(is_whole=False)
+        raise
+    for watcher in begun:
+        watcher.end_backward(is_whole=True)
+    return result
+
+
+def _alive(watchers: "dict[int, weakref.ref[BackwardWatcher]]") -> list[BackwardWatcher]:
+    alive: list[BackwardWatcher] = []
+    for reference in list(watchers.values()):
+        watcher = reference()
+        if watcher is not None:
+            alive.append(watcher)
+    return alive
+
+
+def call_at_gradient_of(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Call when a backward reaches a tensor. The tensor holds what is called."""
+    tensor.register_hook(unserializable_hook(lambda gradient: call()))  # type: ignore[no-untyped-call]
+
+
+def is_transforming() -> bool:
+    """Return whether torch.func, such as vmap or jacrev, or jit.trace makes the call that is running."""
+    is_tracing = torch._C._get_tracing_state() is not None
+    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_in_forward() -> bool:
+    """Return whether a module is being called by the code that is running. Cost: a walk over its frames."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _call_of_module:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def as_plain_code() -> Iterator[None]:
+    """Run the block as if no transform, trace or mode of torch were active, such as vmap, jit.trace or a fake mode."""
+    trace = torch._C._get_tracing_state()
+    with torch._C._DisableFuncTorch(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch._C._set_tracing_state(trace)  # type: ignore[attr-defined]
+
+
+class StorageName:
+    """Names the memory of a tensor, and of all views of it, until it is freed: no other memory gets its number."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.number: int = self._reference.cdata
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether no tensor has this memory any more."""
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+
+
+def storage_number(tensor: Tensor) -> int:
+    """Return the number of a tensor's memory, as `StorageName` has it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def at_gradient_of(tensor: Tensor, see: Callable[[], None]) -> None:
+    """Call `see`, a method, when a backward reaches a tensor such as a loss, unless its object is gone by then."""
+    weak = weakref.WeakMethod(see)
+
+    def call(gradient: Tensor) -> None:
+        method = weak()
+        if method is not None:
+            method()
+
+    tensor.register_hook(unserializable_hook(call))  # type: ignore[no-untyped-call]
+
+
+def after_accumulation(parameter: nn.Parameter, see: Callable[[Any], None]) -> None:
+    """Call see(parameter) when a backward has written `parameter.grad`; the parameter holds what is called."""
+    parameter.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Return whether somebody takes part in the backwards that reach a parameter, by `after_accumulation`."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def is_in_backward() -> bool:
+    """Return whether a backward makes the call that is running; also in the threads that autograd has for devices."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+#: Operations of torch that a gradient held in shares answers: to zero it, and to unscale it.
+ZEROING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
+UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+T = TypeVar("T", bound=Tensor)
+
+
+def unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply gradients by the inverse scale of a GradScaler; write 1 to `found_inf` if one is infinite or NaN."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
+def n_holders(tensor: Tensor) -> int:
+    """Return how many objects hold a tensor's memory: tensors, and the storage object that is asked."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, as `copy_` does, in one call."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def make_memoryless(kind: type[T], like: Tensor) -> T:
+    """Return a tensor without memory, with the shape, strides, dtype and device of another one."""
+    made: T = Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+    return made
+
+
+def is_step_of_scaler() -> bool:
+    """Return whether an enabled GradScaler makes the step that is running: it skips those whose gradients overflow."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())
+
+
+_compiler_of_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+def is_compiled() -> bool:
+    """Return whether the function that runs this backward was given to torch.compile, which would trace hooks too."""
+    return _compiler_of_frames() not in (None, False)
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Let torch's learning rate schedules know that an optimizer steps, elsewhere: they warn of one that never does."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+#: What a step may be given: it computes a loss and its gradients, and returns the loss.
+Closure = Callable[[], Any]
+
+
+#: Who sees the steps of all optimizers, before and after them, by number. torch is given one hook for each, for good:
+#: the garbage collector takes strategies while torch goes through its own hooks, which must not change meanwhile.
+_before_steps: dict[int, Callable[[Optimizer, Closure | None], Closure | None]] = {}
+_after_steps: dict[int, Callable[[Optimizer], None]] = {}
+_step_numbers = itertools.count()
+
+
+class _StepHandle:
+    """Takes one out again who sees steps."""
+
+    def __init__(self, table: dict[int, Any], number: int) -> None:
+        self._table, self._number = table, number
+
+    def remove(self) -> None:
+        """Stop showing steps."""
+        self._table.pop(self._number, None)
+
+
+#: Optimizers that are a part of another one: no strategy sees how they are built, and their steps.
+_parts: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def make_part(kind: type[Optimizer], parameters: Any, **options: Any) -> Optimizer:
+    """Return an optimizer that no strategy sees."""
+    made = kind.__new__(kind)
+    _parts.add(made)
+    kind.__init__(made, parameters, **options)
+    return made
+
+
+def bare_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """Return the step of a class as it is written, without the hooks and the profiler's range that torch adds."""
+    step: Callable[[Optimizer], Any] = kind.step
+    return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+
+
+def before_any_step(see: Callable[[Optimizer, Closure | None], Closure | None]) -> Handle:
+    """Call see(optimizer, closure), a method, before the step of every optimizer of the process.
+
+    The step is made with the closure that it returns; None: with its own.
+    """
+    return _register(_before_steps, _weakly(see))
+
+
+def after_any_step(see: Callable[[Optimizer], None]) -> Handle:
+    """Call see(optimizer), a method, after the step of every optimizer of the process."""
+    return _register(_after_steps, _weakly(see))
+
+
+def _register(table: dict[int, Any], see: Callable[..., Any]) -> _StepHandle:
+    number = next(_step_numbers)
+    table[number] = see
+    return _StepHandle(table, number)
+
+
+def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if optimizer in _parts:  # whose step is written with that of its base class
+        return None
+    given = closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    for see in list(_before_steps.values()):
+        other = see(optimizer, closure)
+        closure = closure if other is None else other
+    return None if closure is given else (args[:1], {**kwargs, "closure": closure})
+
+
+def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for see in () if optimizer in _parts else list(_after_steps.values()):
+        see(optimizer)
+
+
+register_optimizer_step_pre_hook(_show_before_step)
+register_optimizer_step_post_hook(_show_after_step)
+
+
+class LoaderWatcher(Protocol):
+    """Sees the DataLoaders that the main thread iterates over."""
+
+    def before_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
+        """See that a pass is about to begin; return in what its iterator is to be made."""
+
+    def before_draw(self, loader: "DataLoader[Any]") -> None:
+        """See that a batch is about to be drawn."""
+
+    def after_draw(self, loader: "DataLoader[Any]", batch: Any) -> None:
+        """See a batch that was drawn."""
+
+    def after_pass(self, loader: "DataLoader[Any]") -> None:
+        """See that there were no more batches."""
+
+
+#: Who sees DataLoaders, by number, held weakly.
+_loader_watchers: "dict[int, weakref.ref[LoaderWatcher]]" = {}
+#: The loader of each of their iterators.
+_loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]" = weakref.WeakKeyDictionary()
+#: Iterators of loaders whose class has an `__iter__` of its own, before the first batch of a pass.
+_unseen: "weakref.WeakSet[_BaseDataLoaderIter]" = weakref.WeakSet()
+_call_of_module = nn.Module._call_impl.__code__
+_make_iterator = DataLoader.__iter__
+_init_iterator = _BaseDataLoaderIter.__init__
+_next_batch = _BaseDataLoaderIter.__next__
+
+
+def around_loaders(watcher: LoaderWatcher) -> None:
+    """Show the DataLoaders of the main thread to a watcher, which is held weakly.
+
+    Not those of a class with `is_shown = False`, which read for others. torch has no hook for that: the methods that
+    make an iterator and draw from it are wrapped.
+    """
+    _loader_watchers[next(_watcher_numbers)] = weakref.ref(watcher)
+    DataLoader.__iter__ = _watched_iterator  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__init__ = _watched_init  # type: ignore[method-assign, assignment]
+    _BaseDataLoaderIter.__next__ = _watched_next  # type: ignore[method-assign, assignment]
+
+
+def _alive_loader_watchers() -> list[LoaderWatcher]:
+    watchers = [reference() for reference in _loader_watchers.values()]
+    return [watcher for watcher in watchers if watcher is not None]
+
+
+def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
+    if not _is_shown() or not getattr(loader, "is_shown", True):
+        return _make_iterator(loader)
+    beginnings = [watcher.before_pass(loader) for watcher in _alive_loader_watchers()]
+    with ExitStack() as stack:
+        for beginning in beginnings:
+            stack.enter_context(beginning)
+        iterator = _make_iterator(loader)
+    _loaders[iterator] = weakref.ref(loader)
+    _unseen.discard(iterator)  # the class has an __iter__ of its own, which calls this one
+    return iterator
+
+
+def _watched_init(iterator: _BaseDataLoaderIter, loader: "DataLoader[Any]") -> None:
+    _init_iterator(iterator, loader)
+    if type(loader).__iter__ is not _watched_iterator:  # as torchdata's StatefulDataLoader
+        _loaders[iterator] = weakref.ref(loader)
+        _unseen.add(iterator)
+
+
+def _is_shown() -> bool:
+    """Return whether this is the main thread, and no worker process of a loader."""
+    return threading.current_thread() is threading.main_thread() and get_worker_info() is None
+
+
+def _watched_next(iterator: _BaseDataLoaderIter) -> Any:
+    reference = _loaders.get(iterator)
+    loader = None if reference is None else reference()
+    if loader is None or not _is_shown():
+        return _next_batch(iterator)
+    watchers = _alive_loader_watchers()
+    if iterator in _unseen:
+        _unseen.remove(iterator)
+        for watcher in watchers:
+            watcher.before_pass(loader)
+    for watcher in watchers:
+        watcher.before_draw(loader)
+    try:
+        batch = _next_batch(iterator)
+    except StopIteration:
+        for watcher in watchers:
+            watcher.after_pass(loader)
+        if type(loader).__iter__ is not _watched_iterator:  # the iterator may be used for another pass
+            _unseen.add(iterator)
+        raise
+    for watcher in watchers:
+        watcher.after_draw(loader, batch)
+    return batch

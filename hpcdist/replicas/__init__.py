@@ -1,0 +1,1 @@
+"""Several replicas in one process. With one replica per rank the scheduler never waits."""

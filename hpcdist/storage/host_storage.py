@@ -1,0 +1,216 @@
+"""Parameters that the ranks of a host hold once, in memory that they share.
+
+A step is made between two barriers: before the first one other ranks may still read, after the second one all have
+written. With CentralStorageStrategy the chief steps all parameters, with a ZeroRedundancyOptimizer each rank its share.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.collectives.group import Group
+from hpcdist.errors import GradientError
+from hpcdist.program.hidden import hide_gradients, restore_gradients
+from hpcdist.program.model_plan import IdentitySet
+from hpcdist.program.tensors import is_dense
+from hpcdist.runtime.node_memory import NodeWindow
+
+#: Tensors start at multiples of this, so that no two share a cache line.
+_ALIGNMENT = 64
+#: The storages in use whose steps the chief alone makes.
+_stepped_by_chief: "weakref.WeakSet[HostStorage]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter and its shared memory. A parameter on the host is this memory; one on a device is a copy of it."""
+
+    name: str
+    parameter: "weakref.ref[nn.Parameter]"
+    memory: Tensor
+
+
+class HostStorage:
+    """One copy of parameters for the ranks of each host; a `Storage`.
+
+    Args:
+        group: the ranks.
+        is_divided: whether each rank steps its share; else the chief steps all, and the group is on one host.
+
+    Attributes:
+        is_divided: see above.
+        shared: the parameters that are there, with their memory.
+    """
+
+    is_summed = needs_sum = True
+
+    def __init__(self, group: Group, is_divided: bool) -> None:
+        self.is_divided = is_divided
+        self.shared: list[Shared] = []
+        self._group = group
+        self._is_first = group.node_comm.rank == 0
+        self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
+        self._hidden: list[Tensor | None] | None = None  # gradients of a rank whose step the chief makes
+        if not is_divided:
+            _stepped_by_chief.add(self)
+
+    @torch.no_grad()
+    def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter] = ()) -> None:
+        """Move parameters, equal on all ranks, to the shared memory; those on devices are copied there.
+
+        Collective where there are new ones: the group, with the same parameters in the same order.
+
+        Raises:
+            CollectiveError: when a host has too little memory; on its ranks.
+        """
+        new = [(name, parameter) for name, parameter in named if parameter not in self._adopted]
+        self.shared = [shared for shared in self.shared if shared.parameter() is not None]
+        if not new:
+            return
+        sizes = [padded(parameter.nbytes) for _, parameter in new]
+        memories = cut_memory(allocate(self._group, sum(sizes)), sizes)
+        for (name, parameter), memory in zip(new, memories, strict=True):
+            tensor = shaped_as(memory[: parameter.nbytes].view(parameter.dtype), parameter)
+            if self._is_first:
+                tensor.copy_(parameter)
+            self.shared.append(Shared(name, weakref.ref(parameter), tensor))
+            self._adopted.add(parameter)
+        self._wait()
+        for shared, (_, parameter) in zip(self.shared[-len(new) :], new, strict=True):
+            if is_on_host(parameter):
+                parameter.data = shared.memory
+
+    def holds(self, tensor: Any) -> bool:
+        """Return whether a tensor is one of the parameters."""
+        return isinstance(tensor, nn.Parameter) and tensor in self._adopted
+
+    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Wait until nobody reads the parameters; hide gradients on ranks whose step the chief makes.
+
+        Collective: the ranks of the host.
+
+        Raises:
+            GradientError: when a parameter was moved; on this rank only.
+        """
+        self.begin_change()
+        if not self.is_divided and not self._is_first:
+            self._hidden = hide_gradients(parameters)
+
+    def begin_change(self) -> None:
+        """Wait until nobody reads the parameters. Collective: the ranks of the host.
+
+        Raises:
+            GradientError: when a parameter was moved; on this rank only.
+        """
+        self._require_unmoved()
+        self._wait()
+
+    def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Return when all ranks have written. Collective: the ranks of the host.
+
+        Raises:
+            GradientError: when a step whose gradients were hidden has made gradients in a closure; on this rank only.
+        """
+        hidden = self._hidden
+        self._hidden = None
+        if hidden is not None:
+            restore_gradients(parameters, hidden)
+        self.end_change(parameters)
+
+    @torch.no_grad()
+    def end_change(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Return when all ranks have written. Collective: the ranks of the host.
+
+        Args:
+            parameters: those that may have changed; torch's version counters do not see what other ranks write, so
+                they are incremented here.
+        """
+        copies = self._copies_on_devices()
+        if self._is_first:
+            for parameter, memory in copies:
+                memory.copy_(parameter)
+        self._wait()
+        if not self._is_first:
+            for parameter, memory in copies:
+                parameter.copy_(memory)
+        torch.autograd.graph.increment_version(parameters)
+
+    def _copies_on_devices(self) -> list[tuple[nn.Parameter, Tensor]]:
+        copies: list[tuple[nn.Parameter, Tensor]] = []
+        for shared in self.shared:
+            parameter = shared.parameter()
+            if parameter is not None and not is_on_host(parameter):
+                copies.append((parameter, shared.memory))
+        return copies
+
+    @contextmanager
+    def changing(self) -> Iterator[bool]:
+        """Let one rank of each host change parameters in the block: yield whether it is this one.
+
+        Collective: the ranks of the host.
+        """
+        self.begin_change()
+        yield self._is_first
+        parameters = [shared.parameter() for shared in self.shared]
+        self.end_change([parameter for parameter in parameters if parameter is not None])
+
+    def _require_unmoved(self) -> None:
+        """Raise GradientError when a parameter is no longer in the shared memory; on this rank only."""
+        for shared in self.shared:
+            parameter = shared.parameter()
+            if parameter is not None and is_on_host(parameter) and parameter.data_ptr() != shared.memory.data_ptr():
+                raise GradientError(
+                    f"step: expected {shared.name!r} in the memory that all ranks share, got it moved or converted; "
+                    f"move and convert the model before its first use."
+                )
+
+    def _wait(self) -> None:
+        """Wait for the other ranks of the host. Collective: they."""
+        with self._group.recorded("change of shared parameters", None):
+            self._group.barrier.wait()
+
+
+def is_stepped_by_chief(optimizer: Any) -> bool:
+    """Return whether the chief alone makes an optimizer's steps, so that others have none of its state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(storage.holds(parameter) for storage in list(_stepped_by_chief) for parameter in parameters)
+
+
+def allocate(group: Group, nbytes: int) -> Tensor:
+    """Return bytes that the ranks of this host share, zero at first, spread over their NUMA domains.
+
+    Collective: the ranks of the host.
+
+    Raises:
+        CollectiveError: when the host has too little memory; on all of them.
+    """
+    window = NodeWindow(group.node_comm, -(-max(1, nbytes) // group.node_comm.size), group.world)
+    return torch.frombuffer(window.pieces[0].obj, dtype=torch.uint8)  # the pieces follow one another in one mapping
+
+
+def cut_memory(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Return parts of flat memory, one after the other."""
+    return list(torch.split(memory[: sum(sizes)], list(sizes)))
+
+
+def is_on_host(parameter: Tensor) -> bool:
+    """Return whether a tensor is in host memory."""
+    return parameter.device.type == "cpu"
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes that a tensor of so many takes there."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def shaped_as(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Return flat memory as a tensor of a parameter's shape, with its strides if it is dense."""
+    if is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)
