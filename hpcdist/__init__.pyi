@@ -67,10 +67,6 @@ from hpcdist.data.sources import RowSource as RowSource
 from hpcdist.diagnostics.logs import log_to as log_to
 from hpcdist.diagnostics.summary import communication_summary as communication_summary
 from hpcdist.gradients.comm_hook import GradBucket as GradBucket
-from hpcdist.gradients.compression import PowerSGDState as PowerSGDState
-from hpcdist.gradients.compression import TopKState as TopKState
-from hpcdist.gradients.compression import power_sgd_hook as power_sgd_hook
-from hpcdist.gradients.compression import top_k_hook as top_k_hook
 from hpcdist.notebook import notebook_launcher as notebook_launcher
 from hpcdist.plan import partitioners as partitioners
 from hpcdist.plan.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
@@ -92,6 +88,10 @@ from hpcdist.strategy.base import get_strategy as get_strategy
 from hpcdist.strategy.base import has_strategy as has_strategy
 from hpcdist.strategy.base import in_cross_replica_context as in_cross_replica_context
 from hpcdist.strategy.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from hpcdist.strategy.compression import PowerSGDState as PowerSGDState
+from hpcdist.strategy.compression import TopKState as TopKState
+from hpcdist.strategy.compression import power_sgd_hook as power_sgd_hook
+from hpcdist.strategy.compression import top_k_hook as top_k_hook
 from hpcdist.strategy.coordination.coordinator import ClusterCoordinator as ClusterCoordinator
 from hpcdist.strategy.coordination.server import Server as Server
 from hpcdist.strategy.coordination.values import PerWorkerValues as PerWorkerValues

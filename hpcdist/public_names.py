@@ -72,7 +72,7 @@ _DEFINED_IN = {
     "diagnostics.summary": ["communication_summary"],
     "strategy.gathered": ["all_gather"],
     "gradients.comm_hook": ["GradBucket"],
-    "gradients.compression": ["PowerSGDState", "TopKState", "power_sgd_hook", "top_k_hook"],
+    "strategy.compression": ["PowerSGDState", "TopKState", "power_sgd_hook", "top_k_hook"],
     "notebook": ["notebook_launcher"],
     "plan.partitioners": ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"],
     "resilience.checkpoint": ["Checkpoint", "load_checkpoint"],

@@ -34,11 +34,13 @@ class _Pass:
     """One replica's running backward.
 
     Args:
+        replica: its number; None outside of `run` where there are several.
         parameters: those of all slots; None for one that is gone.
         creates_graph: whether gradients have graphs of their own.
         is_nested: whether it runs inside another call of autograd.
 
     Attributes:
+        replica: its number.
         parameters: those of all slots.
         creates_graph: whether gradients have graphs of their own.
         stashed: what parameters held before it, by the number of the slot.
@@ -52,7 +54,14 @@ class _Pass:
         inner: marks of what parameters held when one inside it began; None outside of it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter | None], creates_graph: bool, is_nested: bool) -> None:
+    def __init__(
+        self,
+        replica: int | None,
+        parameters: Sequence[nn.Parameter | None],
+        creates_graph: bool,
+        is_nested: bool,
+    ) -> None:
+        self.replica = replica
         self.parameters = parameters
         self.creates_graph = creates_graph
         self.stashed: dict[int, Tensor] = {}
@@ -63,6 +72,11 @@ class _Pass:
         self.is_nested = is_nested
         self.inner: list[tuple[int, int]] | None = None
         self.depth = 1
+
+    def local_replica(self) -> int:
+        """Return the replica's number. Backwards outside of replicas are refused before."""
+        assert self.replica is not None, "a backward outside of replicas is refused"
+        return self.replica
 
     def stash(self) -> None:
         """Put away what parameters hold."""
@@ -219,7 +233,8 @@ class Backward:
         if not self._sums.slots:
             return
         self.require_seen()
-        running = self._passes.get(self._key)
+        replica = self._key
+        running = self._passes.get(replica)
         is_inside = torch_hooks.is_in_backward()
         if running is not None and is_inside:
             running.depth += 1
@@ -227,8 +242,9 @@ class Backward:
                 running.inner = running.marks()
             return
         self._drop_failed()
-        running = _Pass([slot.reference() for slot in self._sums.slots], creates_graph, is_inside)
-        self._passes[self._key] = running
+        parameters = [slot.reference() for slot in self._sums.slots]
+        running = _Pass(replica, parameters, creates_graph, is_inside)
+        self._passes[replica] = running
         running.stash()
 
     def _take_early(self, slot: DenseSlot, parameter: nn.Parameter) -> None:
@@ -275,7 +291,7 @@ class Backward:
             with torch.no_grad():
                 self._end(running)
             return
-        del self._passes[self._key]
+        del self._passes[running.replica]
         if has_gradients:
             self._failed = running.written(self._sums.slots)
         running.restore()
@@ -295,7 +311,7 @@ class Backward:
         except BaseException:
             self._drop(running)
             raise
-        del self._passes[self._key]
+        del self._passes[running.replica]
         if not is_summing:
             return
         if self._has_several:
@@ -306,7 +322,7 @@ class Backward:
 
     def _require_usual(self, running: _Pass) -> None:
         """Raise GradientError for a backward whose gradients cannot be summed; on this rank only."""
-        if self._key is None:
+        if running.replica is None:
             raise GradientError(
                 f"backward: expected a call inside strategy.run, as this rank has {len(self._scheduler.replicas)} "
                 f"replicas, got one outside; put the step into a function and call strategy.run(step, args=(batch,))."
@@ -351,16 +367,9 @@ class Backward:
                     f"this step."
                 )
 
-    @property
-    def _replica(self) -> int:
-        """The calling replica; a single one also outside of `run`."""
-        replica = self._key
-        assert replica is not None, "a backward outside of replicas is refused"
-        return replica
-
     def _accumulate(self, running: _Pass) -> None:
         """Leave a replica's gradients in `parameter.grad`, added to what it has accumulated before."""
-        replica = self._replica
+        replica = running.local_replica()
         index = self._scheduler.replicas.index(replica)
         scale = 1.0
         if self._sums.is_local:
@@ -393,7 +402,7 @@ class Backward:
         Raises:
             GradientError: when a gradient was set by hand before the backward, or cannot be taken; on this rank only.
         """
-        replica = self._replica
+        replica = running.local_replica()
         index = self._scheduler.replicas.index(replica)
         self._forget_dropped(replica, running.stashed)
         weight = self._sums.weights.take(index, running.weight or self._local.weight(replica))
@@ -451,7 +460,7 @@ class Backward:
 
     def _drop(self, running: _Pass) -> None:
         """Forget a backward, and its gradients, which cannot be told apart from earlier sums."""
-        self._passes.pop(self._key, None)
+        self._passes.pop(running.replica, None)
         self._earlier.clear()
         self._sums.drop()
         running.clear()

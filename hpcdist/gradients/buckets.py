@@ -53,12 +53,14 @@ class Bucket:
     def __init__(self, flat: Tensor | None) -> None:
         self.flat = flat
         self.parts: list[Part] = []
+        self._numbers: list[int] = []
         self._views: list[Tensor] = []
         self._has_converted = False  # else a converted parameter refuses its gradient when that is published
 
     def add(self, part: Part) -> None:
         """Add the part of one more gradient."""
         self.parts.append(part)
+        self._numbers.append(part.number)
         if part.view is not None:
             self._views.append(part.view)
             self._has_converted = self._has_converted or part.slot.dtype is not part.view.dtype
@@ -76,13 +78,14 @@ class Bucket:
             for part in self.parts:
                 part.slot.take(gradients[part.number], scale)
             return
-        values = [gradients[part.number] for part in self.parts]
+        values = [gradients[number] for number in self._numbers]
         views = self._views
-        if any(value is None for value in values):
+        arrived = [value for value in values if value is not None]
+        if len(arrived) < len(values):
             self.flat.zero_()
             views = [view for view, value in zip(views, values, strict=True) if value is not None]
         try:
-            torch_hooks.copy_all(views, [value for value in values if value is not None])
+            torch_hooks.copy_all(views, arrived)
         except RuntimeError:
             self.require_kinds(gradients)
             raise

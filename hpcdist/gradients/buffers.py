@@ -44,7 +44,8 @@ class BufferRecord:
         Raises:
             GradientError: when the module has given the buffer another shape; on this rank only.
         """
-        dtype, tensor = getattr(torch, self.sum_dtype), self.buffer.tensor
+        dtype = getattr(torch, self.sum_dtype)
+        tensor = self.buffer.tensor
         if not takes_part or tensor is None:
             return torch.zeros(self.shape.numel(), dtype=dtype, device="cpu")
         if tensor.shape != self.shape:
@@ -82,7 +83,7 @@ def average_buffers(
 
     Args:
         records: the same on every rank.
-        contributions: of each local replica, as `gather_changed` returns them.
+        contributions: for each local replica, what `gather_changed` returns.
         counts: how many replicas changed each buffer; equal on every rank.
         reducer: sums over the replicas.
 
@@ -91,18 +92,16 @@ def average_buffers(
     changed = [number for number, count in enumerate(counts) if count]
     for dtype in sorted({records[number].sum_dtype for number in changed}):
         numbers = [number for number in changed if records[number].sum_dtype == dtype]
-        rows = [_flat(records, numbers, own).numpy() for own in contributions]
+        rows = [_flat(records, numbers, contribution).numpy() for contribution in contributions]
         total = torch.from_numpy(sum_rows(reducer, rows, "buffers"))
         sizes = [records[number].shape.numel() for number in numbers]
         for number, part in zip(numbers, torch.split(total, sizes), strict=True):
             records[number].publish(part / counts[number])
 
 
-def _flat(records: Sequence[BufferRecord], numbers: Sequence[int], own: Sequence[Tensor | None]) -> Tensor:
-    parts = [own[number] for number in numbers]
-    return torch.cat(
-        [
-            records[number].contribution(takes_part=False) if part is None else part
-            for number, part in zip(numbers, parts, strict=True)
-        ]
-    )
+def _flat(records: Sequence[BufferRecord], numbers: Sequence[int], contribution: Sequence[Tensor | None]) -> Tensor:
+    parts: list[Tensor] = []
+    for number in numbers:
+        values = contribution[number]
+        parts.append(records[number].contribution(takes_part=False) if values is None else values)
+    return torch.cat(parts)

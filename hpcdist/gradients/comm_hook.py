@@ -25,7 +25,10 @@ class GradBucket:
     """
 
     def __init__(self, index: int, tensor: Tensor, slots: Sequence[DenseSlot], is_last: bool, divisor: float) -> None:
-        self._index, self._tensor, self._slots, self._is_last = index, tensor, slots, is_last
+        self._index = index
+        self._tensor = tensor
+        self._slots = slots
+        self._is_last = is_last
         self._divisor = divisor
 
     def index(self) -> int:
@@ -74,7 +77,9 @@ class HookedSum:
     """
 
     def __init__(self, result: Any, bucket: GradBucket, group: Group) -> None:
-        self._result, self._bucket, self._group = result, bucket, group
+        self._result = result
+        self._bucket = bucket
+        self._group = group
 
     def wait(self) -> None:
         """Wait until the sum is in the bucket.
@@ -83,7 +88,8 @@ class HookedSum:
             CollectiveTimeoutError: when a future takes longer than the strategy's limit. GradientError: when the hook's
                 result is no such sum; on this rank only.
         """
-        result, own = self._result, self._bucket.buffer()
+        result = self._result
+        flat = self._bucket.buffer()
         if hasattr(result, "wait"):
             self._wait_for(result)
             result = result.wait()
@@ -91,14 +97,14 @@ class HookedSum:
             return
         if isinstance(result, (list, tuple)) and len(result) == 1:  # as futures of torch's collectives have it
             result = result[0]
-        if not isinstance(result, Tensor) or result.numel() != own.numel():
-            found = f"{tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        if not isinstance(result, Tensor) or result.numel() != flat.numel():
+            form = f"{tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise GradientError(
-                f"comm hook: expected a sum of {own.numel()} elements, as the bucket has, or a future of it, got "
-                f"{found}; return a tensor, an hpcdist handle or a torch.futures.Future."
+                f"comm hook: expected a sum of {flat.numel()} elements, as the bucket has, or a future of it, got "
+                f"{form}; return a tensor, an hpcdist handle or a torch.futures.Future."
             )
-        if result.data_ptr() != own.data_ptr():
-            own.copy_(result.detach().reshape(-1))
+        if result.data_ptr() != flat.data_ptr():
+            flat.copy_(result.detach().reshape(-1))
 
     def _wait_for(self, result: Any) -> None:
         """Wait for a future of torch's, whose own wait is not bounded; handles of hpcdist's collectives are."""

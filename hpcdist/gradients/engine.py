@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
@@ -34,6 +33,7 @@ from hpcdist.gradients.slot import Slot
 from hpcdist.gradients.sparse import SparseSlot
 from hpcdist.gradients.sums import GradientSums
 from hpcdist.program import end_of_program, torch_hooks
+from hpcdist.program.equal_batches import digest_of_batch
 from hpcdist.program.generators import StepGenerators
 from hpcdist.program.local_metrics import warn_of_local_metrics
 from hpcdist.program.loop_watch import watch_loop
@@ -51,8 +51,6 @@ from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer, why_not
 
 logger = logging.getLogger("hpcdist")
 
-#: First bytes of a batch that are compared between ranks.
-_COMPARED_BYTES = 1 << 20
 #: The engines that are alive, in the order in which they were made, which is the same on all ranks.
 _alive: "IdentitySet[GradientEngine]" = IdentitySet()
 
@@ -84,22 +82,24 @@ class GradientEngine:
         has_fixed_replicas: bool = False,
         storage: Storage | None = None,
     ) -> None:
-        self._world, self._comm = world, world.role_comm
+        self._world = world
+        self._comm = world.role_comm
         self._is_entered = is_entered
         self._has_fixed_replicas = has_fixed_replicas
         self._reducer = reducer
         self._storage = storage
-        own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
+        replicas = reducer.own_replicas
+        self._n_replicas = reducer.replicas.n_replicas
         self._is_summed = self._n_replicas > 1 and (storage is None or storage.is_summed)
         self.generators = StepGenerators(None if has_fixed_replicas else self._comm.rank)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
-        self._state = ReplicaState(own, functools.partial(world.agree, comm=self._comm))
+        self._state = ReplicaState(replicas, functools.partial(world.agree, comm=self._comm))
         has_one_copy = storage is not None and storage.is_summed
         is_shared = has_fixed_replicas or has_one_copy  # by replicas of a rank, or by the ranks of a host
         self._writes = SharedWrites(self._optimizers) if is_shared and self._n_replicas > 1 else None
         switched: list[Switched] = [self._state, self.generators] if has_fixed_replicas else []
-        self.scheduler = ReplicaScheduler(own, switched if self._writes is None else [*switched, self._writes])
-        has_several = len(own) > 1
+        self.scheduler = ReplicaScheduler(replicas, switched if self._writes is None else [*switched, self._writes])
+        has_several = len(replicas) > 1
         self.sums = GradientSums(reducer, is_mean, world.step_flags)
         self._replica_steps = ReplicaSteps(self.scheduler) if has_several else None
         self.backward = Backward(self.sums, self.scheduler, self._state, has_fixed_replicas)
@@ -122,7 +122,8 @@ class GradientEngine:
         self._planned_modules: set[int] = set()
         late_buffers = torch_hooks.on_buffer_registered(self._see_buffer)
         weakref.finalize(self, late_buffers.remove)
-        before, after = torch_hooks.before_any_step(self._before_step), torch_hooks.after_any_step(self._after_step)
+        before = torch_hooks.before_any_step(self._before_step)
+        after = torch_hooks.after_any_step(self._after_step)
         _alive.add(self)
         if is_mean and self._n_replicas > 1:
             watch_loop(world.step_flags)
@@ -224,7 +225,7 @@ class GradientEngine:
     def _prepare(self, batch: Any) -> None:
         plan = self._agreed_plan()
         self._planned_buffers = {buffer.place for buffer in plan.buffers}
-        self._planned_modules = {id(part) for root in self.modules.roots() for part in root.modules()}
+        self._planned_modules = self.modules.ids()
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
         if self._storage is not None:
@@ -260,15 +261,15 @@ class GradientEngine:
         sharded = [optimizer for optimizer in self._optimizers if isinstance(optimizer, ZeroRedundancyOptimizer)]
         if not sharded or self._n_replicas == 1:
             return []
-        others: list[str] = []
+        obstacles: list[str] = []
         if self._storage is not None and not self._is_divided:
-            others.append("parameters that the strategy itself holds elsewhere")
+            obstacles.append("parameters that the strategy itself holds elsewhere")
         if self.sums.rounds is not None:
-            others.append("local_steps")
+            obstacles.append("local_steps")
         if self._hook_name is not None:
-            others.append("a comm hook")
+            obstacles.append("a comm hook")
         reducer = self._reducer
-        error = why_not(self._optimizers, plan, reducer.group, reducer.route, self._n_replicas, others)
+        error = why_not(self._optimizers, plan, reducer.group, reducer.route, self._n_replicas, obstacles)
         if error is not None:
             raise agreed(error)
         if self._storage is None:
@@ -295,9 +296,9 @@ class GradientEngine:
             return self._storage
         return None
 
-    def _require_same_tensors(self, own: str) -> None:
+    def _require_same_tensors(self, description: str) -> None:
         """Raise DesyncError on all ranks unless all describe their tensors alike, one a line."""
-        self._world.require_same(own, self._comm, lambda chiefs: explain_difference(own, chiefs))
+        self._world.require_same(description, self._comm, lambda chiefs: explain_difference(description, chiefs))
 
     @torch.no_grad()
     def _broadcast(self, plan: ModelPlan) -> None:
@@ -354,7 +355,7 @@ class GradientEngine:
         """Warn when every rank is fed the same rows, as by a plain DataLoader."""
         if self._comm.size == 1:
             return
-        digest = _digest(batch)
+        digest = digest_of_batch(batch)
         is_equal = self._world.all_equal(digest, self._comm)
         if is_equal and digest and self._comm.rank == 0:
             logger.warning(
@@ -388,9 +389,16 @@ class GradientEngine:
         rounds = self.sums.rounds
         if rounds is None or not rounds.is_open:
             return
-        buffers = [(one.buffer.name, one.buffer.tensor) for one in self.sums.buffers if one.buffer.tensor is not None]
-        weights = [(slot.name, one) for slot in self.sums.slots if (one := slot.parameter) is not None]
-        rounds.average([*weights, *buffers], self._optimizers)
+        named: list[tuple[str, Tensor]] = []
+        for slot in self.sums.slots:
+            parameter = slot.parameter
+            if parameter is not None:
+                named.append((slot.name, parameter))
+        for record in self.sums.buffers:
+            tensor = record.buffer.tensor
+            if tensor is not None:
+                named.append((record.buffer.name, tensor))
+        rounds.average(named, self._optimizers)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let hook(state, bucket) sum each bucket; see `Strategy.register_comm_hook`. Not collective."""
@@ -408,16 +416,16 @@ class GradientEngine:
                 f"register_comm_hook: expected hook(state, bucket), got {type(hook).__name__}; pass a function."
             )
         if self._hook_name is not None or self.sums.slots:
-            found = "a planned model" if self._hook_name is None else f"{self._hook_name} registered already"
+            reason = "a planned model" if self._hook_name is None else f"{self._hook_name} registered already"
             return UsageError(
-                f"register_comm_hook: expected one call before the first use of a model, got {found}; register it "
+                f"register_comm_hook: expected one call before the first use of a model, got {reason}; register it "
                 f"right after the strategy is made."
             )
         if self._n_replicas != self._comm.size or self._reducer.route.wire_dtype is not None:
-            found = "wire_dtype" if self._n_replicas == self._comm.size else f"{self._n_replicas} replicas"
+            reason = "wire_dtype" if self._n_replicas == self._comm.size else f"{self._n_replicas} replicas"
             return UsageError(
                 f"register_comm_hook: expected one replica on each of {self._comm.size} ranks, and no wire_dtype, got "
-                f"{found}; leave num_replicas and wire_dtype out."
+                f"{reason}; leave num_replicas and wire_dtype out."
             )
         return None
 
@@ -526,9 +534,9 @@ class GradientEngine:
             return loss
         weight = self.sums.last_weight if self.sums.op.is_mean else 1.0
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        own = np.array([value * weight if weight else 0.0, weight])  # without rows it may be NaN
-        self._reducer.sum_array(own, "loss")
-        total = own[0] / own[1] if self.sums.op.is_mean else own[0]
+        sums = np.array([value * weight if weight else 0.0, weight])  # without rows it may be NaN
+        self._reducer.sum_array(sums, "loss")
+        total = sums[0] / sums[1] if self.sums.op.is_mean else sums[0]
         return loss.new_tensor(total) if isinstance(loss, Tensor) else float(total)
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
@@ -572,7 +580,8 @@ class GradientEngine:
         if self._n_collectives is None or not self.backward.is_syncing:
             return
         parameters = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
-        sizes = [one.numel() for one in parameters if one.grad is not None and not torch_hooks.is_watched(one)]
+        unwatched = [parameter for parameter in parameters if not torch_hooks.is_watched(parameter)]
+        sizes = [parameter.numel() for parameter in unwatched if parameter.grad is not None]
         n_entered, n_in_thread = self._n_collectives
         if not sizes or self._n_in_thread() != n_in_thread:
             return
@@ -645,8 +654,8 @@ class GradientEngine:
     def _note_other(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         """Note the first step of an other optimizer; if its parameters are a copy of the model, compare it, too."""
         self._others.add(optimizer)
-        own = [parameter.shape for _, parameter in self.sums.states.parameters()]
-        if own and [parameter.shape for parameter in parameters] == own:
+        shapes = [parameter.shape for _, parameter in self.sums.states.parameters()]
+        if shapes and [parameter.shape for parameter in parameters] == shapes:
             copies = self.sums.copies.parameters()
             copies += [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
             self.sums.copies.watch(copies, ())
@@ -663,9 +672,13 @@ def prepare_modules(objects: Iterable[Any]) -> None:
 
     Collective where there is one of them: its `world.role_comm`. See `prepare` and `average_round`.
     """
-    given = list(objects)
-    wanted = {id(part) for module in given if isinstance(module, nn.Module) for part in module.modules()}
-    tensors = [tensor for one in given for tensor in getattr(one, "local_copies", (one,)) if isinstance(tensor, Tensor)]
+    wanted: set[int] = set()
+    tensors: list[Tensor] = []
+    for item in objects:
+        if isinstance(item, nn.Module):
+            wanted.update(id(part) for part in item.modules())
+        copies = getattr(item, "local_copies", (item,))
+        tensors += [copy for copy in copies if isinstance(copy, Tensor)]
     for engine in _alive:
         is_used = any(id(module) in wanted for module in engine.modules) or any(map(engine.has_made, tensors))
         if is_used and not engine.has_plan:
@@ -689,12 +702,17 @@ def _require_averageable(optimizer: Optimizer) -> None:
 
 def _stepped_by(optimizers: Iterable[Optimizer], plan: ModelPlan) -> Sequence[tuple[str, nn.Parameter]]:
     """Return the parameters of a plan, with their names, that optimizers step."""
-    stepped = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+    stepped: set[int] = set()
+    for optimizer in optimizers:
+        stepped.update(id(parameter) for parameter in _parameters_of(optimizer))
     return [(name, parameter) for name, parameter in plan.parameters if id(parameter) in stepped]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _prepare_engine(
@@ -703,12 +721,3 @@ def _prepare_engine(
     engine = engines.get(module)
     if engine is not None:
         engine.prepare(args)
-
-
-def _digest(batch: Any) -> str:
-    """Return a digest of the first tensor with rows in `batch`; empty text when there is none."""
-    if type(batch) is Tensor and batch.layout is torch.strided and batch.dim() > 0 and batch.numel() > 0:
-        array = to_array(batch)[0].reshape(-1).view("u1")
-        return xxhash.xxh3_64_hexdigest(array[:_COMPARED_BYTES].tobytes())
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return next(filter(None, (_digest(item) for item in items)), "")

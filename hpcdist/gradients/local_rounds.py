@@ -36,8 +36,11 @@ class LocalRounds:
     def __init__(
         self, n_steps: int, first_step: int, reducer: Reducer, generators: StepGenerators, world: World
     ) -> None:
-        self._n_steps, self._first_step = n_steps, first_step
-        self._reducer, self._generators, self._world = reducer, generators, world
+        self._n_steps = n_steps
+        self._first_step = first_step
+        self._reducer = reducer
+        self._generators = generators
+        self._world = world
         self._n_made = 0
 
     def __str__(self) -> str:
@@ -77,8 +80,12 @@ class LocalRounds:
         Cost: one all-reduce for each dtype, of parameters and the optimizers' state together; one copy of them.
         """
         tensors = [*named, *_states_of(optimizers)]
-        own = "\n".join([f"{self._n_made} local steps", *(f"{name} {layout(tensor)}" for name, tensor in tensors)])
-        self._world.require_same(own, self._reducer.group.comm, lambda chiefs: _explain(own, chiefs))
+        lines = [f"{self._n_made} local steps"]
+        lines += [f"{name} {layout(tensor)}" for name, tensor in tensors]
+        description = "\n".join(lines)
+        self._world.require_same(
+            description, self._reducer.group.comm, lambda chiefs: _explain(lines, chiefs.splitlines())
+        )
         flags = np.array(self._world.step_flags.own_numbers())
         self._reducer.sum_array(flags, "flags of a round")
         self._world.step_flags.record(flags.tolist())
@@ -111,11 +118,11 @@ def _sorted_items(state: dict[str, Any]) -> list[tuple[str, Any]]:
     return sorted(state.items(), key=lambda item: str(item[0]))
 
 
-def _explain(own: str, chiefs: str) -> DesyncError:
-    mine, theirs = own.splitlines(), chiefs.splitlines()
-    first = next((line for line in [*mine, *theirs] if (line in mine) != (line in theirs)), "another order")
+def _explain(lines: Sequence[str], chiefs_lines: Sequence[str]) -> DesyncError:
+    differing = [line for line in [*lines, *chiefs_lines] if (line in lines) != (line in chiefs_lines)]
+    first = differing[0] if differing else "another order"
     return DesyncError(
-        f"local steps: expected the chief's {len(theirs) - 1} tensors to average, got {len(mine) - 1}, first "
+        f"local steps: expected the chief's {len(chiefs_lines) - 1} tensors to average, got {len(lines) - 1}, first "
         f"difference {first!r}; make as many steps on every rank, give every parameter a gradient on all replicas, or "
         f"sum gradients at every step."
     )

@@ -49,13 +49,16 @@ class SubtreeSums:
             self._subtrees.append(subtree)
             self._sums.append(tensor if is_kept else tensor.clone())
         while len(self._subtrees) > 1 and is_joint(self._subtrees[-2], self._subtrees[-1], self._n_replicas):
-            right, (_, stop) = self._sums.pop(), self._subtrees.pop()
+            right = self._sums.pop()
+            stop = self._subtrees.pop()[1]
             self._sums[-1].add_(right)
             self._subtrees[-1] = (self._subtrees[-1][0], stop)
 
     def take(self) -> list[Tensor]:
         """Return the sums, one for each subtree, and forget them."""
-        sums, self._sums, self._subtrees = self._sums, [], []
+        sums = self._sums
+        self._sums = []
+        self._subtrees = []
         return sums
 
 
@@ -103,11 +106,12 @@ class LocalSums:
         return totals
 
     def _start(self, bucket: int, divisor: float | None = None) -> Handle | None:
-        own = [tensor.numpy() for tensor in self._sums[bucket].take()]
-        result, has_counts = self._buckets.begin(bucket), bucket == self._buckets.counts_bucket
+        sums = [tensor.numpy() for tensor in self._sums[bucket].take()]
+        result = self._buckets.begin(bucket)
+        has_counts = bucket == self._buckets.counts_bucket
         if self._reducer.route.by_subtrees:
-            return _start_by_subtrees(self._reducer, own, result, "gradients", divisor)
-        _add_up(own, result)
+            return _start_by_subtrees(self._reducer, sums, result, "gradients", divisor)
+        _add_up(sums, result)
         return self._reducer.start(result, bucket, has_counts, divisor=divisor)
 
 
@@ -121,7 +125,8 @@ def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
         rows: of any dtype that numpy adds; overwritten.
         title: what reports call it.
     """
-    first, sums = reducer.own_replicas[0], []
+    first = reducer.own_replicas[0]
+    sums: list[Array] = []
     for start, stop in reducer.own_subtrees:
         part = rows[start - first : stop - first]
         add_rows(part, plan_row_additions(len(part)), np.add)  # a subtree of n replicas is the tree over n rows
@@ -144,7 +149,7 @@ def _start_by_subtrees(
 
 def _add_up(sums: list[Array], result: Array) -> None:
     """Put the sum of this rank's arrays into `result`, in their order."""
-    for other in sums[1:]:
-        combine(np.add, sums[0], other, sums[0])
+    for array in sums[1:]:
+        combine(np.add, sums[0], array, sums[0])
     if result is not sums[0]:
         np.copyto(result, sums[0])

@@ -36,7 +36,8 @@ LOCAL_BUCKET_BYTES = 64 << 20
 #: Buckets that NCCL sums inside a host, and 1 MiB for the last one: DistributedDataParallel's sizes.
 DEVICE_BUCKET_BYTES = 25 << 20
 #: Bounds for buckets that travel between hosts.
-MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 128 << 10, 32 << 20
+MIN_BUCKET_BYTES = 128 << 10
+MAX_BUCKET_BYTES = 32 << 20
 #: How a checkpoint names all routes that combine gradients in the binary tree over the replicas.
 ORDERED = "in the order of replicas"
 #: Bytes whose all-reduce is timed to learn latency and bandwidth.
@@ -73,8 +74,9 @@ class Reducer:
         self._group = group
         self.replicas = replicas or ReplicaPlan(group.size, group.size)
         self._options = options
-        asked = self._options.implementation
-        if getattr(asked, "stands_for", asked) is Implementation.NCCL and not nccl_setup.has_gpu(group):
+        implementation = self._options.implementation
+        implementation = getattr(implementation, "stands_for", implementation)
+        if implementation is Implementation.NCCL and not nccl_setup.has_gpu(group):
             if group.rank == 0:
                 logger.warning("strategy: expected a GPU for NCCL, got none on any rank: sums go by AUTO.")
             self._options = replace(self._options, implementation=Implementation.AUTO)
@@ -147,8 +149,10 @@ class Reducer:
             return self.submit(
                 lambda group: run_staged(lambda host: self._reduce(host, group, wire, bucket, divisor)), array, title
             )
-        given = array if self._thread is None or not self.route.is_on_device else nccl.hand_over(array, self._group)
-        return self.submit(lambda group: self._reduce(given, group, wire, bucket, divisor), array, title)
+        buffer = array
+        if self._thread is not None and self.route.is_on_device:
+            buffer = nccl.hand_over(array, self._group)
+        return self.submit(lambda group: self._reduce(buffer, group, wire, bucket, divisor), array, title)
 
     def submit(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> Handle | None:
         """Call reduce(group), recorded as the collective `title` on `buffer`, in the thread if there is one."""
@@ -186,16 +190,16 @@ class Reducer:
         else:
             self.call(lambda group: self._reduce(array, group, PLAIN, 0, None), array, title)
 
-    def gather(self, own: Array, counts: Sequence[int], title: str) -> Array:
+    def gather(self, array: Array, counts: Sequence[int], title: str) -> Array:
         """Return the flat host arrays of all ranks joined, in the order of the ranks. Collective: the group. Blocking.
 
         Args:
-            own: this rank's, of any dtype.
+            array: this rank's, of any dtype.
             counts: elements of every rank's.
             title: what reports call it.
         """
-        joined = np.empty(sum(counts), own.dtype)
-        self.call(lambda group: library.all_gather(own, counts, joined, group), joined, title)
+        joined = np.empty(sum(counts), array.dtype)
+        self.call(lambda group: library.all_gather(array, counts, joined, group), joined, title)
         return joined
 
     def broadcast(self, array: Array) -> None:
@@ -243,7 +247,8 @@ class Reducer:
         return max(chiefs[0], 1000) / 1e9, max(chiefs[1], 1) / 1e15
 
     def _probe(self, nbytes: int) -> float:
-        array, times = np.zeros(nbytes // 4, np.float32), []
+        array = np.zeros(nbytes // 4, np.float32)
+        times: list[float] = []
         rows = [array.copy() for _ in self.own_subtrees]
 
         def reduce(group: Group) -> None:

@@ -35,7 +35,7 @@ class ReplicaState:
     the result would depend on the number of ranks.
 
     Args:
-        replicas: of this process. With one, only merges are watched.
+        replicas: those of this process. With one, only merges are watched.
         agree: raises an error of any rank on all of them; collective.
 
     Attributes:
@@ -62,7 +62,8 @@ class ReplicaState:
 
     def watch(self, slots: Sequence[Slot], buffers: Sequence[ModelBuffer]) -> None:
         """Switch these from now on."""
-        self._slots, self._buffers = slots, buffers
+        self._slots = slots
+        self._buffers = buffers
         self.share()
 
     def begin_run(self) -> None:
@@ -75,9 +76,10 @@ class ReplicaState:
     def end_run(self) -> None:
         """Leave what the last replica that ran has."""
         if self._has_several:
-            self.local.end_run(
-                {replica: dict(zip(self._slots, one.gradients, strict=False)) for replica, one in self._saved.items()}
-            )
+            left: dict[int, dict[Slot, Tensor | None]] = {}
+            for replica, snapshot in self._saved.items():
+                left[replica] = dict(zip(self._slots, snapshot.gradients, strict=False))
+            self.local.end_run(left)
         self._saved.clear()
         self._start = None
         self._common = []
@@ -112,23 +114,30 @@ class ReplicaState:
         saved = self._saved.get(replica, self._start)
         assert saved is not None, "begin_run comes before the first replica"
         for slot, gradient in zip(self._slots, saved.gradients, strict=True):
-            if (parameter := slot.parameter) is not None:
-                if saved is self._start and (own := self.local.of(replica, slot)) is not None:
-                    gradient = own
-                elif self.local.holds(self._last, slot, gradient) and replica != self._last:
-                    gradient = None
-                elif gradient is not None and saved.is_shared and replica != self._last:
-                    gradient = self._copy(slot, gradient)
-                parameter.grad = gradient
-        for buffer, kept in zip(self._buffers, saved.buffers, strict=True):
-            if (tensor := buffer.tensor) is not None and kept is not None:
-                tensor.data.copy_(kept)
+            parameter = slot.parameter
+            if parameter is not None:
+                parameter.grad = self._gradient_of(replica, slot, gradient, saved)
+        for buffer, values in zip(self._buffers, saved.buffers, strict=True):
+            tensor = buffer.tensor
+            if tensor is not None and values is not None:
+                tensor.data.copy_(values)
+
+    def _gradient_of(self, replica: int, slot: Slot, gradient: Tensor | None, saved: Snapshot) -> Tensor | None:
+        """Return what `parameter.grad` becomes for a replica that resumes with a snapshot."""
+        accumulated = self.local.of(replica, slot)
+        if saved is self._start and accumulated is not None:
+            return accumulated
+        if replica == self._last or gradient is None:
+            return gradient
+        if self.local.holds(self._last, slot, gradient):
+            return None
+        return self._copy(slot, gradient) if saved.is_shared else gradient
 
     @contextmanager
     def merging(self) -> Iterator[None]:
         """Apply what the block changes to every replica; the block sees the state of the last one.
 
-        A gradient that it sets, drops or writes into becomes every replica's, each with a copy of its own; so does a
+        A gradient that it sets, drops or writes into becomes every replica's, and each gets a copy; so does a
         buffer that it writes into. What it leaves alone stays what it was for each replica.
 
         Collective where it writes into buffers: the ranks of the role.
@@ -137,39 +146,43 @@ class ReplicaState:
             UsageError: for buffers that a replica has changed on its own; on all ranks.
         """
         self.suspend(self._last)
-        before, marks = self._snapshot(), [_mark(buffer.tensor) for buffer in self._buffers]
+        before = self._snapshot()
+        marks = [_mark(buffer.tensor) for buffer in self._buffers]
         values = [None if gradient is None else gradient.clone() for gradient in before.gradients]
         yield
         now = self._snapshot()
-        written = [
-            _mark(buffer.tensor) != mark or not have_same_bits(found, after)
-            for buffer, mark, found, after in zip(self._buffers, marks, before.buffers, now.buffers, strict=True)
-        ]
+        written = self._written_buffers(marks, before, now)
         if any(written):
             names = {buffer.name for buffer, is_written in zip(self._buffers, written, strict=True) if is_written}
             self._agree(_refusal(sorted(self._own & names)))
             self._common = _choose(self._common, now.buffers, written)
-        is_changed = [
-            after is not found or not have_same_bits(value, after)
-            for found, value, after in zip(before.gradients, values, now.gradients, strict=True)
-        ]
-        if any(is_changed) and self.local.has_any():
+        changed = _changed_gradients(before, values, now)
+        if any(changed) and self.local.has_any():
             raise UsageError(
                 "merge_call: expected no change of gradients that replicas have accumulated under no_sync, got one; "
                 "change them after the backward that sums them."
             )
-        for replica, own in self._saved.items():
-            gradients = self._copies_of_changed(own.gradients, now.gradients, is_changed)
-            self._saved[replica] = Snapshot(gradients, _choose(own.buffers, now.buffers, written))
+        for replica, snapshot in self._saved.items():
+            gradients = self._copies_of_changed(snapshot.gradients, now.gradients, changed)
+            self._saved[replica] = Snapshot(gradients, _choose(snapshot.buffers, now.buffers, written))
+
+    def _written_buffers(self, marks: Sequence[tuple[int, int]], before: Snapshot, now: Snapshot) -> list[bool]:
+        """Return which buffers a merge has written into."""
+        written: list[bool] = []
+        for number, buffer in enumerate(self._buffers):
+            is_same = have_same_bits(before.buffers[number], now.buffers[number])
+            written.append(_mark(buffer.tensor) != marks[number] or not is_same)
+        return written
 
     def _copies_of_changed(
-        self, own: Sequence[Tensor | None], new: Sequence[Tensor | None], is_changed: Sequence[bool]
+        self, gradients: Sequence[Tensor | None], new_gradients: Sequence[Tensor | None], changed: Sequence[bool]
     ) -> list[Tensor | None]:
         """Return a replica's gradients, with copies of the new ones where the last replica's were changed."""
-        return [
-            mine if not changed else None if theirs is None else self._copy(slot, theirs)
-            for slot, mine, theirs, changed in zip(self._slots, own, new, is_changed, strict=True)
-        ]
+        copies = list(gradients)
+        for number, gradient in enumerate(new_gradients):
+            if changed[number]:
+                copies[number] = None if gradient is None else self._copy(self._slots[number], gradient)
+        return copies
 
     def _copy(self, slot: Slot, gradient: Tensor) -> Tensor:
         """Return a copy of a published gradient for another replica, which may change it in place."""
@@ -190,8 +203,19 @@ class ReplicaState:
         )
 
 
-def _choose(own: Sequence[Tensor | None], new: Sequence[Tensor | None], is_new: Sequence[bool]) -> list[Tensor | None]:
-    return [theirs if changed else mine for mine, theirs, changed in zip(own, new, is_new, strict=True)]
+def _changed_gradients(before: Snapshot, values: Sequence[Tensor | None], now: Snapshot) -> list[bool]:
+    """Return which gradients were replaced, or written into, since a snapshot; `values`: copies of what they were."""
+    changed: list[bool] = []
+    for number, gradient in enumerate(now.gradients):
+        is_same = gradient is before.gradients[number] and have_same_bits(values[number], gradient)
+        changed.append(not is_same)
+    return changed
+
+
+def _choose(
+    tensors: Sequence[Tensor | None], new_tensors: Sequence[Tensor | None], is_new: Sequence[bool]
+) -> list[Tensor | None]:
+    return [new_tensors[number] if is_new[number] else tensor for number, tensor in enumerate(tensors)]
 
 
 def _mark(tensor: Tensor | None) -> tuple[int, int]:

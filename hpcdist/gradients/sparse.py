@@ -108,40 +108,50 @@ def sum_sparse(
 
     Args:
         slots: those that have a gradient on some replica, the same on every rank.
-        contributions: of each local replica, one for each slot.
+        contributions: for each local replica, its gradient for each slot.
         n_dense: how many replicas contribute a dense gradient to each slot; equal on every rank.
         reducer: gathers from the ranks.
 
     Cost: every rank receives the rows of all others, in one message each, after one of 8 bytes for each slot and
-        replica; a dense gradient costs an all-reduce of its own.
+        replica; a dense gradient costs one all-reduce more.
     """
-    is_sparse = [count == 0 for count in n_dense]
-    rows = [[one for one, is_row in zip(own, is_sparse, strict=True) if is_row] for own in contributions]
-    sparse = [slot for slot, is_row in zip(slots, is_sparse, strict=True) if is_row]
+    sparse_numbers: list[int] = []
     for number, slot in enumerate(slots):
-        if not is_sparse[number]:
-            slot.total = _sum_dense(slot, [own[number] for own in contributions], reducer)
-    if sparse:
-        for slot, parts in zip(sparse, _gather(sparse, rows, reducer), strict=True):
-            slot.total = _add_in_tree(parts)
+        if n_dense[number]:
+            slot.total = _sum_dense(slot, [gradients[number] for gradients in contributions], reducer)
+        else:
+            sparse_numbers.append(number)
+    if not sparse_numbers:
+        return
+    sparse_slots = [slots[number] for number in sparse_numbers]
+    gradients_of_replicas: list[list[Tensor | None]] = []
+    for gradients in contributions:
+        gradients_of_replicas.append([gradients[number] for number in sparse_numbers])
+    rows_of_slots = _gather(sparse_slots, gradients_of_replicas, reducer)
+    for slot, rows in zip(sparse_slots, rows_of_slots, strict=True):
+        slot.total = _add_in_tree(rows)
 
 
-def _sum_dense(slot: SparseSlot, parts: Sequence[Tensor | None], reducer: Reducer) -> Tensor:
-    dense = [
-        torch.zeros(slot.shape, dtype=slot.sum_dtype)
-        if part is None
-        else (part.to_dense() if part.is_sparse else part.clone(memory_format=torch.contiguous_format))
-        for part in parts
-    ]
-    total = sum_rows(reducer, [one.reshape(-1).numpy() for one in dense], "gradients of sparse layers")
+def _sum_dense(slot: SparseSlot, gradients: Sequence[Tensor | None], reducer: Reducer) -> Tensor:
+    rows = [_dense(slot, gradient).reshape(-1).numpy() for gradient in gradients]
+    total = sum_rows(reducer, rows, "gradients of sparse layers")
     return torch.from_numpy(total).view(slot.shape)
 
 
-def _add_in_tree(parts: list[Tensor]) -> Tensor:
+def _dense(slot: SparseSlot, gradient: Tensor | None) -> Tensor:
+    """Return a replica's gradient as a dense tensor that may be overwritten."""
+    if gradient is None:
+        return torch.zeros(slot.shape, dtype=slot.sum_dtype)
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    return gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _add_in_tree(gradients: list[Tensor]) -> Tensor:
     """Return the sum of coalesced tensors, one of each replica."""
-    for into, other in plan_row_additions(len(parts)):
-        parts[into] = (parts[into] + parts[other]).coalesce()
-    return parts[0]
+    for into, row in plan_row_additions(len(gradients)):
+        gradients[into] = (gradients[into] + gradients[row]).coalesce()
+    return gradients[0]
 
 
 # -- rows of all ranks ------------------------------------------------------------------------------------------------
@@ -151,21 +161,20 @@ def _gather(
     slots: Sequence[SparseSlot], contributions: Sequence[Sequence[Tensor | None]], reducer: Reducer
 ) -> list[list[Tensor]]:
     """Return for each slot the coalesced contributions of all replicas. Collective: all ranks."""
-    own = [
-        (slot.empty() if part is None else part).coalesce()
-        for parts in contributions
-        for slot, part in zip(slots, parts, strict=True)
-    ]
+    coalesced: list[Tensor] = []
+    for gradients in contributions:
+        for slot, gradient in zip(slots, gradients, strict=True):
+            coalesced.append((slot.empty() if gradient is None else gradient).coalesce())
     n_replicas = [len(reducer.replicas.of_rank(rank)) for rank in range(reducer.group.size)]
-    n_own_rows = np.array([one._nnz() for one in own], np.int64)
-    n_rows = reducer.gather(n_own_rows, [n * len(slots) for n in n_replicas], "rows of sparse gradients")
-    of_replicas = n_rows.reshape(-1, len(slots))
-    starts = np.cumsum([0, *n_replicas])
-    sizes = (of_replicas @ [row_bytes(slot) for slot in slots]).tolist()
-    counts = [sum(sizes[start:stop]) for start, stop in pairwise(starts)]
-    joined = reducer.gather(np.concatenate([_pack(one) for one in own]), counts, "sparse gradients")
-    by_replica = list(_unpack(slots, of_replicas, joined))
-    return [list(parts) for parts in zip(*by_replica, strict=True)]
+    own_row_counts = np.array([gradient._nnz() for gradient in coalesced], np.int64)
+    row_counts = reducer.gather(own_row_counts, [n * len(slots) for n in n_replicas], "rows of sparse gradients")
+    counts_of_replicas = row_counts.reshape(-1, len(slots))
+    sizes = (counts_of_replicas @ [row_bytes(slot) for slot in slots]).tolist()
+    bytes_of_ranks = [sum(sizes[start:stop]) for start, stop in pairwise(np.cumsum([0, *n_replicas]))]
+    packed = np.concatenate([_pack(gradient) for gradient in coalesced])
+    joined = reducer.gather(packed, bytes_of_ranks, "sparse gradients")
+    by_replica = list(_unpack(slots, counts_of_replicas, joined))
+    return [list(gradients) for gradients in zip(*by_replica, strict=True)]
 
 
 def row_bytes(slot: SparseSlot) -> int:
@@ -180,14 +189,16 @@ def _pack(gradient: Tensor) -> Bytes:
 
 def _unpack(slots: Sequence[SparseSlot], n_rows: npt.NDArray[np.int64], joined: Bytes) -> Iterator[list[Tensor]]:
     """Yield the gradients of each replica, one for each slot, from what the replicas have packed."""
-    memory, start = torch.from_numpy(joined), 0
-    for of_replica in n_rows.tolist():
-        parts = []
-        for slot, n in zip(slots, of_replica, strict=True):
+    memory = torch.from_numpy(joined)
+    start = 0
+    for row_counts in n_rows.tolist():
+        gradients: list[Tensor] = []
+        for slot, n in zip(slots, row_counts, strict=True):
+            middle = start + n * _INDEX_BYTES
             stop = start + n * row_bytes(slot)
-            numbers, rows = memory[start : start + n * _INDEX_BYTES], memory[start + n * _INDEX_BYTES : stop]
-            start = stop
             # copied: views of another dtype must begin at a multiple of its size
-            values = rows.clone().view(slot.sum_dtype).view(n, *slot.shape[1:])
-            parts.append(slot.of_rows(numbers.clone().view(torch.int64), values))
-        yield parts
+            numbers = memory[start:middle].clone().view(torch.int64)
+            rows = memory[middle:stop].clone().view(slot.sum_dtype).view(n, *slot.shape[1:])
+            gradients.append(slot.of_rows(numbers, rows))
+            start = stop
+        yield gradients

@@ -169,9 +169,9 @@ class GradientSums:
         self.buckets.fill(gradients, scale)
         for slot, gradient in zip(self.sparse_slots, gradients[self._n_in_buckets :], strict=True):
             slot.take(gradient, scale)
-        if not self._contributions:
-            self.n_sums += 1  # with the first contribution, by which `stop` knows that it was counted
         contribution = self._contribution(is_touched, weight, has_crossed)
+        if not self._contributions:
+            self.n_sums += 1  # with the first contribution, by which `drop` knows that it was counted
         self._contributions.append(contribution)
         self.last_weight = weight.rows
         facts = encode_facts(contribution, self.n_sums, self._state_digest())

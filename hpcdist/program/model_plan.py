@@ -87,6 +87,13 @@ class ModuleSet(IdentitySet[nn.Module]):
         held = [own for module in self for own in (*module.parameters(), *module.buffers())]
         return any(own is tensor for own in (*held, *self._made))
 
+    def ids(self) -> set[int]:
+        """Return the ids of the modules and of their parts."""
+        ids: set[int] = set()
+        for root in self.roots():
+            ids.update(id(part) for part in root.modules())
+        return ids
+
     def roots(self) -> list[nn.Module]:
         """Return the modules that are alive and no other one's child."""
         alive = list(self)

@@ -51,7 +51,6 @@ BOUNDS = {
     r"(gradients/.*: (self|handle|result|buckets|hooked_sum)|torch_backend/ranks\.py wait: self\._handle)\.wait\(": (
         "with sums, which Group.wait bounds: Handle.wait"
     ),
-    r"self\._parameters\.wait\(\)": "HPCDIST_TIMEOUT_S: the barrier in shared memory",
     r"scheduler\.py|_scheduler\.barrier\(": "with the steps of this process's replicas, each in a thread of its own",
     r"store\.wait\(.*timedelta": "its argument",
     r"dispatch\.py stop: self\._thread\.join\(\)": "HPCDIST_TIMEOUT_S: Dispatcher._run ends the job then",

@@ -58,31 +58,34 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Tensor:
     Source: Vogels, Karimireddy and Jaggi, PowerSGD: practical low-rank gradient compression for distributed
         optimization (NeurIPS 2019, arXiv 1905.13727), algorithms 1 and 2.
     """
-    index, flat = bucket.index(), bucket.buffer()
+    index = bucket.index()
+    flat = bucket.buffer()
     step = state._steps[index] = state._steps.get(index, 0) + 1
     if step <= state.start_step:
         all_reduce(flat)
         return flat
-    matrices, others = _split(state, bucket)
-    if others:
-        for other, total in zip(others, _summed(others), strict=True):
-            other.copy_(total)
+    matrices, vectors = _split(state, bucket)
+    if vectors:
+        for vector, total in zip(vectors, _summed(vectors), strict=True):
+            vector.copy_(total)
     if matrices:
         for parameter, matrix in matrices:
-            if (error := state._errors.get(parameter)) is not None:
+            error = state._errors.get(parameter)
+            if error is not None:
                 matrix.add_(error, alpha=bucket.divisor())
-        own = [matrix.clone() for _, matrix in matrices]
+        originals = [matrix.clone() for _, matrix in matrices]
         _approximate(state, index, matrices)
-        for (parameter, matrix), mine in zip(matrices, own, strict=True):
+        for (parameter, matrix), original in zip(matrices, originals, strict=True):
             # of what all ranks together have left out each one keeps its part: its share of the approximation is 1/n
-            left_out = mine.sub_(matrix, alpha=1 / group_of().size).div_(bucket.divisor())
+            left_out = original.sub_(matrix, alpha=1 / group_of().size).div_(bucket.divisor())
             state._errors[parameter] = left_out.nan_to_num_(0.0, 0.0, 0.0)  # an overflow must not be added for ever
     return flat
 
 
 def _split(state: PowerSGDState, bucket: GradBucket) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
     """Return (parameter, gradient as a matrix) of those that are compressed, and the other gradients; all views."""
-    matrices, others = [], []
+    matrices: list[tuple[Tensor, Tensor]] = []
+    vectors: list[Tensor] = []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         rows = gradient.shape[0] if gradient.dim() > 1 else 1
         columns = gradient.numel() // max(rows, 1)
@@ -91,26 +94,28 @@ def _split(state: PowerSGDState, bucket: GradBucket) -> tuple[list[tuple[Tensor,
         if gradient.dim() > 1 and is_small and gradient.is_contiguous():
             matrices.append((parameter, gradient.view(rows, columns)))
         else:
-            others.append(gradient)
-    return matrices, others
+            vectors.append(gradient)
+    return matrices, vectors
 
 
 def _approximate(state: PowerSGDState, index: int, matrices: list[tuple[Tensor, Tensor]]) -> None:
     """Replace matrices by approximations of their sums over all ranks, equal on all. Collective: all ranks."""
-    right = [_factor(state, 1009 * index + number, *one) for number, one in enumerate(matrices)]
-    left = _summed([matrix @ factor for (_, matrix), factor in zip(matrices, right, strict=True)])
-    left = [_orthonormal(factor) for factor in left]
-    right = _summed([matrix.T @ factor for (_, matrix), factor in zip(matrices, left, strict=True)])
-    for (parameter, matrix), p, q in zip(matrices, left, right, strict=True):
+    columns: list[Tensor] = []
+    for number, (parameter, matrix) in enumerate(matrices):
+        columns.append(_factor(state, 1009 * index + number, parameter, matrix))
+    products = _summed([matrix @ factor for (_, matrix), factor in zip(matrices, columns, strict=True)])
+    rows = [_orthonormal(product) for product in products]
+    columns = _summed([matrix.T @ factor for (_, matrix), factor in zip(matrices, rows, strict=True)])
+    for (parameter, matrix), p, q in zip(matrices, rows, columns, strict=True):
         torch.mm(p, q.T, out=matrix)
         state._factors[parameter] = q  # a good first factor for the next step's, as gradients change slowly
 
 
 def _factor(state: PowerSGDState, number: int, parameter: Tensor, matrix: Tensor) -> Tensor:
     r = min(*matrix.shape, state.matrix_approximation_rank)
-    known = state._factors.get(parameter)
-    if known is not None and known.shape == (matrix.shape[1], r) and known.isfinite().all() and known.any():
-        return _orthonormal(known)
+    factor = state._factors.get(parameter)
+    if factor is not None and factor.shape == (matrix.shape[1], r) and factor.isfinite().all() and factor.any():
+        return _orthonormal(factor)
     generator = torch.Generator().manual_seed(state.random_seed + number)
     drawn = torch.randn(matrix.shape[1], r, generator=generator, dtype=matrix.dtype).to(matrix.device)
     return _orthonormal(drawn)
@@ -154,18 +159,22 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> Tensor:
         receives grows with their number, so it pays for small ratios on few ranks.
     Source: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018, arXiv 1809.07599).
     """
-    parameters, gradients, flat = bucket.parameters(), bucket.gradients(), bucket.buffer()
+    parameters = bucket.parameters()
+    gradients = bucket.gradients()
+    flat = bucket.buffer()
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if (unsent := state._unsent.get(parameter)) is not None:
+        unsent = state._unsent.get(parameter)
+        if unsent is not None:
             gradient.add_(unsent, alpha=bucket.divisor())
     n_sent = max(1, int(state.ratio * flat.numel()))
     places = flat.abs().topk(n_sent, sorted=False).indices
     sent = flat[places]
-    all_places, all_sent = all_gather(places), all_gather(sent)
+    all_places = all_gather(places)
+    all_sent = all_gather(sent)
     flat[places] = 0
     for parameter, gradient in zip(parameters, gradients, strict=True):
         state._unsent[parameter] = gradient.div(bucket.divisor()).nan_to_num_(0.0, 0.0, 0.0)
     flat.zero_()
-    for theirs, their_places in zip(all_sent.split(n_sent), all_places.split(n_sent), strict=True):
-        flat.index_add_(0, their_places, theirs)  # rank by rank: the same bits everywhere
+    for values, places in zip(all_sent.split(n_sent), all_places.split(n_sent), strict=True):
+        flat.index_add_(0, places, values)  # rank by rank: the same bits everywhere
     return flat
