@@ -201,6 +201,14 @@ class Backward:
         """Whether a backward of the calling replica is running, or has ended in an error."""
         return bool(self._failed) or self._key in self._passes
 
+    def hidden_slots(self) -> set[Slot]:
+        """Return the slots whose parameters have gradients that the calling replica's running backward has put away."""
+        running = self._passes.get(self._key)
+        if running is None:
+            return set()
+        stashed = {self._sums.slots[number] for number in running.stashed}
+        return stashed | running.taken
+
     @property
     def _key(self) -> int | None:
         """The calling replica; None outside of `run` where there are several."""

@@ -497,21 +497,30 @@ class GradientEngine:
     def _require_summed(self, parameters: list[nn.Parameter]) -> None:
         """Raise GradientError for gradients that no backward has summed; on this rank only."""
         self.backward.require_seen()
+        if self.backward.is_running:
+            self._require_no_gradients(parameters)
+            return
         slots = self._slots
-        has_ended = not self.backward.is_running
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
             slot = slots.get(id(parameter))
-            if has_ended and slot is not None:
+            if slot is not None:
                 if gradient is slot.published and gradient.data_ptr() == slot.address:
                     continue
                 if slot.reference() is parameter and slot.is_left(gradient):
                     continue
                 if self.sums.is_local and self._is_local(slot, gradient):
                     continue
-            if not has_ended or gradient not in self._own_sums:
+            if gradient not in self._own_sums:
+                raise self._refusal(parameter)
+
+    def _require_no_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Raise GradientError for a step inside a backward, or after one that failed; on this rank only."""
+        hidden = self.backward.hidden_slots()
+        for parameter in parameters:
+            if parameter.grad is not None or self._slots.get(id(parameter)) in hidden:
                 raise self._refusal(parameter)
 
     def _is_local(self, slot: Slot, gradient: Tensor | None) -> bool:

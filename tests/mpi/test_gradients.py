@@ -468,6 +468,20 @@ def test_a_backward_past_torch_autograd_backward_is_refused(pair, comm):
         optimizer.step()
 
 
+def test_a_step_inside_a_backward_is_refused_for_gradients_of_an_earlier_one(pair, comm):
+    """They are put away meanwhile: the optimizer would find nothing, and torch alone would step on them."""
+    if comm.size == 1:
+        pytest.skip("one replica sums nothing")
+    model, _ = pair
+    last, first = model[2].bias, model[0].bias
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    loss_of(model, local_rows(comm)[0]).backward()
+    handle = last.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())  # before the first layer's
+    with pytest.raises(GradientError, match="got a local one in '0.bias'"):
+        loss_of(model, local_rows(comm)[0]).backward()
+    handle.remove()
+
+
 class Inner(torch.autograd.Function):
     """Goes backward through a model in its own backward."""
 

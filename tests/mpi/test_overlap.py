@@ -109,6 +109,23 @@ def test_a_backward_of_a_loss_that_says_nothing_starts_no_sum(comm, over_hosts):
         assert model[2].bias.grad.item() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("hosts", [None, "1 each"])
+def test_a_step_inside_a_backward_is_refused(comm, over_hosts, hosts):
+    """Also where the gradient is on its way to the other ranks already, so that the optimizer would find none."""
+    if comm.size == 1:
+        return
+    over_hosts(hosts)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2, 8)).sum()
+    handle = model[1].bias.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    with pytest.raises(GradientError, match="got a local one in '1.bias'"):
+        loss.backward()
+    handle.remove()
+
+
 def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):
     """So that a rank which hangs in it is seen: the model at its first use, buckets, and buffers beside device ones."""
     over_hosts(comm.size)
