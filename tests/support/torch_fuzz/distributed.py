@@ -90,6 +90,24 @@ class Distributed:
     def sums(self, gradients: list[Tensor]) -> list[Tensor]:
         return hpcdist.get_replica_context().all_reduce("sum", gradients)
 
+    def make_optimizer(self, optimizer_class: Any, groups: list[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
+        if self._program.cluster.divides_steps:
+            return hpcdist.optim.ZeroRedundancyOptimizer(groups, optimizer_class, **options)
+        optimizer: torch.optim.Optimizer = optimizer_class(groups, **options)
+        return optimizer
+
+    def clip_norm(self, optimizer: Any, parameters: list[Tensor], max_norm: float) -> None:
+        if self._program.cluster.divides_steps:
+            optimizer.clip_grad_norm_(max_norm)
+        else:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_value(self, optimizer: Any, parameters: list[Tensor], limit: float) -> None:
+        if self._program.cluster.divides_steps:
+            optimizer.clip_grad_value_(limit)
+        else:
+            nn.utils.clip_grad_value_(parameters, limit)
+
     def apply(self, optimizer: torch.optim.Optimizer, pairs: list[Any], is_method: bool) -> None:
         if is_method and hasattr(optimizer, "apply_gradients"):
             optimizer.apply_gradients(pairs)
@@ -105,7 +123,7 @@ class Distributed:
             checkpoint = hpcdist.Checkpoint(**objects, strategy=self.strategy, leave_out=drivers)
             manager = hpcdist.CheckpointManager(checkpoint, folder)
             path = manager.save(1)
-            if self._program.cluster.strategy != "central":
+            if not self._program.cluster.has_one_copy:
                 disturb()
             checkpoint.read(path or manager.latest_path)
             manager.wait()

@@ -1,9 +1,10 @@
 """Draws programs from seeds: the same program from the same seed, on any machine."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
-from torch_fuzz.events import EVENTS, MAY_BE_REFUSED, WRITES_WEIGHTS
+from torch_fuzz.events import EVENTS, MAY_BE_REFUSED, NEEDS_WHOLE_GRADIENTS, WRITES_WEIGHTS
 from torch_fuzz.mistakes import MISTAKES
 from torch_fuzz.models import HAS_STATISTICS, KINDS, NEEDS_ROWS, NOT_TWICE
 from torch_fuzz.program import ClusterSpec, DataSpec, ModelSpec, OptimizerSpec, Phase, Program
@@ -29,6 +30,8 @@ _OPTIMIZERS: dict[str, dict[str, list[Any]]] = {
 }
 #: Kinds of models in which some gradients are zero but for rounding, whose sign Rprop would follow.
 _NO_RPROP = {"attention", "batch_norm"}
+#: How often a program's optimizers are ZeroRedundancyOptimizers, where they may be.
+_DIVIDED_SHARE = 0.25
 _OWN = {"strategy's method", "optimizer's method", "own sums", "applied sums"}
 
 
@@ -46,7 +49,7 @@ def draw_program(seed: int) -> Program:
         _draw_phase(rng, number, model, cluster, combine, kinds, data, has_critic)
         for number in range(rng.choice([1, 2, 2, 3]))
     )
-    return Program(
+    program = Program(
         seed=seed,
         dtype="float32" if rng.random() < 0.15 else "float64",
         model=model,
@@ -58,6 +61,30 @@ def draw_program(seed: int) -> Program:
         phases=phases,
         scheduler=rng.choice(sorted(SCHEDULERS)) if rng.random() < 0.35 and kinds[0].kind != "LBFGS" else "",
         has_average=rng.random() < 0.2 and cluster.strategy != "central",
+    )
+    return _divided(program) if rng.random() < _DIVIDED_SHARE else program
+
+
+def _divided(program: Program) -> Program:
+    """Return a program with ZeroRedundancyOptimizers, without what these are documented to refuse."""
+    cluster, kinds = program.cluster, [spec.kind for spec in program.optimizers]
+    is_summed_so = cluster.implementation in ("AUTO", "HIERARCHICAL") and cluster.strategy != "central"
+    if cluster.extra_replicas is not None or not is_summed_so or "LBFGS" in kinds:
+        return program
+    return replace(
+        program,
+        cluster=replace(cluster, divides_steps=True),
+        optimizers=tuple(replace(spec, is_in_scope=True) for spec in program.optimizers),
+        phases=tuple(map(_without_whole_gradients, program.phases)),
+    )
+
+
+def _without_whole_gradients(phase: Phase) -> Phase:
+    return replace(
+        phase,
+        events=tuple(event for event in phase.events if event not in WRITES_WEIGHTS | NEEDS_WHOLE_GRADIENTS),
+        gradient="backward" if phase.gradient in _OWN | {"closure"} else phase.gradient,
+        clip="value" if phase.clip == "scale" else phase.clip,
     )
 
 

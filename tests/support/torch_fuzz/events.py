@@ -126,7 +126,7 @@ def assign_state(training: Training) -> None:
 
 def _make_optimizer(training: Training) -> None:
     spec = training.program.optimizers[0]
-    training.optimizers[0] = make_optimizer(spec, training.model.parameters())
+    training.optimizers[0] = make_optimizer(training.backend, spec, training.model.parameters())
     training.make_schedulers()
 
 
@@ -225,5 +225,14 @@ EVENTS: dict[str, Callable[[Training], None]] = {
 }
 #: Those that write to weights, which belongs on the chief where parameters are in central storage.
 WRITES_WEIGHTS = {"load own state", "load from bytes", "decay", "write weights", "swap average"}
+#: Those that read or replace gradients, or give an optimizer other parameters after the first use.
+NEEDS_WHOLE_GRADIENTS = {
+    "add head",
+    "replace heads",
+    "replace model",
+    "assign state",
+    "scale gradients",
+    "fresh optimizer",
+}
 #: Those that may be refused, at a step or before.
 MAY_BE_REFUSED = {"unfreeze elsewhere", "zeros by hand", "turn layout"}

@@ -71,6 +71,16 @@ class Plain:
     def sums(self, gradients: list[Tensor]) -> list[Tensor]:
         return gradients
 
+    def make_optimizer(self, optimizer_class: Any, groups: list[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = optimizer_class(groups, **options)
+        return optimizer
+
+    def clip_norm(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_value(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], limit: float) -> None:
+        nn.utils.clip_grad_value_(parameters, limit)
+
     def apply(self, optimizer: torch.optim.Optimizer, pairs: list[Any], is_method: bool) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

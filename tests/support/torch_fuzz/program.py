@@ -57,6 +57,7 @@ class ClusterSpec:
         implementation: of the all-reduce.
         bucket_bytes: largest bucket; 0: chosen.
         direct_bytes: size from which gradients are summed without a copy; 0: the usual one.
+        divides_steps: whether optimizers are ZeroRedundancyOptimizers, whose gradients nobody can read.
     """
 
     strategy: str = "multi_worker"
@@ -66,6 +67,12 @@ class ClusterSpec:
     implementation: str = "AUTO"
     bucket_bytes: int = 0
     direct_bytes: int = 0
+    divides_steps: bool = False
+
+    @property
+    def has_one_copy(self) -> bool:
+        """Whether the ranks of a host hold parameters once."""
+        return self.divides_steps or self.strategy == "central"
 
     @property
     def has_several(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss, smooth_l1_loss
 
 from torch_fuzz.mistakes import MISTAKES
@@ -51,13 +51,14 @@ def finish(step: Step) -> None:
 
 def clip(step: Step) -> None:
     """Change the gradients in place."""
-    kind, parameters = step.phase.clip, step.parameters
+    kind = step.phase.clip
+    backend, optimizer, parameters = step.training.backend, step.optimizer, step.parameters
     if kind == "norm":
-        nn.utils.clip_grad_norm_(parameters, 0.05)
+        backend.clip_norm(optimizer, parameters, 0.05)
     elif kind == "merged norm":
-        step.training.backend.merge(lambda: nn.utils.clip_grad_norm_(parameters, 0.05))
+        backend.merge(lambda: backend.clip_norm(optimizer, parameters, 0.05))
     elif kind == "value":
-        nn.utils.clip_grad_value_(parameters, 0.01)
+        backend.clip_value(optimizer, parameters, 0.01)
     elif kind == "scale":
         for parameter in parameters:
             if parameter.grad is not None:

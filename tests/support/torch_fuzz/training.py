@@ -55,6 +55,15 @@ class Backend(Protocol):
     def sums(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return sums of gradients over replicas, inside a step."""
 
+    def make_optimizer(self, optimizer_class: Any, groups: list[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
+        """Return an optimizer of a class."""
+
+    def clip_norm(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float) -> None:
+        """Scale the gradients of an optimizer's parameters to a norm."""
+
+    def clip_value(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], limit: float) -> None:
+        """Bound the gradients of an optimizer's parameters."""
+
     def apply(self, optimizer: torch.optim.Optimizer, pairs: list[Any], is_method: bool) -> None:
         """Step on gradients of the program's own."""
 
@@ -85,9 +94,9 @@ class Training:
             models = [self.model, *filter(None, [self.critic])]
             for model, spec in zip(models, program.optimizers, strict=True):
                 if spec.is_in_scope:
-                    self.optimizers.append(make_optimizer(spec, model.parameters()))
+                    self.optimizers.append(make_optimizer(backend, spec, model.parameters()))
         for model, spec in list(zip(models, program.optimizers, strict=True))[len(self.optimizers) :]:
-            self.optimizers.append(make_optimizer(spec, model.parameters()))
+            self.optimizers.append(make_optimizer(backend, spec, model.parameters()))
         self.average = self._average() if program.has_average else None
         self.make_schedulers()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -144,6 +153,7 @@ class Training:
         for name, model in models.items():
             if model is not None:
                 found.update(_flat(name, model.state_dict()))
+            if model is not None and not self.program.cluster.divides_steps:
                 found.update({f"{name}.{one}.grad": p.grad for one, p in model.named_parameters()})
         for number, optimizer in enumerate(self.optimizers):
             found.update(_flat(f"optimizer {number}", optimizer.state_dict()["state"]))
@@ -181,14 +191,14 @@ class Step:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def make_optimizer(spec: OptimizerSpec, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(backend: Backend, spec: OptimizerSpec, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer whose groups have different learning rates."""
     owned = list(parameters)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.options.items()}
     rate = options["lr"]
     parts = [owned[number :: spec.n_groups] for number in range(spec.n_groups)]
     groups = [{"params": part, "lr": rate / (number + 1)} for number, part in enumerate(parts) if part]
-    return getattr(torch.optim, spec.kind)(groups, **options)
+    return backend.make_optimizer(getattr(torch.optim, spec.kind), groups, options)
 
 
 def nothing() -> AbstractContextManager[None]:
