@@ -102,6 +102,11 @@ class SharedState:
             state[key] = view
         self._has_state[number, self._local_rank] = 1
 
+    def _is_owner(self, number: int) -> bool:
+        """Return whether this rank keeps state of a parameter. One without elements is the first rank's."""
+        start, stop = self._own[number]
+        return start < stop or (self._parameters[number].numel() == 0 and self._local_rank == 0)
+
     def has(self, number: int) -> bool:
         """Return whether the state of this rank's share of a parameter is here."""
         return bool(self._has_state[number, self._local_rank])
@@ -121,7 +126,7 @@ class SharedState:
         """Set this rank's share of a parameter's state; return it, as views of this memory."""
         self._has_state[number, self._local_rank] = 0
         start, stop = self._own[number]
-        if not whole or start == stop:
+        if not whole or not self._is_owner(number):
             return {}
         state = {}
         for key, (is_whole, _) in self._keys[number].items():

@@ -71,10 +71,9 @@ class Shares:
         is_first = group is None or group.node_comm.rank == 0
         whole = [(0, one.numel() * is_first) for one in self._parameters]  # of what is not trained, too
         self._own = [own if slot is None else slot.owned_range for own, slot in zip_longest(whole, slots)]
-        self._mine: list[Tensor | None] = [
-            parameter if group is None else None if start == stop else in_memory_order(parameter.data)[start:stop]
-            for parameter, (start, stop) in zip(self._parameters, self._own, strict=True)
-        ]
+        self._mine: list[Tensor | None] = []
+        for parameter, owned_range in zip(self._parameters, self._own, strict=True):
+            self._mine.append(parameter if group is None else _owned_slice(parameter, owned_range, is_first))
         options = [{key: value for key, value in given.items() if key != "params"} for given in groups]
         numbers = iter(self._mine)
         shares = [[next(numbers) for _ in given["params"]] for given in groups]
@@ -220,6 +219,14 @@ class Shares:
                     self._views += [(own, key, value) for key, value in own.items()]
         self._n_states = 0 if self._inner is None else len(self._inner.state)
         self.wait()  # so that every rank may read all of it
+
+
+def _owned_slice(parameter: nn.Parameter, owned_range: tuple[int, int], is_first: bool) -> Tensor | None:
+    """Return this rank's share of a parameter, flat; None without one. One without elements is the first rank's."""
+    start, stop = owned_range
+    if start == stop and not (is_first and parameter.numel() == 0):
+        return None
+    return in_memory_order(parameter.data)[start:stop]
 
 
 def pattern_of(groups: Groups) -> list[list[bool]]:

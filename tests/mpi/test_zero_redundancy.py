@@ -652,9 +652,10 @@ def test_parameters_without_elements(comm):
                 strategy.run(step, args=(comm.size,))
             else:
                 step(1)
-        found.append(model.state_dict())
-    for name, one in found[1].items():
-        torch.testing.assert_close(found[0][name], one)
+        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+    (weights, state), (plain_weights, plain_state) = found
+    torch.testing.assert_close(weights, plain_weights)
+    torch.testing.assert_close(state, plain_state)  # also that of no elements, as checkpoints have it
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

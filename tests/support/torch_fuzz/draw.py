@@ -62,7 +62,20 @@ def draw_program(seed: int) -> Program:
         scheduler=rng.choice(sorted(SCHEDULERS)) if rng.random() < 0.35 and kinds[0].kind != "LBFGS" else "",
         has_average=rng.random() < 0.2 and cluster.strategy != "central",
     )
-    return _divided(program) if rng.random() < _DIVIDED_SHARE else program
+    if rng.random() < _DIVIDED_SHARE:
+        program = _divided(program)
+    return _without_writes(program) if _writes_unseen(program.cluster) else program
+
+
+def _writes_unseen(cluster: ClusterSpec) -> bool:
+    """Return whether all ranks would write to one copy of the weights, and nobody looks, as outside of `run`."""
+    return cluster.has_one_copy and not cluster.uses_run
+
+
+def _without_writes(program: Program) -> Program:
+    """Return a program that leaves writes to weights to optimizers, as is documented for ranks with one copy."""
+    phases = [replace(phase, mistake="") if "write" in phase.mistake else phase for phase in program.phases]
+    return replace(program, phases=tuple(phases))
 
 
 def _divided(program: Program) -> Program:
