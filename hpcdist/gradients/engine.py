@@ -51,9 +51,6 @@ from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer, why_not
 
 logger = logging.getLogger("hpcdist")
 
-#: The engines that are alive, in the order in which they were made, which is the same on all ranks.
-_alive: "IdentitySet[GradientEngine]" = IdentitySet()
-
 
 class GradientEngine:
     """Keeps the replicas of one strategy equal.
@@ -64,9 +61,10 @@ class GradientEngine:
         is_mean: whether gradients are averaged by rows instead of summed; None until it is settled.
         is_entered: returns whether the caller is inside the strategy's scope or run.
         has_fixed_replicas: whether the number of replicas was given: random numbers then do not depend on ranks.
-        storage: holds the parameters once for all ranks; None where each has its own.
+        storage: where the parameters live.
 
     Attributes:
+        storage: where the parameters live; by shares of the ranks from the first ZeroRedundancyOptimizer on.
         sums: what is summed, and how sums are published. backward: the hooks that feed it.
         scheduler: runs this rank's replicas.
         generators: random numbers keyed by seed, step and replica.
@@ -79,22 +77,22 @@ class GradientEngine:
         reducer: Reducer,
         is_mean: bool | None,
         is_entered: Callable[[], bool],
-        has_fixed_replicas: bool = False,
-        storage: Storage | None = None,
+        has_fixed_replicas: bool,
+        storage: Storage,
     ) -> None:
         self._world = world
         self._comm = world.role_comm
         self._is_entered = is_entered
         self._has_fixed_replicas = has_fixed_replicas
         self._reducer = reducer
-        self._storage = storage
+        self.storage = storage
         replicas = reducer.own_replicas
         self._n_replicas = reducer.replicas.n_replicas
-        self._is_summed = self._n_replicas > 1 and (storage is None or storage.is_summed)
+        self._is_summed = self._n_replicas > 1 and storage.is_summed
         self.generators = StepGenerators(None if has_fixed_replicas else self._comm.rank)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._state = ReplicaState(replicas, functools.partial(world.agree, comm=self._comm))
-        has_one_copy = storage is not None and storage.is_summed
+        has_one_copy = storage.is_summed and not storage.is_private
         is_shared = has_fixed_replicas or has_one_copy  # by replicas of a rank, or by the ranks of a host
         self._writes = SharedWrites(self._optimizers) if is_shared and self._n_replicas > 1 else None
         switched: list[Switched] = [self._state, self.generators] if has_fixed_replicas else []
@@ -124,7 +122,6 @@ class GradientEngine:
         weakref.finalize(self, late_buffers.remove)
         before = torch_hooks.before_any_step(self._before_step)
         after = torch_hooks.after_any_step(self._after_step)
-        _alive.add(self)
         if is_mean and self._n_replicas > 1:
             watch_loop(world.step_flags)
         weakref.finalize(self, before.remove)
@@ -177,10 +174,6 @@ class GradientEngine:
         """Whether every module of the scope is planned, so that no forward will plan again."""
         return self._end_forward_watch is None
 
-    def has_made(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""
-        return self.modules.holds(tensor)
-
     def _plan_at_next_forward(self) -> None:
         """Prepare at the next forward of a managed module. Modules keep the engine alive until then."""
         if self._end_forward_watch is None:
@@ -199,6 +192,22 @@ class GradientEngine:
             self._start_generators()
         elif self.generators.seed is None:
             self.generators.start_alone()
+
+    def prepare_objects(self, objects: Iterable[Any]) -> None:
+        """Make models among some objects equal: those not used yet, and those that local steps let differ.
+
+        Collective if one of them was made in the scope: `world.role_comm`. See `prepare` and `average_round`.
+        """
+        wanted: set[int] = set()
+        tensors: list[Tensor] = []
+        for item in objects:
+            if isinstance(item, nn.Module):
+                wanted.update(id(part) for part in item.modules())
+            copies = getattr(item, "local_copies", (item,))
+            tensors += [copy for copy in copies if isinstance(copy, Tensor)]
+        if any(id(module) in wanted for module in self.modules) or any(map(self.modules.holds, tensors)):
+            self.prepare()
+            self.average_round()
 
     @torch.inference_mode(False)
     def prepare(self, batch: Any = None) -> None:
@@ -228,9 +237,8 @@ class GradientEngine:
         self._planned_modules = self.modules.ids()
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
-        if self._storage is not None:
-            named = _stepped_by(sharded, plan) if self._is_divided else plan.parameters
-            self._storage.adopt(named, plan.sparse)
+        named = _stepped_by(sharded, plan) if self.storage.is_divided else plan.parameters
+        self.storage.adopt(named, plan.sparse)
         self._start_generators()
         self._trained = IdentitySet(parameter for _, parameter in plan.trained)
         if self._is_summed:
@@ -262,7 +270,7 @@ class GradientEngine:
         if not sharded or self._n_replicas == 1:
             return []
         obstacles: list[str] = []
-        if self._storage is not None and not self._is_divided:
+        if not self.storage.is_private and not self.storage.is_divided:
             obstacles.append("parameters that the strategy itself holds elsewhere")
         if self.sums.rounds is not None:
             obstacles.append("local_steps")
@@ -272,7 +280,7 @@ class GradientEngine:
         error = why_not(self._optimizers, plan, reducer.group, reducer.route, self._n_replicas, obstacles)
         if error is not None:
             raise agreed(error)
-        if self._storage is None:
+        if self.storage.is_private:
             if self._slots:
                 raise agreed(
                     UsageError(
@@ -280,21 +288,10 @@ class GradientEngine:
                         f"scope, got {len(self._slots)} parameters in use; make models and optimizers first."
                     )
                 )
-            self._storage = HostStorage(self._reducer.group, is_divided=True)
+            self.storage = HostStorage(self._reducer.group, is_divided=True)
             self._writes = SharedWrites(self._optimizers)
             self.scheduler.add_switched(self._writes)
         return sharded
-
-    @property
-    def _is_divided(self) -> bool:
-        """Whether the ranks of a host hold parameters once, and each steps its share."""
-        return isinstance(self._storage, HostStorage) and self._storage.is_divided
-
-    def shared_storage(self, tensor: Any) -> HostStorage | None:
-        """Return what holds a parameter once for the ranks of a host, where one of them changes it; None: nothing."""
-        if isinstance(self._storage, HostStorage) and self._storage.holds(tensor):
-            return self._storage
-        return None
 
     def _require_same_tensors(self, description: str) -> None:
         """Raise DesyncError on all ranks unless all describe their tensors alike, one a line."""
@@ -316,7 +313,7 @@ class GradientEngine:
         self.generators.start(int(seed))
 
     def _plan_buckets(self, plan: ModelPlan) -> None:
-        is_sharded = self._is_divided
+        is_sharded = self.storage.is_divided
         for name, parameter in plan.trained:
             if self._slot_of(parameter) is None:
                 # not where a dead parameter with the same id was: the order of slots must not differ between ranks
@@ -331,13 +328,13 @@ class GradientEngine:
         self.sums.plan([slot for slot, _ in alive], [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged])
         self.backward.require_host(self.sums.slots)
         self._shapes = frozenset(owner.shape for _, owner in alive)
-        if self._storage is None and self._n_replicas > 1:
+        if self.storage.is_private and self._n_replicas > 1:
             self.sums.states.watch(plan.parameters, self._optimizers)
             end_of_program.watch(self._world, self.sums.states)
             logger.info("all parameters are compared within %d sums", self.sums.states.n_sums_of_rotation)
         self._state.watch([slot for slot, _ in alive], plan.buffers)
         if self._writes is not None:
-            shared = [pair for pair in plan.parameters if not is_sharded or self.shared_storage(pair[1])]
+            shared = [pair for pair in plan.parameters if not is_sharded or self.storage.holds(pair[1])]
             self._writes.watch(shared)
 
     def _new_slot(self, name: str, parameter: nn.Parameter, plan: ModelPlan, is_sharded: bool) -> Slot:
@@ -370,11 +367,11 @@ class GradientEngine:
         Raises:
             ConfigurationError: where a rank has several replicas, or the ranks share one copy; on all ranks alike.
         """
-        if self._n_replicas != self._comm.size or self._storage is not None:
+        if self._n_replicas != self._comm.size or not self.storage.is_private:
             raise agreed(
                 ConfigurationError(
                     f"strategy: expected one replica with weights of its own on each of {self._comm.size} ranks for "
-                    f"local_steps, got {self._n_replicas} replicas{'' if self._storage is None else ' of one copy'}; "
+                    f"local_steps, got {self._n_replicas} replicas{'' if self.storage.is_private else ' of one copy'}; "
                     f"use MultiWorkerMirroredStrategy without num_replicas."
                 )
             )
@@ -442,7 +439,7 @@ class GradientEngine:
         Returns:
             A closure to be used in place of the given one, after which gradients are checked too.
         """
-        has_servers = self._storage is not None and not self._storage.is_summed
+        has_servers = not self.storage.is_summed
         if self._n_replicas == 1 and not has_servers:
             return None
         parameters = _parameters_of(optimizer)
@@ -468,8 +465,7 @@ class GradientEngine:
             self._replica_steps.require_equal(parameters)
         if self._writes is not None:
             self._writes.end()
-        if self._storage is not None:
-            self._storage.begin_step(optimizer, parameters)
+        self.storage.begin_step(optimizer, parameters)
         return None if closure is None else functools.partial(self._call_closure, closure, optimizer)
 
     def _begin_served_step(self, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure | None) -> None:
@@ -485,14 +481,14 @@ class GradientEngine:
                 "own gradients overflow; train in bfloat16, which needs none."
             )
         has_gradients = any(parameter.grad is not None for parameter in parameters)
-        if self._storage is None or (self._storage.needs_sum and has_gradients and self.sums.op.is_mean is not False):
+        if self.storage.needs_sum and has_gradients and self.sums.op.is_mean is not False:
             raise GradientError(
                 "step: expected a loss scaled by hpcdist.compute_average_loss, as servers sum the gradients of all "
                 "workers, got one that was not; scale it by the global batch."
             )
         if self._writes is not None:
             self._writes.end()
-        self._storage.begin_step(optimizer, parameters)
+        self.storage.begin_step(optimizer, parameters)
 
     def _require_summed(self, parameters: list[nn.Parameter]) -> None:
         """Raise GradientError for gradients that no backward has summed; on this rank only."""
@@ -643,12 +639,12 @@ class GradientEngine:
         if self._replica_steps is not None and not self._replica_steps.end(parameters):
             return
         is_local = self.sums.is_local
-        if self._storage is not None and self._is_ours(optimizer, parameters):
-            self._storage.end_step(parameters)
+        if not self.storage.is_private and self._is_ours(optimizer, parameters):
+            self.storage.end_step(parameters)
         if any(parameter in self._trained for parameter in parameters):
             self.generators.advance()
             self.sums.states.note_step()
-            self._world.step = self.generators.step
+            self._world.note_step(self.generators.step)
             self._world.step_flags.count_step(optimizer, self.sums.number)
             if is_local and self.sums.rounds is not None and self.sums.rounds.count_step():
                 self.average_round()
@@ -674,26 +670,6 @@ class GradientEngine:
         self.backward.stop()
         if self._replica_steps is not None:
             self._replica_steps.stop()
-
-
-def prepare_modules(objects: Iterable[Any]) -> None:
-    """Make models among objects equal: those made in a scope and not used yet, and those that local steps let differ.
-
-    Collective where there is one of them: its `world.role_comm`. See `prepare` and `average_round`.
-    """
-    wanted: set[int] = set()
-    tensors: list[Tensor] = []
-    for item in objects:
-        if isinstance(item, nn.Module):
-            wanted.update(id(part) for part in item.modules())
-        copies = getattr(item, "local_copies", (item,))
-        tensors += [copy for copy in copies if isinstance(copy, Tensor)]
-    for engine in _alive:
-        is_used = any(id(module) in wanted for module in engine.modules) or any(map(engine.has_made, tensors))
-        if is_used and not engine.has_plan:
-            engine.prepare()
-        if is_used:
-            engine.average_round()
 
 
 def _require_averageable(optimizer: Optimizer) -> None:

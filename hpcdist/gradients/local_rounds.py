@@ -60,7 +60,8 @@ class LocalRounds:
         """Count a local step; return whether the round is over."""
         self._n_made += 1
         is_over = self._n_made >= self._n_steps
-        self._world.step_flags.is_in_round = not is_over
+        if not is_over:
+            self._world.step_flags.begin_round()
         return is_over
 
     @torch.no_grad()
@@ -92,7 +93,7 @@ class LocalRounds:
         for dtype in sorted({SUM_DTYPES[dtype_name(tensor)] for _, tensor in tensors}):
             self._average([tensor for _, tensor in tensors if SUM_DTYPES[dtype_name(tensor)] == dtype], dtype)
         self._n_made = 0
-        self._world.step_flags.is_in_round = False
+        self._world.step_flags.end_round()
 
     def _average(self, tensors: list[Tensor], dtype: str) -> None:
         flat = torch.cat([tensor.detach().reshape(-1).to("cpu", getattr(torch, dtype)) for tensor in tensors])

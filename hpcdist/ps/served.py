@@ -1,8 +1,8 @@
 """The parameters of a strategy's models that servers hold: as a worker's optimizers and checkpoints use them."""
 
 import signal
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import GradientError
 from hpcdist.plan.partitioners import VariableSpec, place
+from hpcdist.program.owners import Stepper
 from hpcdist.ps.client import Client, Groups
 from hpcdist.ps.layout import ShardSpec, specs_of
 from hpcdist.runtime.process import end_job
@@ -20,8 +21,6 @@ from hpcdist.runtime.step_flags import Request, encode
 from hpcdist.runtime.time_spent import time_spent
 from hpcdist.runtime.world import World
 
-#: Those whose strategies are in use.
-_alive: "weakref.WeakSet[ServedParameters]" = weakref.WeakSet()
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -57,6 +56,8 @@ class ServedParameters:
     """
 
     is_summed = False
+    is_private = is_divided = False
+    stepper = Stepper.SERVERS
 
     def __init__(
         self,
@@ -77,7 +78,6 @@ class ServedParameters:
         self._hidden: list[Tensor | None] = []
         self.layouts: list[Layout] = []
         self.n_skipped = 0
-        _alive.add(self)
 
     def holds(self, tensor: Any) -> bool:
         """Return whether a tensor is one of the variables."""
@@ -270,18 +270,38 @@ class ServedParameters:
                 self.client.fetch_state(optimizer)
         self._meet()
 
-    def publish(self, tensors: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    def collect(self, objects: Iterable[Any]) -> None:
+        """Bring what servers hold of some objects to one state on all workers. Collective if there is anything."""
+        candidates = list(objects)
+        optimizers = self._optimizers_of(candidates)
+        if optimizers or any(map(self.holds, _tensors_of(candidates))):
+            self.refresh(optimizers)
+
+    def publish(self, objects: Iterable[Any]) -> None:
         """Make what every worker has just loaded into variables and optimizers the servers' values and states.
 
-        Collective: the workers. None pushes meanwhile.
+        Collective if servers hold any of the objects: the workers. None pushes meanwhile.
         """
+        candidates = list(objects)
+        optimizers = self._optimizers_of(candidates)
+        loaded = [tensor for tensor in _tensors_of(candidates) if self.holds(tensor)]
+        if not optimizers and not loaded:
+            return
         self._meet()
         for optimizer in optimizers:
             self.number_of(optimizer)
         if self._world.is_chief:
-            self.client.assign({self._numbers[id(one)] for one in tensors if self.holds(one)}, optimizers)
+            self.client.assign({self._numbers[id(tensor)] for tensor in loaded}, optimizers)
         self._meet()
         self._pull()
+
+    def _optimizers_of(self, objects: Iterable[Any]) -> list[Optimizer]:
+        """Return the optimizers among some objects that step one of the variables."""
+        return [item for item in objects if isinstance(item, Optimizer) and any(map(self.holds, _stepped_by(item)))]
+
+    def changing(self) -> AbstractContextManager[bool]:
+        """Let each worker change its copies of the variables; the next step refuses what it finds changed."""
+        return nullcontext(True)
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -315,46 +335,20 @@ def stop_for(reason: str, world: World) -> None:
     requester.stop(reason)
 
 
-def is_on_servers(optimizer: Any) -> bool:
-    """Return whether servers make an optimizer's steps, so that workers have none of its state."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return any(one.holds(parameter) for one in list(_alive) for parameter in parameters)
+def _stepped_by(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters that an optimizer steps."""
+    parameters: list[Any] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _tensors_of(objects: Iterable[Any]) -> list[Tensor]:
     """Return the parameters of modules, and tensors, among some objects."""
-    given = list(objects)
-    parameters = [one for item in given if isinstance(item, nn.Module) for one in item.parameters()]
-    return [*parameters, *(item for item in given if isinstance(item, Tensor))]
-
-
-def _concerned(objects: Iterable[Any]) -> list[tuple[ServedParameters, list[Optimizer]]]:
-    """Return those that hold a part of some objects, each with the optimizers among these whose parameters it holds."""
-    given, found = list(objects), []
-    tensors = _tensors_of(given)
-    for served in list(_alive):
-        optimizers = [
-            item
-            for item in given
-            if isinstance(item, Optimizer)
-            and any(served.holds(one) for group in item.param_groups for one in group["params"])
-        ]
-        if optimizers or any(map(served.holds, tensors)):
-            found.append((served, optimizers))
-    return found
-
-
-def refresh(objects: Iterable[Any]) -> None:
-    """Bring objects on servers to one state on all workers, before it is saved or compared. See `refresh` above.
-
-    Collective where there are such: the workers.
-    """
-    for served, optimizers in _concerned(objects):
-        served.refresh(optimizers)
-
-
-def publish(objects: Iterable[Any]) -> None:
-    """Give servers what was loaded into objects that they hold. Collective where there are such: the workers."""
-    given = list(objects)
-    for served, optimizers in _concerned(given):
-        served.publish(_tensors_of(given), optimizers)
+    tensors: list[Tensor] = []
+    for item in objects:
+        if isinstance(item, nn.Module):
+            tensors += item.parameters()
+        elif isinstance(item, Tensor):
+            tensors.append(item)
+    return tensors

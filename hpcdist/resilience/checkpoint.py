@@ -20,10 +20,10 @@ from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.torch_source import is_loader
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DataError, UsageError
-from hpcdist.gradients.engine import prepare_modules
+from hpcdist.program import owners
+from hpcdist.program.owners import Stepper
 from hpcdist.program.tensors import from_array, to_array
 from hpcdist.program.wrapped_modules import load_plain_state, plain_parameter_names, plain_state
-from hpcdist.ps import served
 from hpcdist.resilience.circumstances import describe
 from hpcdist.resilience.generator_state import GeneratorState, is_generator
 from hpcdist.resilience.metrics_file import MetricsFile
@@ -31,7 +31,6 @@ from hpcdist.resilience.restore import Prepared, Restore
 from hpcdist.resilience.unsaved_state import UnsavedState
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
-from hpcdist.storage.host_storage import is_stepped_by_chief
 
 #: Types of numbers and texts.
 _PLAIN = (bool, int, float, str)
@@ -154,23 +153,24 @@ class Checkpoint:
 
     def refresh(self) -> None:
         """Bring what is on parameter servers to one state on all workers. Collective if there is any: the workers."""
-        served.refresh(self._objects.values())
+        owners.collect(list(self._objects.values()))
 
     @property
     def is_on_servers(self) -> bool:
         """Whether parameter servers make the steps of an optimizer here: each worker has buffers of its own then."""
-        return any(served.is_on_servers(one) for one in self._objects.values() if hasattr(one, "param_groups"))
+        optimizers = [item for item in self._objects.values() if hasattr(item, "param_groups")]
+        return any(owners.stepper_of(optimizer) is Stepper.SERVERS for optimizer in optimizers)
 
     def publish(self) -> None:
         """Give parameter servers what was loaded. Collective if they hold any of the objects: the workers."""
-        served.publish(self._objects.values())
+        owners.publish(list(self._objects.values()))
 
     def make_equal(self) -> None:
         """Make models that have not been used yet equal on all ranks: a save is a use.
 
         Collective where there are such models: chief and workers.
         """
-        prepare_modules(self._objects.values())
+        owners.prepare(list(self._objects.values()))
 
     def collect(self, gathered: dict[str, Any]) -> tuple[Any, list[NamedArray]]:
         """Return the state of all objects as JSON and named arrays, without copying. Not collective.
@@ -540,7 +540,7 @@ def _plain_kind(value: Any) -> str:
 
 def _is_equal_everywhere(item: Any) -> bool:
     """Return whether all ranks hold the object: a module, a parameter, or an optimizer that every rank steps."""
-    is_optimizer = hasattr(item, "param_groups") and not (is_stepped_by_chief(item) or served.is_on_servers(item))
+    is_optimizer = hasattr(item, "param_groups") and owners.stepper_of(item) is Stepper.EVERY_RANK
     return hasattr(item, "named_parameters") or is_optimizer or (_is_tensor(item) and item.requires_grad)
 
 

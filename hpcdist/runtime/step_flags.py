@@ -110,6 +110,14 @@ class StepFlags:
         if self.requester is not None:
             self.requester.note_unsafe_point()
 
+    def begin_round(self) -> None:
+        """Note that replicas differ from now on: nothing may be saved."""
+        self.is_in_round = True
+
+    def end_round(self) -> None:
+        """Note that replicas are equal again."""
+        self.is_in_round = False
+
     def own_numbers(self) -> tuple[float, float]:
         """Return what this rank adds to a sum."""
         return _NOTHING if self.requester is None else encode(self.requester.requested())

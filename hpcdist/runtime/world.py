@@ -113,6 +113,10 @@ class World:
         """The cluster and this rank's task as they were agreed."""
         return SimpleClusterResolver(self.spec, self.task.type, self.task.index)
 
+    def note_step(self, step: int) -> None:
+        """Note the step that this rank is in, for messages."""
+        self.step = step
+
     def describe(self) -> str:
         """Return who this rank is and, in training, at which step."""
         return str(self) if self.step is None else f"{self} at step {self.step}"

@@ -18,13 +18,12 @@ from hpcdist.collectives.group import Group
 from hpcdist.errors import GradientError
 from hpcdist.program.hidden import hide_gradients, restore_gradients
 from hpcdist.program.model_plan import IdentitySet
+from hpcdist.program.owners import Stepper
 from hpcdist.program.tensors import is_dense
 from hpcdist.runtime.node_memory import NodeWindow
 
 #: Tensors start at multiples of this, so that no two share a cache line.
 _ALIGNMENT = 64
-#: The storages in use whose steps the chief alone makes.
-_stepped_by_chief: "weakref.WeakSet[HostStorage]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,21 @@ class HostStorage:
 
     Attributes:
         is_divided: see above.
+        stepper: who makes an optimizer's step: the chief, or all ranks together.
         shared: the parameters that are there, with their memory.
     """
 
     is_summed = needs_sum = True
+    is_private = False
 
     def __init__(self, group: Group, is_divided: bool) -> None:
         self.is_divided = is_divided
+        self.stepper = Stepper.EVERY_RANK if is_divided else Stepper.CHIEF
         self.shared: list[Shared] = []
         self._group = group
         self._is_first = group.node_comm.rank == 0
         self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
         self._hidden: list[Tensor | None] | None = None  # gradients of a rank whose step the chief makes
-        if not is_divided:
-            _stepped_by_chief.add(self)
 
     @torch.no_grad()
     def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter] = ()) -> None:
@@ -160,6 +160,12 @@ class HostStorage:
         parameters = [shared.parameter() for shared in self.shared]
         self.end_change([parameter for parameter in parameters if parameter is not None])
 
+    def collect(self, objects: Iterable[Any]) -> None:
+        """Do nothing: all ranks of a host read the same memory."""
+
+    def publish(self, objects: Iterable[Any]) -> None:
+        """Do nothing: what was loaded is in use."""
+
     def _require_unmoved(self) -> None:
         """Raise GradientError when a parameter is no longer in the shared memory; on this rank only."""
         for shared in self.shared:
@@ -171,15 +177,9 @@ class HostStorage:
                 )
 
     def _wait(self) -> None:
-        """Wait for the other ranks of the host. Collective: they."""
+        """Wait for the other ranks of the host. Collective over them."""
         with self._group.recorded("change of shared parameters", None):
             self._group.barrier.wait()
-
-
-def is_stepped_by_chief(optimizer: Any) -> bool:
-    """Return whether the chief alone makes an optimizer's steps, so that others have none of its state."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return any(storage.holds(parameter) for storage in list(_stepped_by_chief) for parameter in parameters)
 
 
 def allocate(group: Group, nbytes: int) -> Tensor:

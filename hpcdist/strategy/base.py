@@ -2,9 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,31 +13,43 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset, DistributedInput, as_dataset
-from hpcdist.data.distributed_loader import DistributedLoader, has_own_sampler
-from hpcdist.data.distributed_stream import DistributedStream, has_stream_in_workers
-from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, datasets_of
-from hpcdist.data.iterator import Delivery
-from hpcdist.data.options import InputContext, InputOptions
+from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction
+from hpcdist.data.options import InputOptions
 from hpcdist.data.rows import explaining_empty_parts
-from hpcdist.data.sampler_order import drawn_seed
-from hpcdist.data.stream_worker import Shares
 from hpcdist.errors import UsageError
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.nest import Nest, form_of, leaves, with_leaves
-from hpcdist.program import torch_hooks
-from hpcdist.program.loop_watch import watch_loop
+from hpcdist.program import owners, torch_hooks
+from hpcdist.program.owners import Stepper
 from hpcdist.replicas.scheduler import ReplicaScheduler
-from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
+from hpcdist.strategy.inputs import Inputs, OneInput
 from hpcdist.strategy.own_gradients import GradientsAndParameters, apply_gradients, offer
 from hpcdist.strategy.ranks import Ranks
 from hpcdist.strategy.reduce import Axis, check_axis, gather_values, reduce_over_axis, reduce_values
 from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
+from hpcdist.strategy.replicas import OneReplica, Replicas
+from hpcdist.strategy.sums import NoSums, Sums
 from hpcdist.strategy.values import DistributedValues, local_values, regroup, select
 
-_single = ReplicaScheduler(range(1), [])
+
+@dataclass(frozen=True)
+class Parts:
+    """What a strategy is made of. The default parts are those of a single replica that nobody watches.
+
+    Attributes:
+        replicas: which replicas there are, and how their values are combined.
+        sums: what becomes of models and gradients.
+        inputs: how datasets are divided.
+        device: where what is made in scope and run is; None: the caller's code decides.
+    """
+
+    replicas: Replicas = field(default_factory=OneReplica)
+    sums: Sums = field(default_factory=NoSums)
+    inputs: Inputs = field(default_factory=lambda: OneInput(takes_unbatched=True))
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True)
@@ -51,26 +63,36 @@ class ValueContext:
 class Strategy(Ranks):
     """What tf.distribute.Strategy offers; a process holds one replica unless it asks for more.
 
-    This class alone is the pass-through strategy: one replica, nothing to communicate.
+    A strategy is the choice of its parts. This class alone is the pass-through strategy: one replica, nothing to
+    communicate.
+
+    Args:
+        parts: what the strategy is made of; default: the parts of a single replica.
+
+    Attributes:
+        replicas, sums, inputs: its parts, for diagnosis.
     """
 
-    #: Whether the number of replicas was given, so that a process may hold several.
-    _has_fixed_replicas = False
-    #: Whether gradients are averaged, weighted by rows; None: not settled.
-    _is_mean: bool | None = None
+    def __init__(self, parts: Parts | None = None) -> None:
+        chosen = Parts() if parts is None else parts
+        self.replicas = chosen.replicas
+        self.sums = chosen.sums
+        self.inputs = chosen.inputs
+        self._placed = chosen.device
+        self._variable_numbers = itertools.count(1)
 
     def __str__(self) -> str:
         return f"{type(self).__name__}: 1 replica on {self.device}"
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas whose gradients are summed."""
-        return 1
+        """Replicas whose gradients are summed: as many as were asked for, or one per chief or worker rank."""
+        return self.replicas.n_replicas
 
     @property
     def n_replicas(self) -> int:
         """Replicas whose values `reduce`, variables and metrics combine, and that share each global batch."""
-        return self.num_replicas_in_sync
+        return self.replicas.n_replicas
 
     @property
     def is_chief(self) -> bool:
@@ -104,37 +126,32 @@ class Strategy(Ranks):
     @contextmanager
     def _entering(self) -> Iterator[None]:
         """Make modules and tensors of the block this strategy's."""
-        with self._watching(), torch_hooks.on_optimizer_built(functools.partial(offer, self)), self._placing():
+        with self.sums.watching(), torch_hooks.on_optimizer_built(functools.partial(offer, self)), self._placing():
             yield
-
-    # -- what subclasses with several replicas override ------------------------------------------------------------
 
     @property
     def own_replicas(self) -> range:
         """The replicas of this process."""
-        return range(1)
+        return self.replicas.local
 
     @property
     def scheduler(self) -> ReplicaScheduler:
         """Runs the replicas of this process."""
-        return _single
+        return self.replicas.scheduler
 
     def sum_over_replicas(self, rows: list[Any]) -> Any:
-        """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
-        return rows[0]
+        """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them.
+
+        Collective: all ranks.
+        """
+        return self.replicas.add(rows)
 
     def gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
-        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all."""
-        if error is not None:
-            raise error
-        return rows, 0
+        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all.
 
-    def _writing(self) -> AbstractContextManager[None]:
-        """Let the block write, once for all local replicas, to the parameters that they share."""
-        return nullcontext()
-
-    def _watching(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        Collective: all ranks.
+        """
+        return self.replicas.join(rows, error)
 
     def _placing(self) -> AbstractContextManager[Any]:
         """Make tensors of the block on this replica's device; free where that is the default device."""
@@ -145,27 +162,48 @@ class Strategy(Ranks):
     @property
     def _placed_on(self) -> torch.device | None:
         """The device of what is made in scope and run; None: the caller's code decides."""
-        return None
+        return self._placed
 
     @property
     def device(self) -> torch.device:
         """The device that this process computes on."""
-        return torch.get_default_device()
+        return torch.get_default_device() if self._placed is None else self._placed
 
     @property
     def _parameter_device(self) -> torch.device:
         """The device that the variables are on."""
         return self.device
 
-    def _has_made(self, variable: Tensor) -> bool:
-        return not any(strategy._has_made(variable) for strategy in context.alive())
+    # -- objects ----------------------------------------------------------------------------------------------------
 
-    def _broadcast(self, value: Tensor) -> Tensor:
-        """Return the chief's value."""
-        return value
+    def owns(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter made in this scope, or a buffer of a module built in it."""
+        return self.sums.owns(tensor)
 
-    def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return [call() for call in calls]
+    def prepare(self, objects: Iterable[Any]) -> None:
+        """Make the models of this strategy among some objects equal on all ranks, as their first use does.
+
+        Collective if there are any: all ranks.
+        """
+        self.sums.prepare(objects)
+
+    def collect(self, objects: Iterable[Any]) -> None:
+        """Bring this strategy's objects among some to one state before a save, from parameter servers if there are any.
+
+        Collective if there is anything to bring: all ranks.
+        """
+        self.sums.collect(objects)
+
+    def publish(self, objects: Iterable[Any]) -> None:
+        """Use what was loaded into this strategy's objects among some: give it to parameter servers if there are any.
+
+        Collective if there is anything to give: all ranks.
+        """
+        self.sums.publish(objects)
+
+    def stepper_of(self, optimizer: Optimizer) -> Stepper:
+        """Return who makes the steps of an optimizer, and so has its state. Not collective."""
+        return self.sums.stepper_of(optimizer)
 
     def run(
         self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None, options: Any = None
@@ -200,24 +238,21 @@ class Strategy(Ranks):
         entry = context.current()
         if entry is not None and entry.replica is not None and type(self) is not Strategy:
             raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
-        self._prepare(args)
+        self.sums.prepare_run(args)
         calls = [
             functools.partial(self._call, ReplicaContext(self, replica, local_index), fn, args, kwargs or {})
             for local_index, replica in enumerate(self.own_replicas)
         ]
         try:
-            return self._regroup(self.scheduler.run(calls))
+            return self.replicas.regroup(self.scheduler.run(calls))
         except BaseException:
-            self._stop_replicas()
+            self.sums.stop()
             raise
 
     def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = select(replica.local_index, args), select(replica.local_index, kwargs)
         with context.entered(self, replica), self._placing(), explaining_empty_parts((args, kwargs)):
             return fn(*args, **kwargs)
-
-    def _regroup(self, results: Sequence[Any]) -> Any:
-        return regroup(results)
 
     def apply_gradients(self, optimizer: Optimizer, grads_and_params: GradientsAndParameters) -> None:
         """Sum gradients of the program's own over all replicas into `parameter.grad`, and call `optimizer.step()`.
@@ -243,49 +278,25 @@ class Strategy(Ranks):
         entry = context.current()
         if entry is not None and entry.replica is not None:
             apply_gradients(entry.replica, optimizer, grads_and_params)
-        elif self._has_fixed_replicas:
+        elif self.replicas.is_fixed:
             raise RuntimeError("apply_gradients: expected a call inside strategy.run, got one outside; run the step.")
         else:
             self.run(self.apply_gradients, args=(optimizer, grads_and_params))
-
-    def _note_sums(self, tensors: Sequence[Tensor]) -> None:
-        """Note that tensors are results of an all_reduce."""
-
-    def _note_crossing(self) -> None:
-        """Note that a backward goes from each replica's loss into the others' graphs."""
-
-    def _are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return which tensors are results of an all_reduce."""
-        return [False] * len(tensors)
-
-    def _are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return which tensors are gradients that a backward has summed over all replicas."""
-        return [False] * len(tensors)
 
     def number_variable(self) -> int:
         """Return the number of the next variable: variables are made in the same order on all ranks."""
         return next(self._variable_numbers)
 
-    @functools.cached_property
-    def _variable_numbers(self) -> Iterator[int]:
-        return itertools.count(1)
-
-    def _stop_replicas(self) -> None:
-        """Forget what replicas had begun before an error stopped them."""
-
     def _merge_call(
         self, replica: ReplicaContext, merge_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         def combine(contributed: list[Any]) -> list[Any]:
-            all_args, all_kwargs = regroup(contributed, self._has_fixed_replicas, keeps_objects=False)
+            all_args, all_kwargs = regroup(contributed, self.replicas.is_fixed, keeps_objects=False)
             with self.scheduler.merging(), context.entered(self):
                 result = merge_fn(self, *all_args, **all_kwargs)
             return [select(local_index, result) for local_index in range(len(contributed))]
 
         return self.scheduler.merge("a merge_call", (tuple(args), kwargs), combine)
-
-    def _prepare(self, args: Any) -> None:
-        """Make models equal before their first use."""
 
     # -- values of all replicas -------------------------------------------------------------------------------------
 
@@ -365,7 +376,7 @@ class Strategy(Ranks):
         is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
         if is_plain and is_everyones:
             return [value] * n_local, None
-        is_nobodys = is_plain and self._has_fixed_replicas and self.num_replicas_in_sync > 1
+        is_nobodys = is_plain and self.replicas.is_fixed and self.num_replicas_in_sync > 1
         if not is_nobodys and len(values) == n_local:
             return list(values), None
         return [], UsageError(
@@ -409,29 +420,7 @@ class Strategy(Ranks):
             DataError: when `dataset` is something else; on every rank alike. Without a strategy one without a batch
                 size is returned as it is, as in tf.distribute.
         """
-        if has_own_sampler(dataset):
-            return self._distribute_loader_here(dataset, options)
-        if has_stream_in_workers(dataset):
-            return self._distribute_stream_here(dataset, options, is_sharded)
-        dataset = as_dataset(dataset)
-        if type(self) is Strategy and isinstance(dataset, Dataset) and dataset.order.batch_rows is None:
-            return dataset
-        return DistributedDataset(dataset, range(1), 1, self._delivery(), options)
-
-    def _distribute_loader_here(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
-        """Return the batches of a DataLoader with a sampler of its own, all of which this process reads."""
-        distributed = DistributedLoader(
-            loader, drawn_seed(loader), range(1), 1, lambda own, refusal: None, self._delivery(), options
-        )
-        distributed.check_order()
-        return distributed
-
-    def _distribute_stream_here(self, loader: Any, options: InputOptions | None, is_sharded: bool) -> DistributedStream:
-        """Return the parts of a stream, all of which the workers of this process draw."""
-        shares = Shares(0, 1, loader.num_workers, is_sharded)
-        distributed = DistributedStream(loader, shares, range(1), 1, lambda value: [value], self._delivery(), options)
-        distributed.set_seed(drawn_seed(loader))
-        return distributed
+        return self.inputs.distribute(dataset, options, is_sharded)
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -451,13 +440,7 @@ class Strategy(Ranks):
         Raises:
             DataError: of the function, or when it returns something else; on every rank alike.
         """
-        made = datasets_of(dataset_fn, [InputContext()])
-        return DistributedFromFunction(made, range(1), 1, self._delivery(), options)
-
-    def _delivery(self) -> Delivery:
-        """Return what is connected to the batches of a new distributed dataset."""
-        watch = watch_loop(single_rank_flags)
-        return Delivery(single_rank_flags, _NOBODY, on_part=watch.hand_out, device=self._placed_on)
+        return self.inputs.distribute_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
         """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""
@@ -488,10 +471,14 @@ class Strategy(Ranks):
 
         Cost: one more small all-reduce for the counts; buckets between hosts do not start while backward runs.
         """
+        self.sums.register_comm_hook(state, hook)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backwards in the block accumulate without a sum; the next one outside sums everything."""
-        return nullcontext()
+        """Let backwards in the block accumulate this replica's gradients; the next one outside sums everything.
+
+        `step` on gradients that were not summed raises.
+        """
+        return self.sums.no_sync()
 
     def set_row_count(self, n_rows: int) -> None:
         """Weigh this replica's next backward by a number of rows, with ReduceOp.MEAN.
@@ -506,37 +493,42 @@ class Strategy(Ranks):
         Raises:
             UsageError: for a negative number; on this rank only.
         """
+        self.sums.set_row_count(n_rows)
 
     @property
     def is_summing(self) -> bool:
         """Whether gradients are known to be summed."""
-        return True
-
-    def take_scaled_loss(self, loss: Any) -> None:
-        """Sum gradients from the first backward of this loss on, which is divided by the global batch."""
+        return self.sums.is_mean is False
 
     @property
     def is_averaging(self) -> bool:
         """Whether it is known that gradients are averaged."""
-        return False
+        return self.sums.is_mean is True
+
+    def take_scaled_loss(self, loss: Any) -> None:
+        """Sum gradients from the first backward of this loss on, unless it is known that they are averaged."""
+        self.sums.take_scaled_loss(loss)
 
     def mark_scaled(self, loss: Any) -> None:
         """Mark backwards that reach this loss as those of a scaled loss; it does not settle how gradients combine."""
+        self.sums.mark_scaled(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: seed and step. Equal on all ranks."""
-        return {}
+        """Return what a checkpoint needs: random numbers of every rank, steps, and which algorithms AUTO chose.
 
-    def describe_sums(self) -> dict[str, str | None]:
+        Equal on all ranks. Collective where replicas are on several ranks.
+        """
+        return self.sums.state_dict()
+
+    def describe_sums(self) -> dict[str, Any]:
         """Return what the bits of summed gradients depend on, as each checkpoint records it. Equal on all ranks."""
-        return {}
+        return self.sums.describe()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state."""
+        self.sums.load_state_dict(state)
 
 
-#: Owner of parts whose gradients nobody weighs.
-_NOBODY = 0
 _default = Strategy()
 _only_replica = OnlyReplica(_default, 0, 0)
 
@@ -567,12 +559,17 @@ def get_strategy() -> Strategy:
 def strategies_of_losses() -> list[Strategy]:
     """Return the strategies that a loss may belong to: the current one, else all that are alive."""
     entry = context.current()
-    return [entry.strategy] if entry else context.alive() or [_default]
+    return [entry.strategy] if entry else live_strategies() or [_default]
+
+
+def live_strategies() -> list[Strategy]:
+    """Return the strategies with several replicas that are alive, in the order in which they were made."""
+    return [owner for owner in owners.alive() if isinstance(owner, Strategy)]
 
 
 def mark_scaled(loss: Any) -> None:
     """Mark a loss as scaled for every live strategy: one backward may reach models of several."""
-    for strategy in context.alive():
+    for strategy in live_strategies():
         strategy.mark_scaled(loss)
 
 

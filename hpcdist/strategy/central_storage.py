@@ -7,6 +7,7 @@ import torch
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.storage.host_storage import HostStorage
+from hpcdist.storage.storage import PrivateStorage, Storage
 from hpcdist.strategy.devices import parse_device
 from hpcdist.strategy.mirrored import MirroredStrategy
 
@@ -58,7 +59,7 @@ class CentralStorageStrategy(MirroredStrategy):
                     f"{self._comm.size} ranks, got {parameter_device!r}; leave it out."
                 )
             )
-        if self._storage is not None and not self.group.facts.can_share_memory:
+        if not self.engine.storage.is_private and not self.group.facts.can_share_memory:
             raise agreed(
                 ConfigurationError(
                     "CentralStorageStrategy: expected ranks that can share memory, got a node that forbids it; use "
@@ -66,9 +67,11 @@ class CentralStorageStrategy(MirroredStrategy):
                 )
             )
 
-    def _make_storage(self) -> HostStorage | None:
-        return HostStorage(self.group, is_divided=False) if self._comm.size > 1 else None
+    def _make_storage(self) -> Storage:
+        if self._comm.size == 1:
+            return PrivateStorage()
+        return HostStorage(self.group, is_divided=False)
 
     @property
     def _parameter_device(self) -> torch.device:
-        return self.device if self._storage is None else torch.device("cpu")
+        return self.device if self.engine.storage.is_private else torch.device("cpu")

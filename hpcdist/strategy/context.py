@@ -2,7 +2,6 @@
 
 import atexit
 import contextvars
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ class Entry:
 
 
 _entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar("hpcdist_entries", default=())
-#: Strategies with several replicas that are alive; a loss helper outside any scope must find the one that is meant.
-_alive: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
 #: The scope that all code of the process is in, in every thread; see `experimental_set_strategy`.
 _everywhere: Entry | None = None
 _watching = ExitStack()
@@ -82,13 +79,3 @@ def entered(
         yield
     finally:
         _entries.reset(token)
-
-
-def register(strategy: "Strategy") -> None:
-    """Register a strategy with several replicas for as long as it lives."""
-    _alive.add(strategy)
-
-
-def alive() -> list["Strategy"]:
-    """Return the registered strategies that are alive."""
-    return list(_alive)

@@ -80,7 +80,7 @@ class StrategyExtended:
         own = sorted(set(firsts))
         given = [var] * len(copies) if _is_variable(var) else copies
         calls = [functools.partial(self._update_copy, first, given[first], fn, args, kwargs or {}) for first in own]
-        results = dict(zip(own, self._strategy._update_copies(var, calls), strict=True))
+        results = dict(zip(own, self._strategy.sums.update(var, calls), strict=True))
         of_replicas = [results[first] for first in firsts]
         return regroup(of_replicas) if group else tuple(of_replicas)
 
@@ -132,7 +132,7 @@ class StrategyExtended:
             RuntimeError: inside `run`.
         """
         self._require("broadcast_to")
-        values = self._strategy._broadcast(torch.as_tensor(tensor))
+        values = self._strategy.replicas.broadcast(torch.as_tensor(tensor))
         return _moved(values if isinstance(tensor, Tensor) else values.item(), destinations)
 
     @contextmanager
@@ -154,7 +154,7 @@ class StrategyExtended:
         """Return whether a tensor is a parameter or buffer of a module made in this strategy's scope, or a Variable."""
         if _is_variable(v):
             return v.strategy is self._strategy
-        return all(self._strategy._has_made(copy) for copy in local_values(v))
+        return all(self._strategy.owns(copy) for copy in local_values(v))
 
     def _require(self, call: str) -> None:
         self._strategy.require_cross_replica(call, "use get_replica_context().merge_call() to leave it")

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from hpcdist.collectives import calls, moves
 from hpcdist.collectives.group import group_of
 from hpcdist.runtime.mpi import MPI
-from hpcdist.strategy import context
+from hpcdist.strategy.base import live_strategies
 
 
 def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
@@ -59,8 +59,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        for strategy in context.alive():
-            strategy._note_crossing()
+        for strategy in live_strategies():
+            strategy.sums.note_crossing()
         summed = gradient.clone(memory_format=torch.contiguous_format)
         calls.all_reduce(summed, comm=ctx.comm)
         return summed[ctx.first : ctx.first + ctx.n_rows], None

@@ -1,18 +1,17 @@
 """OneDeviceStrategy: one replica on a named device."""
 
 import logging
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.cluster.resolvers import ClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec
 from hpcdist.program.single_replica import SingleReplicaSteps
-from hpcdist.strategy.base import Strategy
+from hpcdist.strategy.base import Parts, Strategy
 from hpcdist.strategy.devices import parse_device, require_device
+from hpcdist.strategy.inputs import OneInput
+from hpcdist.strategy.sums import NoSums
 
 logger = logging.getLogger("hpcdist")
 
@@ -38,9 +37,9 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str | torch.device) -> None:
         name = type(self).__name__
-        self._own_device = parse_device(device, name)
-        require_device(self._own_device, name)
-        self._steps = SingleReplicaSteps()
+        own_device = parse_device(device, name)
+        require_device(own_device, name)
+        super().__init__(Parts(sums=NoSums(SingleReplicaSteps()), inputs=OneInput(own_device), device=own_device))
         launcher = launcher_of(read_environment())
         if launcher is not None and launcher.size > 1 and launcher.rank == 0:
             logger.warning(
@@ -51,30 +50,6 @@ class OneDeviceStrategy(Strategy):
             )
 
     @property
-    def device(self) -> torch.device:
-        """The device that was given."""
-        return self._own_device
-
-    @property
     def cluster_resolver(self) -> ClusterResolver:
         """A cluster of this process alone."""
         return SimpleClusterResolver(ClusterSpec({"worker": ["this process"]}), "worker", 0)
-
-    def _has_made(self, variable: Tensor) -> bool:
-        return self._steps.modules.holds(variable)
-
-    @property
-    def _placed_on(self) -> torch.device:
-        return self._own_device
-
-    def _watching(self) -> AbstractContextManager[None]:
-        return self._steps.watching()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return seed and step of the random numbers."""
-        generators = self._steps.generators
-        return {"seed": generators.seed, "step": generators.step, "libraries": [generators.libraries()]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the random numbers of a checkpoint."""
-        self._steps.generators.restore(state["seed"], state["step"], state["libraries"][0])

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
+from hpcdist.program import owners
 from hpcdist.program.tensors import has_values
-from hpcdist.strategy import context
 from hpcdist.strategy.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ GradientsAndParameters = Iterable[tuple[Tensor | None, Tensor]]
 def apply_gradients(replica: ReplicaContext, optimizer: Optimizer, pairs: GradientsAndParameters) -> None:
     """Step on sums of gradients; see `Strategy.apply_gradients`. Collective: all replicas. Called inside a replica."""
     gradients, parameters = _split(optimizer, list(pairs))
-    strategy, own = replica.strategy, [gradient for gradient in gradients if gradient is not None]
-    are_sums = [any(pair) for pair in zip(strategy._are_noted(own), strategy._are_summed_gradients(own), strict=True)]
+    strategy = replica.strategy
+    sums = strategy.sums
+    own = [gradient for gradient in gradients if gradient is not None]
+    are_sums = [any(pair) for pair in zip(sums.are_noted(own), sums.are_summed_gradients(own), strict=True)]
     if not own or not all(are_sums):
         if any(are_sums):
             raise UsageError(
@@ -60,7 +62,7 @@ def _split(optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]) -> t
 def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
     """Raise where a backward has left sums, as the gradients that were given may be made of them."""
     left = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    are_sums = strategy._are_summed_gradients(left)
+    are_sums = strategy.sums.are_summed_gradients(left)
     if any(is_sum and has_values(gradient) for is_sum, gradient in zip(are_sums, left, strict=True)):
         raise UsageError(
             "apply_gradients: expected gradients of this replica, got others than those that backward has summed and "
@@ -70,8 +72,9 @@ def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
 
 def _sums(replica: ReplicaContext, gradients: list[Tensor | None], parameters: list[Tensor]) -> list[Tensor | None]:
     """Return the sums over all replicas; None where no replica has a gradient."""
-    if replica.strategy._is_mean is not False and replica.num_replicas_in_sync > 1:
-        found = "MEAN, which weighs them by rows that only backward knows" if replica.strategy._is_mean else "none"
+    is_mean = replica.strategy.sums.is_mean
+    if is_mean is not False and replica.num_replicas_in_sync > 1:
+        found = "MEAN, which weighs them by rows that only backward knows" if is_mean else "none"
         raise UsageError(
             f"apply_gradients: expected a strategy that sums gradients, got gradient_op {found}; scale the loss by "
             f"hpcdist.compute_average_loss, or divide it by the global batch and make the strategy with ReduceOp.SUM."
@@ -102,7 +105,7 @@ class _Method:
     """
 
     def __init__(self, strategy: "Strategy", optimizer: Optimizer) -> None:
-        is_registered = any(strategy is one for one in context.alive())
+        is_registered = any(strategy is owner for owner in owners.alive())
         self._strategy = weakref.ref(strategy) if is_registered else lambda: strategy
         self._optimizer = weakref.ref(optimizer)
 

@@ -23,7 +23,7 @@ from hpcdist.ps.transport import Mailbox, find_neighbours
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.runtime.world import World
-from hpcdist.storage.storage import Storage
+from hpcdist.storage.storage import PrivateStorage, Storage
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.own_gradients import GradientsAndParameters
 
@@ -230,12 +230,13 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     @property
     def served(self) -> ServedParameters:
         """The variables on servers, as this worker sees them."""
-        assert isinstance(self._storage, ServedParameters), "every worker has them"
-        return self._storage
+        storage = self.engine.storage
+        assert isinstance(storage, ServedParameters), "every worker has them"
+        return storage
 
-    def _make_storage(self) -> Storage | None:
+    def _make_storage(self) -> Storage:
         if self._client is None:  # an evaluator
-            return None
+            return PrivateStorage()
         needs_sum = self._rules.is_synchronous and self.world.role_comm.size > 1
         is_by_bytes, skips = self._placement == "bytes", self._non_finite == "skip"
         if self._entry_comm.size > 1:
@@ -250,11 +251,6 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     def num_replicas_in_sync(self) -> int:
         """Replicas whose gradients are summed: all in synchronous training, else those of this worker entry."""
         return self.n_replicas if self._rules.is_synchronous else self._entry_comm.size
-
-    @property
-    def n_replicas(self) -> int:
-        """All ranks that train."""
-        return self._comm.size
 
     def apply_gradients(self, optimizer: Optimizer, grads_and_params: GradientsAndParameters) -> None:
         """Push gradients of the program's own: put them into `parameter.grad`, and call `optimizer.step()`."""

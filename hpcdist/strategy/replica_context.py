@@ -81,13 +81,13 @@ class ReplicaContext:
         self._require("all_reduce")
         op, given = ReduceOp.parse(reduce_op), leaves(value)
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        if op is ReduceOp.SUM and any(self.strategy._are_summed_gradients(tensors)):
+        if op is ReduceOp.SUM and any(self.strategy.sums.are_summed_gradients(tensors)):
             raise UsageError(
                 "all_reduce: expected values of this replica, got a gradient that backward has summed over the "
                 "replicas already; use it as it is, or take gradients with torch.autograd.grad."
             )
         reduced = self.reduce_leaves(op, given, form_of(value))
-        self.strategy._note_sums([one for one in reduced if isinstance(one, Tensor)])
+        self.strategy.sums.note_sums([one for one in reduced if isinstance(one, Tensor)])
         return with_leaves(value, reduced)
 
     def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
@@ -199,5 +199,5 @@ def _reduce_backward(ctx: Any, op: ReduceOp, gradients: list[Any]) -> Sequence[A
     strategy = ctx.strategy()
     if strategy is None:
         raise UsageError("backward: expected the strategy whose all_reduce it goes through, got none; keep it.")
-    strategy._note_crossing()
+    strategy.sums.note_crossing()
     return _reduce_leaves(strategy, op, gradients)

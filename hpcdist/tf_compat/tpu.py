@@ -1,7 +1,6 @@
 """TPUStrategy: replicas on XLA devices, through torch_xla. The one door to torch_xla."""
 
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec
 from hpcdist.collectives.ops import ReduceOp
-from hpcdist.data.iterator import Delivery
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.program import torch_hooks
 from hpcdist.runtime.process import make_world
@@ -84,8 +82,8 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     def _placed_on(self) -> torch.device:
         return self.device
 
-    def _delivery(self) -> Delivery:
-        return replace(super()._delivery(), device=None)  # batches stay on the host, where the program finds them
+    def _choose_batch_device(self, device_of_rank: torch.device | None) -> None:
+        """Leave batches on the host, where the program finds them."""
 
     def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self._key_random_numbers()

@@ -300,7 +300,7 @@ class Variable(Readable):
 
     def _write_own(self, method: str, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
         """Write the copy of this rank's replica: a loop without `run` is the replica's own code."""
-        if self.strategy._has_fixed_replicas:
+        if self.strategy.replicas.is_fixed:
             raise UsageError(
                 f"{method}: expected a call inside strategy.run for {self!r}, got one outside; call it there, "
                 f"where it changes one replica's copy, or assign the total."
@@ -315,7 +315,7 @@ class Variable(Readable):
 
         def combine(contributions: list[Any]) -> list[None]:
             new = self._aggregated(method, contributions)
-            with self.strategy._writing():
+            with self.strategy.sums.writing():
                 self._write(0, apply, new)
             return [None] * len(contributions)
 

@@ -24,7 +24,6 @@ from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.collectives.objects import broadcast_object
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.errors import DataError, UsageError, log
-from hpcdist.gradients.engine import prepare_modules
 from hpcdist.nest import leaves, with_leaves
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.manager import CheckpointManager
@@ -190,7 +189,7 @@ class Estimator:
         """Return the model and what is saved of it. It writes nothing: an evaluation is no attempt to train."""
         if self._made is None:
             model = self.new_model()
-            prepare_modules([model.net])  # before the first batch, which may be the same on all workers
+            self.strategy.prepare([model.net])  # before the first batch, which may be the same on all workers
             parts = {"model": model.net, "optimizer": model.optimizer, "strategy": self.strategy, "call": self._call}
             if model.loss_scale is not None:
                 parts["loss_scale"] = model.loss_scale

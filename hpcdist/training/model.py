@@ -18,7 +18,6 @@ from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.nest import is_nest, leaves, map_nest
 from hpcdist.program import torch_hooks
-from hpcdist.ps.served import ServedParameters
 from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
 from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer
 from hpcdist.strategy.base import Strategy, get_strategy
@@ -844,7 +843,7 @@ class _Evaluating:
 
     def __enter__(self) -> None:
         strategy = self._model.strategy
-        if isinstance(strategy, ParameterServerStrategy) and isinstance(strategy._storage, ServedParameters):
+        if isinstance(strategy, ParameterServerStrategy):
             strategy.refresh()
         self._modes = {module: module.training for module in self._model.modules()}
         self._model.eval()

@@ -34,7 +34,7 @@ class Trained:
         x = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(step))[rank::size]
         self.optimizer.zero_grad()
         loss = (self.model(x) - x.sum(1, keepdim=True)).square()
-        (loss.mean() if self.strategy._is_mean else loss.sum() / ROWS).backward()
+        (loss.mean() if self.strategy.sums.is_mean else loss.sum() / ROWS).backward()
         return torch.cat([parameter.grad.reshape(-1) for parameter in self.model.parameters()])
 
     def train(self, n_steps):

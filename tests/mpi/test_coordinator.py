@@ -10,7 +10,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import ClosureCancelledError, ClosureInputError, ConfigurationError, GradientError, UsageError
-from hpcdist.strategy import context
+from hpcdist.strategy.base import live_strategies
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -20,7 +20,7 @@ def nothing_alive():
     """Check that strategies end with their tests: losses of other tests look for those that are alive."""
     yield
     gc.collect()
-    assert not [one for one in context.alive() if isinstance(one, hpcdist.ParameterServerStrategy)]
+    assert not [one for one in live_strategies() if isinstance(one, hpcdist.ParameterServerStrategy)]
 
 
 @pytest.fixture

@@ -477,7 +477,7 @@ def test_steps_that_a_call_does_not_divide(comm, rows, shared_path):
 
 def test_outputs_that_are_not_what_a_loss_takes(strategy, rows):
     """On all ranks, as each has rows."""
-    if strategy._has_fixed_replicas:
+    if strategy.replicas.is_fixed:
         pytest.skip("one kind of replicas is enough")
     with pytest.raises(UsageError, match=r"SparseCategoricalCrossentropy\(from_logits=True\)"):
         make_model(strategy, loss="sparse_categorical_crossentropy").fit(*rows, batch_size=16, verbose=0)
@@ -491,7 +491,7 @@ def test_outputs_that_are_not_what_a_loss_takes(strategy, rows):
 
 
 def test_data_that_does_not_fit(strategy, rows):
-    if strategy._has_fixed_replicas:
+    if strategy.replicas.is_fixed:
         pytest.skip("one kind of replicas is enough")
     x, y = rows
     with pytest.raises(UsageError, match=r"0.*Linear\(in_features=5.*4"):

@@ -164,9 +164,9 @@ def test_no_sync_defers_the_sum(pair, comm):
 
 def model_strategy(pair):
     """Return the strategy that made the pair: the only one alive with its scope's models."""
-    from hpcdist.strategy import context
+    from hpcdist.strategy.base import live_strategies
 
-    return next(one for one in context.alive() if pair[0] in one.engine.modules)
+    return next(one for one in live_strategies() if pair[0] in one.engine.modules)
 
 
 @pytest.mark.feature("collectives.accumulation-without-sync")

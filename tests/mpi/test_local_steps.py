@@ -42,7 +42,7 @@ class Trained:
     def loss(self):
         x = rows_of(self.n_steps, self.strategy.rank, self.strategy.size)
         losses = (self.model(x) - x.sum(1, keepdim=True)).square()
-        return losses.mean() if self.strategy._is_mean else losses.sum() / GLOBAL_ROWS
+        return losses.mean() if self.strategy.sums.is_mean else losses.sum() / GLOBAL_ROWS
 
     def step(self):
         self.optimizer.zero_grad()

@@ -304,7 +304,7 @@ def test_rows_and_a_column_are_the_same(strategy):
 
 def test_where_it_is_made_and_updated(strategy, comm):
     metric = make(strategy, metrics.Mean)
-    if strategy._has_fixed_replicas:
+    if strategy.replicas.is_fixed:
         with pytest.raises(ValueError, match="strategy.run"):
             metric.update_state(1.0)
     else:  # README's loop, without run

@@ -1,12 +1,11 @@
-import weakref
-
 import numpy as np
 import pytest
 import torch
 
 import hpcdist
 from hpcdist.errors import DataError, UsageError
-from hpcdist.strategy import context
+from hpcdist.program import owners
+from hpcdist.program.model_plan import IdentitySet
 from hpcdist.strategy.base import Strategy
 
 pytestmark = pytest.mark.mpi
@@ -222,7 +221,7 @@ def test_average_loss(strategy, comm):
 
 
 def test_average_loss_outside_the_scope_means_the_strategies_alive(comm, monkeypatch):
-    monkeypatch.setattr(context, "_alive", weakref.WeakSet())  # other tests' strategies are not meant
+    monkeypatch.setattr(owners, "_owners", IdentitySet())  # other tests' strategies are not meant
     all_ranks = hpcdist.MultiWorkerMirroredStrategy()
     assert hpcdist.compute_average_loss(torch.ones(2)).item() == pytest.approx(1 / comm.size)
     hpcdist.compute_average_loss(torch.ones(2, requires_grad=True)).backward()

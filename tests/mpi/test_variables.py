@@ -283,7 +283,7 @@ def test_a_total_is_divided_among_the_copies(strategy):
     count.assign(7)
     assert int(count) == 7
     assert {7 // n, -(-7 // n)} >= {int(copy) for copy in count.local_copies}
-    if not strategy._has_fixed_replicas:  # a loop without run is the code of the rank's replica
+    if not strategy.replicas.is_fixed:  # a loop without run is the code of the rank's replica
         variable.assign_add(2.0).assign_sub(1.0)
         assert results(strategy, variable.read_value) == [6.0 / n + 1]
         assert float(variable) == pytest.approx(6.0 + n)

@@ -142,10 +142,10 @@ def run_guarded(program, comm):
     from torch_fuzz.distributed import cluster_of, run_distributed
 
     from hpcdist.errors import HpcdistError
-    from hpcdist.strategy import context
+    from hpcdist.program import owners
 
     found: dict[str, Any] = {"n_collectives": 0}
-    earlier = {id(one) for one in context.alive()}  # of other tests
+    earlier = {id(one) for one in owners.alive()}  # of other tests
     with cluster_of(program.cluster):
         try:
             state, numbers = run_distributed(program, comm)
@@ -154,12 +154,12 @@ def run_guarded(program, comm):
         except Exception as error:
             found |= {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, HpcdistError)}
             found["traceback"] = traceback.format_exc()
-        for one in context.alive():
+        for one in owners.alive():
             if id(one) not in earlier:
                 found["n_collectives"] = one.group.journal.n_entered
         one = None
         gc.collect()
-        found["is_alive"] = any(id(one) not in earlier for one in context.alive())
+        found["is_alive"] = any(id(one) not in earlier for one in owners.alive())
     return found
 
 

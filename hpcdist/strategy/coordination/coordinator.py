@@ -136,7 +136,7 @@ class ClusterCoordinator:
             n_before=queue.n_ended,
             seed=seed_of(generators.seed, generators.step, self._n_scheduled),
         )
-        self._world.step_flags.is_in_round = True  # functions push: nothing may be saved until `join`
+        self._world.step_flags.begin_round()  # functions push: nothing may be saved until `join`
         with changed:
             while queue.is_full and not queue.has_failed:
                 changed.wait(LOOK_S)
@@ -169,7 +169,7 @@ class ClusterCoordinator:
         generators = self._strategy.engine.generators
         if n_new:
             generators.restore(generators.seed, generators.step + n_new)
-        self._world.step_flags.is_in_round = False
+        self._world.step_flags.end_round()
         self._world.step_flags.poll()
 
     def done(self) -> bool:

@@ -1,0 +1,336 @@
+"""What becomes of the gradients of a strategy's models: they are left alone, or summed by a `GradientEngine`."""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.collectives import algorithms
+from hpcdist.collectives.objects import all_gather_objects
+from hpcdist.errors import UsageError
+from hpcdist.gradients.comm_hook import CommHook
+from hpcdist.gradients.engine import GradientEngine
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.program import owners
+from hpcdist.program.owners import Stepper
+from hpcdist.program.single_replica import SingleReplicaSteps
+
+
+class Sums(Protocol):
+    """What a strategy does with models, and with the gradients of its replicas.
+
+    The arguments and errors of methods that a strategy has, too, are described there.
+    """
+
+    @property
+    def is_mean(self) -> bool | None:
+        """Whether gradients are averaged, weighted by rows; None: not settled."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Look after every module, parameter and optimizer that is built in the block."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Let the block write, once for all local replicas, to the parameters that they share."""
+
+    def prepare_run(self, args: Any) -> None:
+        """Make models equal before their first use. Collective at the first use: all ranks."""
+
+    def prepare(self, objects: Iterable[Any]) -> None:
+        """Make the models of the strategy among some objects equal. Collective if there are any: all ranks."""
+
+    def collect(self, objects: Iterable[Any]) -> None:
+        """Bring the strategy's objects among some to one state, to be saved. Collective if there are any."""
+
+    def publish(self, objects: Iterable[Any]) -> None:
+        """Use what was loaded into the strategy's objects among some. Collective if there are any."""
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""
+
+    def stepper_of(self, optimizer: Optimizer) -> Stepper:
+        """Return who makes the steps of an optimizer."""
+
+    def update(self, variable: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return what calls that change a variable return. Collective if ranks share it; None where another calls."""
+
+    def stop(self) -> None:
+        """Forget what replicas had begun before an error stopped them."""
+
+    def note_sums(self, tensors: Sequence[Tensor]) -> None:
+        """Note that tensors are results of an all_reduce."""
+
+    def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return which tensors are results of an all_reduce."""
+
+    def note_crossing(self) -> None:
+        """Note that a backward goes from each replica's loss into the others' graphs."""
+
+    def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return which tensors are gradients that a backward has summed over all replicas."""
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let a hook sum the gradients of each bucket."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards in the block accumulate without a sum."""
+
+    def set_row_count(self, n_rows: int) -> None:
+        """Weigh this replica's next backward by a number of rows."""
+
+    def take_scaled_loss(self, loss: Any) -> None:
+        """Sum gradients from the first backward of this loss on, unless it is known that they are averaged."""
+
+    def mark_scaled(self, loss: Any) -> None:
+        """Mark backwards that reach this loss as those of a scaled loss; it does not settle how gradients combine."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the bits of summed gradients depend on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return seed and step of the random numbers, and what else a restart needs. Collective: all ranks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state."""
+
+
+class NoSums:
+    """`Sums` of a single replica, whose gradients are the sums already.
+
+    Args:
+        steps: watches modules and optimizers of the scope, for random numbers keyed by step; None: nobody does.
+    """
+
+    is_mean = False
+
+    def __init__(self, steps: SingleReplicaSteps | None = None) -> None:
+        self._steps = steps
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Look after what is built in the block, if anybody does."""
+        return nullcontext() if self._steps is None else self._steps.watching()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Let the block write: nobody shares parameters."""
+        return nullcontext()
+
+    def prepare_run(self, args: Any) -> None:
+        """Do nothing: one replica is equal to itself."""
+
+    def prepare(self, objects: Iterable[Any]) -> None:
+        """Do nothing: one replica is equal to itself."""
+
+    def collect(self, objects: Iterable[Any]) -> None:
+        """Do nothing: this process has all of the state."""
+
+    def publish(self, objects: Iterable[Any]) -> None:
+        """Do nothing: what was loaded is in use."""
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was made in the scope; without a scope, whether it was made in no other's."""
+        if self._steps is None:
+            return not any(owner.owns(tensor) for owner in owners.alive())
+        return self._steps.modules.holds(tensor)
+
+    def stepper_of(self, optimizer: Optimizer) -> Stepper:
+        """Return that this rank makes the steps."""
+        return Stepper.EVERY_RANK
+
+    def update(self, variable: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return what the calls return."""
+        return [call() for call in calls]
+
+    def stop(self) -> None:
+        """Do nothing: no other replica waits."""
+
+    def note_sums(self, tensors: Sequence[Tensor]) -> None:
+        """Do nothing: no other replica's gradients are missing in any."""
+
+    def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return that no tensor was noted."""
+        return [False] * len(tensors)
+
+    def note_crossing(self) -> None:
+        """Do nothing: there are no other graphs."""
+
+    def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return that no backward has summed anything."""
+        return [False] * len(tensors)
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Do nothing: a hook is not called with a single replica."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards accumulate, as they do anyhow."""
+        return nullcontext()
+
+    def set_row_count(self, n_rows: int) -> None:
+        """Do nothing: one replica weighs the same whatever its rows."""
+
+    def take_scaled_loss(self, loss: Any) -> None:
+        """Do nothing: the gradient of a single replica is the sum."""
+
+    def mark_scaled(self, loss: Any) -> None:
+        """Do nothing: the gradient of a single replica is the sum."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return nothing: no bits depend on a sum."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return seed and step of the random numbers, if steps are watched."""
+        if self._steps is None:
+            return {}
+        generators = self._steps.generators
+        return {"seed": generators.seed, "step": generators.step, "libraries": [generators.libraries()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the random numbers of a checkpoint, if steps are watched."""
+        if self._steps is not None:
+            self._steps.generators.restore(state["seed"], state["step"], state["libraries"][0])
+
+
+class EngineSums:
+    """`Sums` of several replicas, by a gradient engine.
+
+    Args:
+        engine: plans models, and sums what backwards have made.
+        reducer: sums buckets.
+        is_fixed: whether the number of replicas was given.
+    """
+
+    def __init__(self, engine: GradientEngine, reducer: Reducer, is_fixed: bool) -> None:
+        self._engine = engine
+        self._reducer = reducer
+        self._is_fixed = is_fixed
+
+    @property
+    def is_mean(self) -> bool | None:
+        """Whether gradients are averaged, weighted by rows; None: not settled."""
+        return self._engine.sums.op.is_mean
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Keep every module that is built in the block equal on all ranks."""
+        return self._engine.watching()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Let the block write, once for all local replicas, to the parameters that they share."""
+        return self._engine.writing()
+
+    def prepare_run(self, args: Any) -> None:
+        """Make models equal before their first use."""
+        self._engine.prepare_run(args)
+
+    def prepare(self, objects: Iterable[Any]) -> None:
+        """Make models that have not been used yet equal, and end a round of local steps."""
+        self._engine.prepare_objects(objects)
+
+    def collect(self, objects: Iterable[Any]) -> None:
+        """Fetch what servers hold of some objects."""
+        self._engine.storage.collect(objects)
+
+    def publish(self, objects: Iterable[Any]) -> None:
+        """Give servers what was loaded."""
+        self._engine.storage.publish(objects)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""
+        return self._engine.modules.holds(tensor)
+
+    def stepper_of(self, optimizer: Optimizer) -> Stepper:
+        """Return who makes the steps of an optimizer: whoever steps one of its parameters."""
+        storage = self._engine.storage
+        for group in optimizer.param_groups:
+            if any(map(storage.holds, group["params"])):
+                return storage.stepper
+        return Stepper.EVERY_RANK
+
+    def update(self, variable: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return what the calls return; None for each where another rank of the host calls."""
+        storage = self._engine.storage
+        if not storage.holds(variable):
+            return [call() for call in calls]
+        with storage.changing() as is_ours:
+            return [call() if is_ours else None for call in calls]
+
+    def stop(self) -> None:
+        """Forget what replicas had begun before an error stopped them."""
+        self._engine.stop_replicas()
+
+    def note_sums(self, tensors: Sequence[Tensor]) -> None:
+        """Note that tensors are sums, which an optimizer may step on as gradients."""
+        self._engine.note_sums(tensors)
+
+    def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return which tensors are results of an all_reduce."""
+        return self._engine.are_noted(tensors)
+
+    def note_crossing(self) -> None:
+        """Note that a backward goes from each replica's loss into the others' graphs."""
+        self._engine.backward.note_crossing()
+
+    def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return which tensors are gradients that a backward has summed over all replicas."""
+        return self._engine.are_summed_gradients(tensors)
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let a hook sum the gradients of each bucket."""
+        self._engine.register_comm_hook(state, hook)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards in the block accumulate; a step on gradients that were not summed raises."""
+        return self._engine.backward.no_sync()
+
+    def set_row_count(self, n_rows: int) -> None:
+        """Weigh this replica's next backward by a number of rows."""
+        if n_rows < 0:
+            raise UsageError(f"set_row_count: expected at least 0 rows, got {n_rows}; give those of this replica.")
+        scheduler = self._engine.scheduler
+        local_index = scheduler.local_index if scheduler.is_running else 0
+        self._engine.sums.weights.set_row_count(local_index, operator.index(n_rows))
+
+    def take_scaled_loss(self, loss: Any) -> None:
+        """Sum gradients from the first backward of this loss on, unless it is known that they are averaged."""
+        if isinstance(loss, torch.Tensor):
+            self._engine.backward.take_scaled_loss(loss)
+
+    def mark_scaled(self, loss: Any) -> None:
+        """Mark backwards that reach this loss as those of a scaled loss."""
+        if isinstance(loss, torch.Tensor) and self._engine.sums.n_replicas > 1:
+            self._engine.backward.mark_scaled(loss)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the bits of summed gradients depend on; the number of replicas if it was given."""
+        rounds = self._engine.sums.rounds
+        return {
+            **self._reducer.describe(),
+            "replicas": self._engine.sums.n_replicas if self._is_fixed else None,
+            "comm_hook": self._engine.comm_hook,
+            "local_steps": None if rounds is None else str(rounds),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return seed and step of the random numbers, those of each rank's libraries, and which algorithms AUTO chose.
+
+        Equal on all ranks. Collective: all ranks.
+        """
+        generators, group = self._engine.generators, self._reducer.group
+        libraries = [generators.libraries()]
+        if group.size > 1:
+            libraries = all_gather_objects(libraries[0], group.comm)
+        if all(state == libraries[0] for state in libraries):
+            libraries = libraries[:1]
+        table = algorithms.measurements_of(group)
+        return {"seed": generators.seed, "step": generators.step, "algorithms": table, "libraries": libraries}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the random numbers and the measured algorithms of a checkpoint."""
+        group, libraries = self._reducer.group, state["libraries"]
+        rank = group.rank if len(libraries) > 1 else 0
+        own_libraries = libraries[rank] if rank < len(libraries) else None  # a new rank has numbers of its own
+        self._engine.generators.restore(state["seed"], state["step"], own_libraries)
+        if state.get("algorithms"):
+            algorithms.restore_measurements(group, state["algorithms"])
