@@ -113,7 +113,7 @@ def main():
         strategy.engine.sums.is_mean = False  # the gradients here are made up, and need no loss that is scaled
         hpcdist.get_strategy()
     if args.elements and args.kind != "all-reduce":
-        strategy.engine.prepare()
+        strategy.engine.planner.prepare()
     for _ in range(args.warm_up):
         step()
     strategy.barrier()

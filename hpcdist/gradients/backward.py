@@ -145,12 +145,11 @@ class Backward:
 
     def hook(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Take part in every backward that reaches a parameter, for as long as it lives."""
+        arrive = functools.partial(self._arrivals.append)
         if self._is_overlapped and isinstance(slot, DenseSlot):
-            torch_hooks.after_accumulation(parameter, functools.partial(self._take_early, slot))
-        else:
-            arrive = functools.partial(self._arrivals.append)
-            vars(arrive)["owner"] = self  # which lives as long as the parameter, whose hooks hold what they call
-            torch_hooks.after_accumulation(parameter, arrive)
+            arrive = functools.partial(self._take_early, slot)
+        vars(arrive)["owner"] = self  # which lives as long as the parameter, whose hooks hold what they call
+        torch_hooks.after_accumulation(parameter, arrive)
 
     def require_seen(self) -> None:
         """Raise GradientError for gradients of a backward whose begin nobody has seen; on this rank only."""

@@ -114,3 +114,10 @@ class HookedSum:
         with self._group.recorded("comm hook", None):
             if not wait_until(is_done, self._group.timeout_s):
                 raise late("comm hook", self._group.timeout_s, "its future", self._group.world)
+
+
+def name_of_hook(hook: CommHook) -> str:
+    """Return what checkpoints call a hook, which must be the same one on all ranks."""
+    if hasattr(hook, "__qualname__"):
+        return f"{hook.__module__}.{hook.__qualname__}"
+    return repr(type(hook))

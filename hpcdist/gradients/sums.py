@@ -2,11 +2,12 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.options import CommunicationImplementation
 from hpcdist.errors import DesyncError, GradientError, agreed
@@ -360,6 +361,24 @@ class GradientSums:
         for slot in slots:
             if divisor is not None and slot.total is not None:
                 slot.total.div_(divisor)
+
+    def average_round(self, optimizers: Iterable[Optimizer]) -> None:
+        """Average what local steps have made differ, and end the round; nothing if there were none since the last.
+
+        Collective if there were: all replicas.
+        """
+        if self.rounds is None or not self.rounds.is_open:
+            return
+        named: list[tuple[str, Tensor]] = []
+        for slot in self.slots:
+            parameter = slot.parameter
+            if parameter is not None:
+                named.append((slot.name, parameter))
+        for record in self.buffers:
+            tensor = record.buffer.tensor
+            if tensor is not None:
+                named.append((record.buffer.name, tensor))
+        self.rounds.average(named, optimizers)
 
     def drop(self) -> None:
         """Forget sums that have begun and will not end, because something has raised."""

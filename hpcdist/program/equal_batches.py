@@ -1,5 +1,6 @@
 """Finds ranks that are fed the same rows, as by a plain DataLoader."""
 
+import logging
 from typing import Any
 
 import torch
@@ -7,6 +8,9 @@ import xxhash
 from torch import Tensor
 
 from hpcdist.program.tensors import to_array
+from hpcdist.runtime.world import World
+
+logger = logging.getLogger("hpcdist")
 
 #: First bytes of a batch that are compared between ranks.
 _COMPARED_BYTES = 1 << 20
@@ -23,3 +27,18 @@ def digest_of_batch(batch: Any) -> str:
     elif isinstance(batch, (list, tuple)):
         items = batch
     return next(filter(None, (digest_of_batch(item) for item in items)), "")
+
+
+def warn_of_equal_batches(batch: Any, world: World) -> None:
+    """Warn when every rank of the role is fed the same rows. Collective: the ranks of the role."""
+    comm = world.role_comm
+    if comm.size == 1:
+        return
+    digest = digest_of_batch(batch)
+    is_equal = world.all_equal(digest, comm)
+    if is_equal and digest and comm.rank == 0:
+        logger.warning(
+            "strategy: expected each of %d ranks to be fed its own part of the batch, got the same first batch "
+            "on all; if it comes from a plain DataLoader, use strategy.experimental_distribute_dataset.",
+            comm.size,
+        )

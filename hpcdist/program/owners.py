@@ -6,11 +6,13 @@ outside of every scope.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hpcdist.program.model_plan import IdentitySet
 
@@ -44,6 +46,8 @@ class Owner(Protocol):
 
 #: Owners that are alive, in the order in which they were made, which is the same on all ranks.
 _owners: "IdentitySet[Owner]" = IdentitySet()
+#: What lives as long as a module, by identity: a module may define == in its own way, as those of torchmetrics do.
+_keepers: MutableMapping[nn.Module, object] = WeakIdKeyDictionary()
 
 
 def add(owner: Owner) -> None:
@@ -81,3 +85,15 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
         if stepper is not Stepper.EVERY_RANK:
             return stepper
     return Stepper.EVERY_RANK
+
+
+def live_with(module: nn.Module, keeper: object) -> None:
+    """Let an object live as long as a module, which it must not hold: steps are checked while there is a model."""
+    _keepers[module] = keeper
+
+
+def collect_garbage() -> None:
+    """Let go of strategies whose modules are garbage: first the modules, then what has lived with them."""
+    gc.unfreeze()  # what was frozen may have become garbage since
+    gc.collect()
+    gc.collect()

@@ -59,7 +59,7 @@ class CentralStorageStrategy(MirroredStrategy):
                     f"{self._comm.size} ranks, got {parameter_device!r}; leave it out."
                 )
             )
-        if not self.engine.storage.is_private and not self.group.facts.can_share_memory:
+        if not self.engine.managed.storage.is_private and not self.group.facts.can_share_memory:
             raise agreed(
                 ConfigurationError(
                     "CentralStorageStrategy: expected ranks that can share memory, got a node that forbids it; use "
@@ -74,4 +74,4 @@ class CentralStorageStrategy(MirroredStrategy):
 
     @property
     def _parameter_device(self) -> torch.device:
-        return self.device if self.engine.storage.is_private else torch.device("cpu")
+        return self.device if self.engine.managed.storage.is_private else torch.device("cpu")

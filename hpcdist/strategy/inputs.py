@@ -256,7 +256,7 @@ class RankInputs:
 
     def _note_batch(self, rows: list[int] | None) -> None:
         """Note that a step will be made of a batch, or that none is expected any more."""
-        self._engine.note_batch(is_over=rows is None)
+        self._engine.steps.note_batch(is_over=rows is None)
 
     def _agree_end(self, is_out: bool, ends_with_first: bool) -> bool:
         """Return whether all ranks, or one, have run out of data. Collective: all ranks; bounded."""

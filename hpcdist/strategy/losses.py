@@ -1,11 +1,11 @@
 """Loss helpers: losses scaled by the global batch, so that summed gradients are the gradient of the mean."""
 
-import gc
 from typing import Any
 
 import numpy as np
 
 from hpcdist.errors import UsageError
+from hpcdist.program import owners
 from hpcdist.strategy.base import Strategy, mark_scaled, strategies_of_losses
 
 
@@ -117,8 +117,7 @@ def _strategies() -> list[Strategy]:
     n_kinds = len({(strategy.is_summing, strategy.num_replicas_in_sync) for strategy in strategies})
     if n_kinds > 1 or (len(strategies) > 1 and not strategies[0].is_summing):
         del strategies  # it would keep them
-        gc.unfreeze()  # what was frozen may have become garbage since
-        gc.collect()
+        owners.collect_garbage()
         strategies = strategies_of_losses()
     return strategies
 

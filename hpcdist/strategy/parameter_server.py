@@ -230,7 +230,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     @property
     def served(self) -> ServedParameters:
         """The variables on servers, as this worker sees them."""
-        storage = self.engine.storage
+        storage = self.engine.managed.storage
         assert isinstance(storage, ServedParameters), "every worker has them"
         return storage
 

@@ -214,7 +214,7 @@ class EngineSums:
 
     def watching(self) -> AbstractContextManager[None]:
         """Keep every module that is built in the block equal on all ranks."""
-        return self._engine.watching()
+        return self._engine.planner.watching()
 
     def writing(self) -> AbstractContextManager[None]:
         """Let the block write, once for all local replicas, to the parameters that they share."""
@@ -222,27 +222,27 @@ class EngineSums:
 
     def prepare_run(self, args: Any) -> None:
         """Make models equal before their first use."""
-        self._engine.prepare_run(args)
+        self._engine.planner.prepare_run(args)
 
     def prepare(self, objects: Iterable[Any]) -> None:
         """Make models that have not been used yet equal, and end a round of local steps."""
-        self._engine.prepare_objects(objects)
+        self._engine.planner.prepare_objects(objects)
 
     def collect(self, objects: Iterable[Any]) -> None:
         """Fetch what servers hold of some objects."""
-        self._engine.storage.collect(objects)
+        self._engine.managed.storage.collect(objects)
 
     def publish(self, objects: Iterable[Any]) -> None:
         """Give servers what was loaded."""
-        self._engine.storage.publish(objects)
+        self._engine.managed.storage.publish(objects)
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""
-        return self._engine.modules.holds(tensor)
+        return self._engine.managed.modules.holds(tensor)
 
     def stepper_of(self, optimizer: Optimizer) -> Stepper:
         """Return who makes the steps of an optimizer: whoever steps one of its parameters."""
-        storage = self._engine.storage
+        storage = self._engine.managed.storage
         for group in optimizer.param_groups:
             if any(map(storage.holds, group["params"])):
                 return storage.stepper
@@ -250,7 +250,7 @@ class EngineSums:
 
     def update(self, variable: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return what the calls return; None for each where another rank of the host calls."""
-        storage = self._engine.storage
+        storage = self._engine.managed.storage
         if not storage.holds(variable):
             return [call() for call in calls]
         with storage.changing() as is_ours:
@@ -262,11 +262,11 @@ class EngineSums:
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
         """Note that tensors are sums, which an optimizer may step on as gradients."""
-        self._engine.note_sums(tensors)
+        self._engine.steps.note_sums(tensors)
 
     def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Return which tensors are results of an all_reduce."""
-        return self._engine.are_noted(tensors)
+        return self._engine.steps.are_noted(tensors)
 
     def note_crossing(self) -> None:
         """Note that a backward goes from each replica's loss into the others' graphs."""
@@ -274,11 +274,11 @@ class EngineSums:
 
     def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Return which tensors are gradients that a backward has summed over all replicas."""
-        return self._engine.are_summed_gradients(tensors)
+        return self._engine.steps.are_summed_gradients(tensors)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let a hook sum the gradients of each bucket."""
-        self._engine.register_comm_hook(state, hook)
+        self._engine.planner.register_comm_hook(state, hook)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate; a step on gradients that were not summed raises."""
@@ -308,7 +308,7 @@ class EngineSums:
         return {
             **self._reducer.describe(),
             "replicas": self._engine.sums.n_replicas if self._is_fixed else None,
-            "comm_hook": self._engine.comm_hook,
+            "comm_hook": self._engine.planner.comm_hook,
             "local_steps": None if rounds is None else str(rounds),
         }
 

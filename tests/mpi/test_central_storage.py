@@ -153,7 +153,7 @@ def test_a_closure_is_refused_where_others_step(comm, make_linear):
         return
     with pytest.raises(GradientError, match="without a closure"):
         optimizer.step(closure)
-    strategy.engine.storage.end_change(list(model.parameters()))  # the chief waits
+    strategy.engine.managed.storage.end_change(list(model.parameters()))  # the chief waits
 
 
 @pytest.mark.feature("tf.centralstoragestrategy-device-everything")

@@ -79,7 +79,7 @@ def test_gradients_are_those_of_one_process(strategy, rows, options):
 @pytest.mark.core
 def test_pieces_are_summed_over_replicas_once(comm, strategy, rows):
     """As many collectives as without pieces."""
-    journal = strategy.engine._reducer.group.journal
+    journal = strategy.group.journal
 
     def run(**options):
         first = journal.n_entered

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hpcdist
 from hpcdist.errors import DesyncError, GradientError
-from hpcdist.program import torch_hooks
+from hpcdist.program import owners, torch_hooks
 from hpcdist.runtime.process import make_world
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -166,7 +167,7 @@ def model_strategy(pair):
     """Return the strategy that made the pair: the only one alive with its scope's models."""
     from hpcdist.strategy.base import live_strategies
 
-    return next(one for one in live_strategies() if pair[0] in one.engine.modules)
+    return next(one for one in live_strategies() if pair[0] in one.engine.managed.modules)
 
 
 @pytest.mark.feature("collectives.accumulation-without-sync")
@@ -1068,6 +1069,33 @@ def test_a_model_keeps_summing_when_its_strategy_is_out_of_sight(comm):
     model.zero_grad()
     model(torch.full((1, 1), float(comm.rank))).sum().backward()
     assert model.weight.grad.item() == comm.size * (comm.size - 1) / 2
+
+
+def test_steps_are_seen_when_the_strategy_is_out_of_sight(comm):
+    def build():
+        strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = build()
+    for step in range(1, 3):
+        gc.collect()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        assert make_world().step == step
+        optimizer.zero_grad()
+    gc.collect()
+    if comm.size > 1:
+        model.weight.grad = torch.ones_like(model.weight)
+        with pytest.raises(GradientError, match="as backward left it"):
+            optimizer.step()
+    reference = weakref.ref(model)
+    n_watchers = len(torch_hooks._before_steps)
+    del model, optimizer
+    owners.collect_garbage()
+    assert reference() is None
+    assert len(torch_hooks._before_steps) == n_watchers - 1
 
 
 def test_a_model_that_is_gone_takes_part_as_nothing(strategy, comm):

@@ -298,7 +298,7 @@ def test_a_checkpoint_is_one_state_and_loads_with_other_shards(comm, on_servers,
         model(torch.ones(1, 3))
         before = weights(model)
         optimizer.step()  # without gradients: nothing changes, and servers have the states from here on
-        strategy.engine.storage.refresh([optimizer])
+        strategy.engine.managed.storage.refresh([optimizer])
         assert torch.equal(weights(model), before)
         manager.check_equal()
         return before, optimizer.state_dict()["state"] if strategy.is_chief else None
@@ -511,7 +511,7 @@ def test_a_model_alone_is_loaded_and_the_other_one_stays(on_servers, shared_path
         strategy.refresh()
         assert torch.equal(weights(first), saved)
         assert torch.equal(weights(second), kept)
-        strategy.engine.storage.client.fetch_state(other)
+        strategy.engine.managed.storage.client.fetch_state(other)
         assert other.state[second[0].weight]["momentum_buffer"].abs().sum() > 0, "its state is still there"
         strategy.barrier()
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import sys
 import time
 import types
@@ -23,6 +22,7 @@ from hpcdist import MPIClusterResolver, PerReplica
 from hpcdist.collectives import subtree_sums
 from hpcdist.errors import ConfigurationError, DesyncError, GradientError
 from hpcdist.plan.replicas import ReplicaPlan
+from hpcdist.program import owners
 
 sys.path.insert(0, str(__file__).split("/tests/")[0] + "/benchmarks")
 import bits
@@ -468,9 +468,9 @@ def test_modules_built_in_a_run_are_the_replica_s_own_until_they_are_stepped(com
     with strategy.scope():
         model = nn.Linear(3, 3)
         strategy.run(fn, args=(False,))
-        assert list(strategy.engine.modules) == [model]
+        assert list(strategy.engine.managed.modules) == [model]
         strategy.run(fn, args=(False,))
-        assert strategy.engine.has_plan
+        assert strategy.engine.planner.has_plan
         if strategy.num_replicas_in_sync > 1:
             with pytest.raises(GradientError, match=r"strategy.run"):
                 strategy.run(fn, args=(True,))
@@ -617,7 +617,7 @@ def test_an_error_in_a_run_does_not_keep_the_strategy_alive(comm):
         return weakref.ref(strategy)
 
     reference = fail_in_run()
-    gc.collect()
+    owners.collect_garbage()
     assert reference() is None
 
 

@@ -63,7 +63,7 @@ class Definitions:
         Raises:
             UsageError: when it cannot be sent.
         """
-        self._engine.prepare_run(())
+        self._engine.planner.prepare_run(())
         self._define_layouts()
         self._require_served()
         try:
@@ -104,7 +104,7 @@ class Definitions:
             return self._define_optimizer(obj)
         if isinstance(obj, PerWorkerValues):
             return self._define("resource", obj, obj.make)
-        is_ours = isinstance(obj, nn.Module) and obj in self._engine.modules
+        is_ours = isinstance(obj, nn.Module) and obj in self._engine.managed.modules
         return self._define("object", obj, obj) if is_ours or isinstance(obj, Dataset) or is_shared(obj) else None
 
     def _name_of_variable(self, parameter: nn.Parameter) -> Name | None:
@@ -218,7 +218,7 @@ class Copies:
             self._makers.pop(number, None)
             return
         try:
-            with context.entered(self._strategy), self._engine.watching():
+            with context.entered(self._strategy), self._engine.planner.watching():
                 value = pickles.loads(payload, self._find)
                 if kind == "layout":
                     self._learn_layout(value)

@@ -141,7 +141,7 @@ class _Worker:
         """Learn what the function uses, bring it up to date, and return the function with its arguments."""
         for definition in definitions:
             self._copies.learn(definition)
-        self._strategy.engine.prepare()
+        self._strategy.engine.planner.prepare()
         self._copies.shared.begin(news)
         if must_pull or definitions or self._is_forced:
             self._storage.pull(is_whole=self._is_forced)

@@ -1,0 +1,82 @@
+"""What a strategy looks after: modules and optimizers of its scope, and where their parameters and gradients live."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.collectives.group import Group
+from hpcdist.gradients.slot import Slot
+from hpcdist.program.model_plan import IdentitySet, ModuleSet
+from hpcdist.replicas.shared_writes import SharedWrites
+from hpcdist.storage.host_storage import HostStorage
+from hpcdist.storage.storage import Storage
+
+
+class Managed:
+    """The objects of one strategy: the planner adds to them, and steps are checked against them.
+
+    Args:
+        storage: where the parameters live.
+        is_watched: whether writes to parameters, which several replicas share, are looked for.
+        is_entered: returns whether the caller is inside the strategy's scope or run. Its owner lives as long as this.
+
+    Attributes:
+        modules: those made in the scope.
+        optimizers: those made or used in the scope.
+        trained: parameters that are planned to be trained.
+        slots: slot of each trained parameter, by the id of the parameter.
+        shapes: shapes of trained parameters.
+        storage: where the parameters live; with each rank's share from the first ZeroRedundancyOptimizer on.
+        writes: finds writes to what replicas share; None where each has its own.
+    """
+
+    def __init__(self, storage: Storage, is_watched: bool, is_entered: Callable[[], bool]) -> None:
+        self.modules = ModuleSet()
+        self.optimizers: IdentitySet[Optimizer] = IdentitySet()
+        self.trained: IdentitySet[nn.Parameter] = IdentitySet()
+        self.slots: dict[int, Slot] = {}
+        self.shapes: frozenset[torch.Size] = frozenset()
+        self.storage = storage
+        self.writes = SharedWrites(self.optimizers) if is_watched else None
+        self._is_entered = is_entered
+
+    def slot_of(self, parameter: nn.Parameter) -> Slot | None:
+        """Return the slot of a trained parameter; None for another one."""
+        slot = self.slots.get(id(parameter))
+        return slot if slot is not None and slot.reference() is parameter else None
+
+    def is_ours(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether an optimizer was built or is used in the scope, or steps a parameter of its modules."""
+        if optimizer in self.optimizers:
+            return True
+        if not self._is_entered():
+            managed = self.modules.parameters()
+            if not any(parameter in managed for parameter in parameters):
+                return False
+        self.optimizers.add(optimizer)
+        return True
+
+    def train(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note which parameters are trained from now on."""
+        self.trained = IdentitySet(parameters)
+
+    def use_slots(self, slots: dict[int, Slot], shapes: Iterable[torch.Size]) -> None:
+        """Take the slots of a new plan, and the shapes of their parameters."""
+        self.slots = slots
+        self.shapes = frozenset(shapes)
+
+    def divide_storage(self, group: Group) -> SharedWrites:
+        """Let the ranks of a host hold parameters once, and each step its share; return what finds writes to them."""
+        self.storage = HostStorage(group, is_divided=True)
+        self.writes = SharedWrites(self.optimizers)
+        return self.writes
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
