@@ -198,7 +198,9 @@ class Planner:
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
         storage = self._managed.storage
-        named = _stepped_by(sharded, plan) if storage.is_divided else plan.parameters
+        named: Sequence[tuple[str, nn.Parameter]] = plan.parameters
+        if storage.is_divided:  # in the order of buckets, so that shares of parameters lie side by side as gradients do
+            named = _stepped_by(sharded, plan)[::-1]
         storage.adopt(named, plan.sparse)
         self._start_generators()
         self._managed.train(parameter for _, parameter in plan.trained)

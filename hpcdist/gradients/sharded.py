@@ -63,6 +63,11 @@ class ShardedSlot(Slot):
             self._parts.append(_ShardedPart(share, self._new_gradient(parameter, share)))
         self.taken.assign(bucket, parts[0] if parts else None)
 
+    @property
+    def bucket(self) -> int:
+        """Number of the bucket of the gradient."""
+        return self.taken.bucket
+
     def _new_gradient(self, parameter: Tensor, share: Tensor) -> ShardedGradient:
         return ShardedGradient(parameter, share, self.name, self._group)
 

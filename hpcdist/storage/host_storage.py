@@ -57,6 +57,8 @@ class HostStorage:
         self.shared: list[Shared] = []
         self._group = group
         self._is_first = group.node_comm.rank == 0
+        self._addresses: list[tuple[Shared, int]] = []  # of those on the host, where their memory begins
+        self._copies: list[Shared] = []  # those on devices
         self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
         self._hidden: list[Tensor | None] | None = None  # gradients of a rank whose step the chief makes
 
@@ -85,6 +87,18 @@ class HostStorage:
         for shared, (_, parameter) in zip(self.shared[-len(new) :], new, strict=True):
             if is_on_host(parameter):
                 parameter.data = shared.memory
+        self._sort_by_device()
+
+    def _sort_by_device(self) -> None:
+        """Tell parameters in the shared memory from copies of it on devices."""
+        self._addresses = []
+        self._copies = []
+        for shared in self.shared:
+            parameter = shared.parameter()
+            if parameter is not None and is_on_host(parameter):
+                self._addresses.append((shared, shared.memory.data_ptr()))
+            elif parameter is not None:
+                self._copies.append(shared)
 
     def holds(self, tensor: Any) -> bool:
         """Return whether a tensor is one of the parameters."""
@@ -131,21 +145,21 @@ class HostStorage:
             parameters: those that may have changed; torch's version counters do not see what other ranks write, so
                 they are incremented here.
         """
-        copies = self._copies_on_devices()
         if self._is_first:
-            for parameter, memory in copies:
+            for parameter, memory in self._copies_on_devices():
                 memory.copy_(parameter)
         self._wait()
         if not self._is_first:
-            for parameter, memory in copies:
+            for parameter, memory in self._copies_on_devices():
                 parameter.copy_(memory)
         torch.autograd.graph.increment_version(parameters)
 
     def _copies_on_devices(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the parameters on devices that are alive, with the memory that they are copies of."""
         copies: list[tuple[nn.Parameter, Tensor]] = []
-        for shared in self.shared:
+        for shared in self._copies:
             parameter = shared.parameter()
-            if parameter is not None and not is_on_host(parameter):
+            if parameter is not None:
                 copies.append((parameter, shared.memory))
         return copies
 
@@ -168,9 +182,9 @@ class HostStorage:
 
     def _require_unmoved(self) -> None:
         """Raise GradientError when a parameter is no longer in the shared memory; on this rank only."""
-        for shared in self.shared:
+        for shared, address in self._addresses:
             parameter = shared.parameter()
-            if parameter is not None and is_on_host(parameter) and parameter.data_ptr() != shared.memory.data_ptr():
+            if parameter is not None and parameter.data_ptr() != address:
                 raise GradientError(
                     f"step: expected {shared.name!r} in the memory that all ranks share, got it moved or converted; "
                     f"move and convert the model before its first use."

@@ -5,7 +5,7 @@ Each rank writes its share, in the optimizer's step; others read it between step
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.group import Group
 from hpcdist.errors import UsageError
+from hpcdist.plan.runs import Run
 from hpcdist.program import torch_hooks
 from hpcdist.program.tensors import in_memory_order
 from hpcdist.storage.host_storage import allocate, cut_memory, padded, shaped_as
@@ -20,17 +21,21 @@ from hpcdist.storage.host_storage import allocate, cut_memory, padded, shaped_as
 _PROBE_ELEMENTS = 64
 
 
-def probe_state(
-    make: Callable[[Any], Optimizer], options: dict[str, Any], dtype: torch.dtype
-) -> dict[str, tuple[bool, Any]]:
-    """Return what an optimizer keeps of a parameter: key -> whether for each element, and the dtype.
+class StateKey(NamedTuple):
+    """What an optimizer keeps of a parameter under one name."""
 
-    Found by a step on zeros.
+    name: str
+    is_elementwise: bool
+    dtype: torch.dtype
+
+
+def probe_state(make: Callable[[Any], Optimizer], options: dict[str, Any], dtype: torch.dtype) -> list[StateKey]:
+    """Return what an optimizer keeps of a parameter, found by a step on zeros.
 
     Args:
         make: returns the optimizer of some groups.
-        options: of the parameter's group.
-        dtype: of the parameter.
+        options: options of the parameter's group.
+        dtype: dtype of the parameter.
 
     Raises:
         UsageError: when it keeps something else than tensors of the parameter's shape and numbers in tensors.
@@ -39,101 +44,140 @@ def probe_state(
     probe.grad = torch.zeros_like(probe)
     optimizer = make([{**options, "params": [probe]}])
     torch_hooks.bare_step(type(optimizer))(optimizer)
-    found = {}
-    for key, value in optimizer.state[probe].items():
+    keys: list[StateKey] = []
+    for name, value in optimizer.state[probe].items():
         if not isinstance(value, Tensor) or value.shape not in ((_PROBE_ELEMENTS,), ()):
             raise UsageError(
-                f"ZeroRedundancyOptimizer: expected an optimizer whose state is of a parameter's shape, got {key!r} of "
-                f"{type(optimizer).__name__}; use a plain optimizer."
+                f"ZeroRedundancyOptimizer: expected an optimizer whose state is of a parameter's shape, got {name!r} "
+                f"of {type(optimizer).__name__}; use a plain optimizer."
             )
-        found[key] = (value.dim() == 1, value.dtype)
-    return found
+        keys.append(StateKey(name, value.dim() == 1, value.dtype))
+    return keys
 
 
 class SharedState:
-    """The state of some parameters, by key.
+    """The state of an optimizer's parameters, by runs.
 
-    Collective: the ranks of the host.
+    Collective over the ranks of the host.
 
     Args:
         group: the ranks.
-        parameters: whose state.
-        keys: of each parameter, as `probe_state` returns them.
-        own: of each parameter, (start, stop) of this rank's share.
+        parameters: all parameters of the optimizer.
+        runs: those that are stepped as one.
+        keys: for each run, what the optimizer keeps of it.
     """
 
     def __init__(
         self,
         group: Group,
         parameters: Sequence[nn.Parameter],
-        keys: Sequence[dict[str, tuple[bool, Any]]],
-        own: Sequence[tuple[int, int]],
+        runs: Sequence[Run],
+        keys: Sequence[Sequence[StateKey]],
     ) -> None:
-        self._parameters, self._keys, self._own = parameters, keys, own
-        self._local_rank, n_ranks = group.node_comm.rank, group.node_comm.size
-        n_values = [
-            [one.numel() if is_whole else n_ranks for is_whole, _ in of.values()]
-            for one, of in zip(parameters, keys, strict=True)
-        ]
-        sizes = [
-            padded(n * dtype.itemsize)
-            for counts, of in zip(n_values, keys, strict=True)
-            for n, (_, dtype) in zip(counts, of.values(), strict=True)
-        ]
-        n_flags = padded(len(parameters) * n_ranks)
-        flags, *memories = cut_memory(allocate(group, n_flags + sum(sizes)), [n_flags, *sizes])
-        self._has_state = flags[: len(parameters) * n_ranks].view(len(parameters), n_ranks)
-        left = iter(memories)
-        self._flat: list[dict[str, Tensor]] = [
-            {
-                key: next(left)[: n * dtype.itemsize].view(dtype)
-                for n, (key, (_, dtype)) in zip(counts, of.items(), strict=True)
-            }
-            for counts, of in zip(n_values, keys, strict=True)
-        ]
+        self._parameters = parameters
+        self._runs = runs
+        self._keys = keys
+        self._local_rank = group.node_comm.rank
+        self._run_of: dict[int, tuple[int, int]] = {}  # parameter -> its run, and its place in the run
+        for number, run in enumerate(runs):
+            for index, member in enumerate(run.members):
+                self._run_of[member] = (number, index)
+        self._allocate(group)
+
+    def _allocate(self, group: Group) -> None:
+        """Make the memory: a flag for each run and rank, and what is kept by run and key."""
+        n_ranks = group.node_comm.size
+        n_flags = len(self._runs) * n_ranks
+        sizes = [padded(n_flags)]
+        for run, keys in zip(self._runs, self._keys, strict=True):
+            for key in keys:
+                n_values = run.n_elements if key.is_elementwise else n_ranks
+                sizes.append(padded(n_values * key.dtype.itemsize))
+        flags, *memories = cut_memory(allocate(group, sum(sizes)), sizes)
+        self._has_state = flags[:n_flags].view(len(self._runs), n_ranks)
+        self._memory: list[dict[str, Tensor]] = []
+        parts = iter(memories)
+        for run, keys in zip(self._runs, self._keys, strict=True):
+            named: dict[str, Tensor] = {}
+            for key in keys:
+                n_values = run.n_elements if key.is_elementwise else n_ranks
+                named[key.name] = next(parts)[: n_values * key.dtype.itemsize].view(key.dtype)
+            self._memory.append(named)
+
+    def owns(self, number: int) -> bool:
+        """Return whether this rank keeps state of a run."""
+        return self._runs[number].is_owner(self._local_rank)
 
     def take(self, number: int, state: dict[str, Any]) -> None:
-        """Move the state of this rank's share of a parameter here: its tensors are views of this memory afterwards."""
-        start, stop = self._own[number]
-        for key, (is_whole, _) in self._keys[number].items():
-            flat = self._flat[number][key]
-            view = flat[start:stop] if is_whole else flat[self._local_rank]
-            view.copy_(torch.as_tensor(state[key]))
-            state[key] = view
+        """Move the state of this rank's share of a run here: its tensors are views of this memory afterwards."""
+        start, stop = self._runs[number].owned_range(self._local_rank)
+        for key in self._keys[number]:
+            memory = self._memory[number][key.name]
+            view = memory[start:stop] if key.is_elementwise else memory[self._local_rank]
+            view.copy_(torch.as_tensor(state[key.name]))
+            state[key.name] = view
         self._has_state[number, self._local_rank] = 1
 
-    def _is_owner(self, number: int) -> bool:
-        """Return whether this rank keeps state of a parameter. One without elements is the first rank's."""
-        start, stop = self._own[number]
-        return start < stop or (self._parameters[number].numel() == 0 and self._local_rank == 0)
-
     def has(self, number: int) -> bool:
-        """Return whether the state of this rank's share of a parameter is here."""
+        """Return whether the state of this rank's share of a run is here."""
         return bool(self._has_state[number, self._local_rank])
 
-    def read(self, number: int) -> dict[str, Tensor] | None:
+    def read(self, parameter_number: int) -> dict[str, Tensor] | None:
         """Return the whole state of a parameter, without copying what is of its shape; None before its first step."""
+        number, index = self._run_of[parameter_number]
         owners = self._has_state[number].nonzero()
         if not len(owners):
             return None
-        first = int(owners[0])
-        return {
-            key: shaped_as(self._flat[number][key], self._parameters[number]) if is_whole else flat[first].clone()
-            for (key, (is_whole, _)), flat in zip(self._keys[number].items(), self._flat[number].values(), strict=True)
-        }
-
-    def write(self, number: int, whole: dict[str, Any] | None) -> dict[str, Tensor]:
-        """Set this rank's share of a parameter's state; return it, as views of this memory."""
-        self._has_state[number, self._local_rank] = 0
-        start, stop = self._own[number]
-        if not whole or not self._is_owner(number):
-            return {}
-        state = {}
-        for key, (is_whole, _) in self._keys[number].items():
-            if is_whole:
-                target = torch.empty_like(self._parameters[number], dtype=whole[key].dtype)
-                state[key] = in_memory_order(target.copy_(whole[key]))[start:stop]
+        first_owner = int(owners[0])
+        parameter = self._parameters[parameter_number]
+        start = self._runs[number].starts[index]
+        state: dict[str, Tensor] = {}
+        for key in self._keys[number]:
+            memory = self._memory[number][key.name]
+            if key.is_elementwise:
+                state[key.name] = shaped_as(memory[start : start + parameter.numel()], parameter)
             else:
-                state[key] = whole[key]
+                state[key.name] = memory[first_owner].clone()
+        return state
+
+    def fits(self, states: dict[int, dict[str, Any]]) -> bool:
+        """Return whether states, by the number of the parameter, are alike for all members of each run."""
+        for number, run in enumerate(self._runs):
+            members = [states.get(member) or {} for member in run.members]
+            scalars = [key.name for key in self._keys[number] if not key.is_elementwise]
+            for state in members[1:]:
+                if bool(state) != bool(members[0]):
+                    return False
+                if state and any(float(state[name]) != float(members[0][name]) for name in scalars):
+                    return False
+        return True
+
+    def write(self, number: int, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """Set this rank's share of the state of a run that fits; return it, as views of this memory.
+
+        Args:
+            number: number of the run.
+            states: whole states, by the number of the parameter.
+        """
+        self._has_state[number, self._local_rank] = 0
+        run = self._runs[number]
+        wholes = [states.get(member) for member in run.members]
+        if not wholes[0] or not self.owns(number):
+            return {}
+        start, stop = run.owned_range(self._local_rank)
+        state: dict[str, Any] = {}
+        for key in self._keys[number]:
+            if key.is_elementwise:
+                state[key.name] = self._flat_state(run, wholes, key.name)[start:stop]
+            else:
+                state[key.name] = wholes[0][key.name]
         self.take(number, state)
         return state
+
+    def _flat_state(self, run: Run, wholes: Sequence[Any], name: str) -> Tensor:
+        """Return what is kept under a name of all members of a run, flat, in the order of their memory."""
+        flats: list[Tensor] = []
+        for member, whole in zip(run.members, wholes, strict=True):
+            laid_out = torch.empty_like(self._parameters[member], dtype=whole[name].dtype)
+            flats.append(in_memory_order(laid_out.copy_(whole[name])))
+        return flats[0] if len(flats) == 1 else torch.cat(flats)

@@ -1,14 +1,16 @@
 """One rank's share of an optimizer's parameters and gradients: stepped, clipped, saved and loaded.
 
-See `storage/zero_redundancy.py`, whose optimizer is the program's front of it.
+`storage/zero_redundancy.py` has the optimizer that the program sees. Parameters that lie one after another in the
+memory of a host are stepped as one, see `plan/runs.py`: that takes a few calls where a plain optimizer makes hundreds.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -16,11 +18,12 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.collectives import library
 from hpcdist.collectives.group import Group
 from hpcdist.errors import GradientError
+from hpcdist.plan.runs import Place, Run, plan_runs
 from hpcdist.plan.shards import BLOCK_ELEMENTS
 from hpcdist.program import torch_hooks
 from hpcdist.program.tensors import in_memory_order
 from hpcdist.storage.sharded_gradient import ShardedGradient
-from hpcdist.storage.sharded_state import SharedState, probe_state
+from hpcdist.storage.sharded_state import SharedState, StateKey, probe_state
 
 #: Groups of an optimizer: options, and "params".
 Groups = list[dict[str, Any]]
@@ -33,29 +36,45 @@ class OwnedShare(Protocol):
         name: name of the parameter.
         reference: a weak reference to the parameter.
         owned_range: (start, stop) of this rank's share in the parameter's memory.
+        ranges: those of all owners.
     """
 
     name: str
     reference: "weakref.ref[nn.Parameter]"
     owned_range: tuple[int, int]
+    ranges: Sequence[tuple[int, int]]
+
+    @property
+    def bucket(self) -> int:
+        """Number of the bucket of the gradient."""
 
     @property
     def has_local(self) -> bool:
         """Whether `parameter.grad` is this replica's own, accumulated under no_sync."""
 
 
+class _Gradient(NamedTuple):
+    """Shares of gradients that lie one after another, and a flat view of all of them."""
+
+    shares: list[Tensor]
+    flat: Tensor
+
+
 class Shares:
-    """This rank's share of an optimizer's parameters, and the optimizer that steps it.
+    """This rank's share of an optimizer's parameters, and the plain optimizer that steps it.
 
     Args:
-        groups: of the optimizer that the program made: parameters and options.
+        groups: groups of the optimizer that the program made: parameters and options.
         make: returns a plain optimizer of such groups, hidden from the strategy.
-        slots: of the parameters; None for one that is not trained; nothing without a group.
-        group: the ranks; None: this one alone, whose share is everything.
+        slots: slots of the parameters; None for one that is not trained.
+        group: the ranks that own the shares. Collective over the ranks of the host.
+        joins: whether parameters are stepped as one where they can be.
 
     Attributes:
-        slots, group: see above.
-        pattern: of the options that say which state there is.
+        group: the ranks.
+        slots: slots of the parameters.
+        joins: whether parameters are stepped as one where they can be.
+        pattern: which options are on, by which the optimizer keeps more or less state.
     """
 
     def __init__(
@@ -63,63 +82,135 @@ class Shares:
         groups: Groups,
         make: Callable[[Groups], Optimizer],
         slots: Sequence[OwnedShare | None],
-        group: Group | None,
+        group: Group,
+        joins: bool,
     ) -> None:
-        self.group, self.slots = group, slots
+        self.group = group
+        self.slots = slots
+        self.joins = joins
         self.pattern = pattern_of(groups)
-        self._parameters: list[nn.Parameter] = [one for given in groups for one in given["params"]]
-        is_first = group is None or group.node_comm.rank == 0
-        whole = [(0, one.numel() * is_first) for one in self._parameters]  # of what is not trained, too
-        self._own = [own if slot is None else slot.owned_range for own, slot in zip_longest(whole, slots)]
-        self._mine: list[Tensor | None] = []
-        for parameter, owned_range in zip(self._parameters, self._own, strict=True):
-            self._mine.append(parameter if group is None else _owned_slice(parameter, owned_range, is_first))
-        options = [{key: value for key, value in given.items() if key != "params"} for given in groups]
-        numbers = iter(self._mine)
-        shares = [[next(numbers) for _ in given["params"]] for given in groups]
-        inner_groups = [
-            {**own, "params": [one for one in part if one is not None]}
-            for own, part in zip(options, shares, strict=True)
-        ]
-        has_any = any(one["params"] for one in inner_groups)
-        self._inner: Optimizer | None = make(inner_groups) if has_any else None
-        self._state: SharedState | None = None
-        if group is not None:
-            keys = []
-            for own, given in zip(options, groups, strict=True):
-                dtypes = {one.dtype for one in given["params"]}
-                found = {dtype: probe_state(make, own, dtype) for dtype in dtypes}
-                keys += [found[one.dtype] for one in given["params"]]
-            self._state = SharedState(group, self._parameters, keys, self._own)
+        self._local_rank = group.node_comm.rank
+        self._parameters: list[nn.Parameter] = []
+        self._group_of: list[int] = []  # of each parameter
+        for number, options in enumerate(groups):
+            self._parameters += options["params"]
+            self._group_of += [number] * len(options["params"])
+        self._ranges = [_owned_range(parameter, slot, self._local_rank) for parameter, slot in self._with_slots()]
+        self._runs = plan_runs(self._places(), joins)
+        self._pieces = [self._piece_of(run) for run in self._runs]
+        self._inner = self._make_inner(groups, make)
+        self._state = SharedState(group, self._parameters, self._runs, self._keys_of(groups, make))
+        self._gradients: dict[int, _Gradient] = {}  # by the id of the first share
         self._n_states = 0
         self._views: list[tuple[dict[str, Any], str, Tensor]] = []
         if self._inner is not None and self._inner.state:  # as that of Adagrad
             self._share_state(self._inner)
 
+    # -- the plan ---------------------------------------------------------------------------------------------------
+
+    def _with_slots(self) -> list[tuple[nn.Parameter, OwnedShare | None]]:
+        return list(zip(self._parameters, self.slots, strict=True))
+
+    def _places(self) -> list[Place]:
+        """Return what decides which parameters are stepped as one."""
+        places: list[Place] = []
+        for number, (parameter, slot) in enumerate(self._with_slots()):
+            kind: tuple[int, str, int] | None = None
+            ranges: Sequence[tuple[int, int]] = ((0, parameter.numel()),)
+            if slot is not None:
+                kind = (self._group_of[number], str(parameter.dtype), slot.bucket)
+                ranges = slot.ranges
+            item_bytes = parameter.element_size()
+            places.append(Place(kind, parameter.data_ptr(), parameter.numel(), item_bytes, ranges))
+        return places
+
+    def _piece_of(self, run: Run) -> Tensor | None:
+        """Return this rank's share of a run, flat, in the memory of its parameters; None without one."""
+        if not run.is_owner(self._local_rank):
+            return None
+        start, stop = run.owned_range(self._local_rank)
+        first = self._parameters[run.members[0]].data
+        return first.as_strided((stop - start,), (1,), first.storage_offset() + start)
+
+    def _make_inner(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> Optimizer | None:
+        """Return the plain optimizer of this rank's pieces; None if it has none."""
+        inner_groups: Groups = []
+        for options in groups:
+            inner_groups.append({**without_parameters(options), "params": []})
+        for run, piece in zip(self._runs, self._pieces, strict=True):
+            if piece is not None:
+                inner_groups[self._group_of[run.members[0]]]["params"].append(piece)
+        if not any(options["params"] for options in inner_groups):
+            return None
+        return make(inner_groups)
+
+    def _keys_of(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> list[list[StateKey]]:
+        """Return what the optimizer keeps of each run."""
+        known: dict[tuple[int, torch.dtype], list[StateKey]] = {}
+        keys: list[list[StateKey]] = []
+        for run in self._runs:
+            number = self._group_of[run.members[0]]
+            dtype = self._parameters[run.members[0]].dtype
+            if (number, dtype) not in known:
+                known[number, dtype] = probe_state(make, without_parameters(groups[number]), dtype)
+            keys.append(known[number, dtype])
+        return keys
+
     def wait(self) -> None:
-        """Wait for the other ranks of the host. Collective: they."""
-        if self.group is not None:
-            with self.group.recorded("shares of an optimizer", None):
-                self.group.barrier.wait()
+        """Wait for the other ranks of the host. Collective over them."""
+        with self.group.recorded("shares of an optimizer", None):
+            self.group.barrier.wait()
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def has_mixed_run(self) -> bool:
+        """Return whether some parameters that are stepped as one have a gradient, and others have none.
+
+        The same on all ranks, as a backward leaves gradients on all or none.
+        """
+        for run in self._runs:
+            if len(run.members) > 1:
+                n_gradients = sum(self._parameters[member].grad is not None for member in run.members)
+                if 0 < n_gradients < len(run.members):
+                    return True
+        return False
 
     def step(self, groups: Groups) -> None:
         """Step this rank's share, with the options that the groups have now."""
-        if self._inner is None:
+        inner = self._inner
+        if inner is None:
             return
-        step = torch_hooks.bare_step(type(self._inner))
-        for given, own in zip(groups, self._inner.param_groups, strict=True):
-            own.update({key: value for key, value in given.items() if key != "params"})
-        if self.group is None:
-            step(self._inner)
-            return
-        for number, mine in enumerate(self._mine):
-            if mine is not None:
-                mine.grad = self._share_of_gradient(number)
-        step(self._inner)
-        for mine in self._mine:
-            if mine is not None:
-                mine.grad = None  # so that zero_grad frees it
-        self._share_state(self._inner)
+        for options, inner_options in zip(groups, inner.param_groups, strict=True):
+            inner_options.update(without_parameters(options))
+        for run, piece in zip(self._runs, self._pieces, strict=True):
+            if piece is not None:
+                piece.grad = self._gradient_of(run)
+        torch_hooks.bare_step(type(inner))(inner)
+        for piece in self._pieces:
+            if piece is not None:
+                piece.grad = None  # so that zero_grad frees it
+        self._share_state(inner)
+
+    def _gradient_of(self, run: Run) -> Tensor | None:
+        """Return this rank's share of the gradient of a run, flat; None without a gradient."""
+        if len(run.members) == 1:
+            return self._share_of_gradient(run.members[0])
+        shares: list[Tensor] = []
+        for member in run.members:
+            start, stop = self._ranges[member]
+            share = self._share_of_gradient(member) if start < stop else None
+            if share is not None:
+                shares.append(share)
+        if not shares:
+            return None
+        known = self._gradients.get(id(shares[0]))
+        if known is not None and len(known.shares) == len(shares) and all(map(operator.is_, known.shares, shares)):
+            return known.flat
+        flat = _view_over(shares)
+        if flat is None:
+            return torch.cat(shares)
+        self._gradients[id(shares[0])] = _Gradient(shares, flat)
+        return flat
 
     def _share_of_gradient(self, number: int) -> Tensor | None:
         """Return this rank's elements of a gradient, by shares or, if the program has summed it, whole."""
@@ -128,10 +219,43 @@ class Shares:
             return None
         if isinstance(gradient, ShardedGradient):
             return gradient.share
-        start, stop = self._own[number]
+        start, stop = self._ranges[number]
         laid_out = torch.empty_like(self._parameters[number], dtype=gradient.dtype)
-        is_alike = gradient.stride() == laid_out.stride()
-        return in_memory_order(gradient if is_alike else laid_out.copy_(gradient))[start:stop]
+        if gradient.stride() != laid_out.stride():
+            gradient = laid_out.copy_(gradient)
+        return in_memory_order(gradient)[start:stop]
+
+    def _share_state(self, inner: Optimizer) -> None:
+        """Keep state in the shared memory: that of first steps, and what the optimizer has put elsewhere since."""
+        if len(inner.state) != self._n_states:
+            for number, piece in enumerate(self._pieces):
+                if piece is not None and inner.state.get(piece) and not self._state.has(number):
+                    state = inner.state[piece]
+                    self._state.take(number, state)
+                    self._remember_views(state)
+            self._n_states = len(inner.state)
+        for state, key, view in self._views:
+            if state[key] is not view:
+                view.copy_(state[key])
+                state[key] = view
+
+    def _remember_views(self, state: dict[str, Any]) -> None:
+        for key, view in state.items():
+            self._views.append((state, key, view))
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank has of each gradient, to be changed in place: its share, or all of a whole one."""
+        self._require_no_local()
+        gradients: list[Tensor] = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, ShardedGradient):
+                gradients.append(gradient.share)
+            elif gradient is not None:
+                gradients.append(gradient)
+        return gradients
 
     def _require_no_local(self) -> None:
         """Raise GradientError for gradients of this replica alone, which all ranks have after no_sync."""
@@ -142,102 +266,119 @@ class Shares:
                     f"{slot.name!r}; run the last backward outside no_sync."
                 )
 
-    def _share_state(self, inner: Optimizer) -> None:
-        """Keep state in the shared memory: that of first steps, and what the optimizer has put elsewhere since."""
-        if self._state is None:
-            return
-        if len(inner.state) != self._n_states:
-            for number, mine in enumerate(self._mine):
-                if mine is not None and inner.state.get(mine) and not self._state.has(number):
-                    state = inner.state[mine]
-                    self._state.take(number, state)
-                    self._views += [(state, key, value) for key, value in state.items()]
-            self._n_states = len(inner.state)
-        for state, key, view in self._views:
-            if state[key] is not view:
-                view.copy_(state[key])
-                state[key] = view
-
-    def gradients(self) -> list[Tensor]:
-        """Return what this rank has of each gradient, to be changed in place: its share, or all of a whole one."""
-        found = [one.grad for one in self._parameters]
-        self._require_no_local()
-        return [one.share if isinstance(one, ShardedGradient) else one for one in found if one is not None]
-
     def norm(self, order: float) -> float:
-        """Return the norm of all gradients. Collective: the group.
-
-        Of blocks that begin at the same places on any number of ranks, each summed by one rank; then of all in order.
-        """
+        """Return the norm of all gradients, the same on any number of ranks. Collective over the group."""
         self._require_no_local()
-        sizes = [-(-one.numel() // BLOCK_ELEMENTS) for one in self._parameters]
-        blocks = np.zeros(sum(sizes))
-        first = 0
-        for number, (start, size) in enumerate(zip((own[0] for own in self._own), sizes, strict=True)):
-            gradient = self._share_of_gradient(number)
-            if gradient is not None and gradient.numel():
-                values = _norms_of_blocks(gradient, order)
-                at = first + start // BLOCK_ELEMENTS
-                blocks[at : at + len(values)] = values
-            first += size
-        if self.group is not None:
-            blocks = self._on_all_ranks(blocks)
-        if order == np.inf:
-            return float(blocks.max(initial=0.0))
-        return float(blocks.sum() ** (1 / order))
+        shares: list[tuple[int, Tensor | None]] = []
+        for number, (start, _) in enumerate(self._ranges):
+            shares.append((start, self._share_of_gradient(number)))
+        blocks = blocks_of(self._parameters, shares, order)
+        own_blocks = blocks if self.group.host == 0 else np.zeros_like(blocks)  # one host has all of them
+        with self.group.recorded("norms of gradients", own_blocks):
+            library.all_reduce(own_blocks, self.group)
+        return norm_of_blocks(own_blocks, order)
 
-    def _on_all_ranks(self, blocks: Any) -> Any:
-        """Return the blocks of all owners: one host has all of them. Collective: the group."""
-        assert self.group is not None, "there are other ranks"
-        own = blocks if self.group.host == 0 else np.zeros_like(blocks)
-        with self.group.recorded("norms of gradients", own):
-            library.all_reduce(own, self.group)
-        return own
+    # -- state ------------------------------------------------------------------------------------------------------
 
     def read(self) -> dict[int, dict[str, Any]]:
         """Return the whole state by the numbers of the parameters."""
-        if self._state is None:
-            states = [] if self._inner is None else [self._inner.state.get(one) for one in self._parameters]
-        else:
-            states = [self._state.read(number) for number in range(len(self._parameters))]
-        return {number: dict(state) for number, state in enumerate(states) if state}
+        states: dict[int, dict[str, Any]] = {}
+        for number in range(len(self._parameters)):
+            state = self._state.read(number)
+            if state:
+                states[number] = state
+        return states
+
+    def fits(self, states: dict[int, dict[str, Any]]) -> bool:
+        """Return whether a whole state can be taken: it is alike for parameters that are stepped as one."""
+        return self._state.fits(states)
 
     def write(self, states: dict[int, dict[str, Any]]) -> None:
-        """Take the whole state by the numbers of the parameters. Collective: the ranks of the host."""
-        if self._state is None:
-            if self._inner is not None:
-                self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
-            return
+        """Take the whole state, which fits, by the numbers of the parameters. Collective over the ranks of the host."""
         self.wait()  # another rank may still read
         self._views = []
-        for number, mine in enumerate(self._mine):
-            own = self._state.write(number, states.get(number))
-            if self._inner is not None and mine is not None:
-                self._inner.state.pop(mine, None)
-                if own:
-                    self._inner.state[mine] = own
-                    self._views += [(own, key, value) for key, value in own.items()]
+        for number, piece in enumerate(self._pieces):
+            state = self._state.write(number, states)
+            if self._inner is not None and piece is not None:
+                self._inner.state.pop(piece, None)
+                if state:
+                    self._inner.state[piece] = state
+                    self._remember_views(state)
         self._n_states = 0 if self._inner is None else len(self._inner.state)
         self.wait()  # so that every rank may read all of it
 
 
-def _owned_slice(parameter: nn.Parameter, owned_range: tuple[int, int], is_first: bool) -> Tensor | None:
-    """Return this rank's share of a parameter, flat; None without one. One without elements is the first rank's."""
-    start, stop = owned_range
-    if start == stop and not (is_first and parameter.numel() == 0):
-        return None
-    return in_memory_order(parameter.data)[start:stop]
-
-
 def pattern_of(groups: Groups) -> list[list[bool]]:
     """Return which options of each group are on: a momentum of 0 keeps no state, and any other does."""
-    return [[bool(value) for key, value in group.items() if key not in ("params", "lr")] for group in groups]
+    pattern: list[list[bool]] = []
+    for group in groups:
+        pattern.append([bool(value) for key, value in group.items() if key not in ("params", "lr")])
+    return pattern
 
 
-def _norms_of_blocks(gradient: Tensor, order: float) -> Any:
-    """Return each block's largest magnitude, or the sum of powers of its magnitudes, of a flat gradient; float64."""
-    values = np.abs(gradient.detach().double().numpy())
-    n_blocks = -(-len(values) // BLOCK_ELEMENTS)
-    padded = np.zeros((n_blocks, BLOCK_ELEMENTS))
-    padded.reshape(-1)[: len(values)] = values
-    return padded.max(1) if order == np.inf else (padded**order).sum(1)
+def without_parameters(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group."""
+    return {key: value for key, value in options.items() if key != "params"}
+
+
+def _owned_range(parameter: nn.Parameter, slot: OwnedShare | None, local_rank: int) -> tuple[int, int]:
+    """Return (start, stop) of this rank's share of a parameter; one that is not trained is the first rank's."""
+    if slot is not None:
+        return slot.owned_range
+    return (0, parameter.numel() if local_rank == 0 else 0)
+
+
+def _view_over(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return a view over flat tensors that lie one after another in one memory; None if they do not."""
+    first = parts[0]
+    storage_address = first.untyped_storage().data_ptr()
+    address = first.data_ptr()
+    n_elements = 0
+    for part in parts:
+        is_next = part.data_ptr() == address and part.untyped_storage().data_ptr() == storage_address
+        if not is_next or part.dtype != first.dtype:
+            return None
+        address += part.nbytes
+        n_elements += part.numel()
+    return first.as_strided((n_elements,), (1,), first.storage_offset())
+
+
+def blocks_of(
+    parameters: Sequence[nn.Parameter], shares: Sequence[tuple[int, Tensor | None]], order: float
+) -> npt.NDArray[Any]:
+    """Return a float64 for each block of all gradients: its largest magnitude, or the sum of powers of magnitudes.
+
+    Blocks begin at the same elements on any number of ranks, and each is one rank's: a sum of them is always the same.
+
+    Args:
+        parameters: all parameters.
+        shares: for each, where this rank's share begins, and its gradient there, flat; None without one.
+        order: order of the norm; may be infinite.
+    """
+    n_blocks = [-(-parameter.numel() // BLOCK_ELEMENTS) for parameter in parameters]
+    blocks = np.zeros(sum(n_blocks))
+    first_block = 0
+    for count, (start, gradient) in zip(n_blocks, shares, strict=True):
+        if gradient is not None and gradient.numel():
+            values = _values_of_blocks(gradient, order)
+            offset = first_block + start // BLOCK_ELEMENTS
+            blocks[offset : offset + len(values)] = values
+        first_block += count
+    return blocks
+
+
+def _values_of_blocks(gradient: Tensor, order: float) -> npt.NDArray[Any]:
+    magnitudes = np.abs(gradient.detach().double().cpu().numpy())
+    n_blocks = -(-len(magnitudes) // BLOCK_ELEMENTS)
+    padded_magnitudes = np.zeros((n_blocks, BLOCK_ELEMENTS))
+    padded_magnitudes.reshape(-1)[: len(magnitudes)] = magnitudes
+    if order == np.inf:
+        return np.asarray(padded_magnitudes.max(1))
+    return np.asarray((padded_magnitudes**order).sum(1))
+
+
+def norm_of_blocks(blocks: npt.NDArray[Any], order: float) -> float:
+    """Return the norm of all gradients from the values of their blocks."""
+    if order == np.inf:
+        return float(blocks.max(initial=0.0))
+    return float(blocks.sum() ** (1 / order))

@@ -22,6 +22,7 @@ from hpcdist.program.model_plan import ModelPlan
 from hpcdist.runtime.process import make_world
 from hpcdist.storage.host_storage import is_on_host
 from hpcdist.storage.shares import OwnedShare, Shares, pattern_of
+from hpcdist.storage.undivided import Undivided
 
 #: They treat each element by itself, so that a share is stepped as it would be in the whole parameter. Another class
 #: says so by an attribute `is_elementwise = True`.
@@ -65,7 +66,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     def __init__(self, params: Any, optimizer_class: type[Optimizer] = Adam, **defaults: Any) -> None:
         _require_elementwise(optimizer_class)
         self.optimizer_class = optimizer_class
-        self._shares: Shares | None = None
+        self._shares: Shares | Undivided | None = None
+        self._joins = True
         self._loaded: dict[str, Any] | None = None
         self._given = defaults
         super().__init__(params, self.make_part([torch.zeros(1)]).defaults)
@@ -81,14 +83,28 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def shard(self, slots: Sequence[OwnedShare], group: Group) -> None:
         """Divide the parameters of these slots; the strategy calls it when it plans. Collective: the group."""
-        loaded, self._loaded = self._loaded if self._shares is None else _copied(self.state_dict()), None
+        loaded = self._loaded
+        if self._shares is not None:
+            loaded = _copied(self.state_dict())
+        self._loaded = None
         by_parameter = {id(slot.reference()): slot for slot in slots}
-        parameters = _parameters_of(self)
-        self._shares = Shares(
-            self.param_groups, self.make_part, [by_parameter.get(id(one)) for one in parameters], group
-        )
+        own_slots = [by_parameter.get(id(parameter)) for parameter in _parameters_of(self)]
+        self._shares = self._new_shares(own_slots, group)
         if loaded is not None:
-            self._shares.write(loaded["state"])
+            self._write(self._shares, loaded["state"])
+
+    def _new_shares(self, slots: Sequence[OwnedShare | None], group: Group) -> Shares:
+        """Divide the parameters. Collective over the ranks of the host."""
+        return Shares(self.param_groups, self.make_part, slots, group, self._joins)
+
+    def _write(self, shares: Shares, states: dict[int, dict[str, Any]]) -> None:
+        """Take a whole state, parameter by parameter if it differs between some that are stepped as one. Collective."""
+        if not shares.fits(states):
+            self._joins = False
+            shares.wait()  # until all have seen that
+            shares = self._new_shares(shares.slots, shares.group)
+            self._shares = shares
+        shares.write(states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, before the first use.
@@ -117,25 +133,31 @@ class ZeroRedundancyOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._shares is None and all(one.grad is None for one in _parameters_of(self)):
+        if self._shares is None and all(parameter.grad is None for parameter in _parameters_of(self)):
             return loss
         shares = self._made_shares()
-        if closure is not None:
-            shares.wait()  # another rank may still be in its closure, and read parameters
-        if shares.pattern != pattern_of(self.param_groups):
-            shares = self._remade(shares)
+        if isinstance(shares, Shares):
+            if closure is not None:
+                shares.wait()  # another rank may still be in its closure, and read parameters
+            shares = self._fitting(shares)
         shares.step(self.param_groups)
         return loss
 
-    def _remade(self, shares: Shares) -> Shares:
-        """Return new shares with the state of these, for options that keep another state. Collective."""
-        state = _copied(self.state_dict())["state"]
+    def _fitting(self, shares: Shares) -> Shares:
+        """Return shares that fit the options and the gradients of a step, with the same state. Collective if new."""
+        has_pattern = shares.pattern == pattern_of(self.param_groups)
+        if shares.joins and shares.has_mixed_run():
+            self._joins = False
+        if has_pattern and shares.joins == self._joins:
+            return shares
+        states = _copied(self.state_dict())["state"]
         shares.wait()  # until all have read
-        self._shares = Shares(self.param_groups, self.make_part, shares.slots, shares.group)
-        self._shares.write(state)
-        return self._shares
+        fitting = self._new_shares(shares.slots, shares.group)
+        self._shares = fitting
+        self._write(fitting, states)
+        return fitting
 
-    def _made_shares(self) -> Shares:
+    def _made_shares(self) -> "Shares | Undivided":
         if self._shares is None:
             n_ranks = make_world().role_comm.size
             if n_ranks > 1:
@@ -144,7 +166,8 @@ class ZeroRedundancyOptimizer(Optimizer):
                     f"the optimizer before the first use of the model, got others on {n_ranks} ranks; make both in "
                     f"strategy.scope()."
                 )
-            self._shares = Shares(self.param_groups, self.make_part, [], None)
+            own_groups = [dict(options) for options in self.param_groups]
+            self._shares = Undivided(self.param_groups, self.make_part(own_groups))
             if self._loaded is not None:
                 self._shares.write(self._loaded["state"])
                 self._loaded = None
@@ -219,10 +242,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._shares is None:
             self._loaded = {"state": states}
             return
+        if isinstance(self._shares, Undivided):
+            self._shares.write(states)
+            return
         if self._shares.pattern != pattern_of(self.param_groups):
             self._shares.wait()
-            self._shares = Shares(self.param_groups, self.make_part, self._shares.slots, self._shares.group)
-        self._shares.write(states)
+            self._shares = self._new_shares(self._shares.slots, self._shares.group)
+        self._write(self._shares, states)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of: one that was not used yet, with a copy of the state."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import time
 import warnings
 import weakref
@@ -111,6 +112,51 @@ def test_weights_and_state_have_the_bits_of_the_plain_optimizer(kind, width):
     train(_, plain_model, plain)
     require_equal(model.state_dict(), plain_model.state_dict())
     require_equal(optimizer.state_dict(), plain.state_dict())
+
+
+class Chain(nn.Module):
+    """Layers whose parameters can be stepped as one, and the second of which a step may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, x, is_rare):
+        x = nn.functional.pad(x, (0, 57))
+        for number, layer in enumerate(self.layers):
+            if number != 1 or not is_rare:
+                x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("way", ["all used", "one unused", "loaded", "loaded with other steps"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_parameters_that_are_stepped_as_one_have_the_bits_of_the_plain_optimizer(comm, kind, way):
+    optimizer_class, options = CLASSES[kind]
+    found = []
+    for is_sharded in (True, False):
+        strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+        with strategy.scope():
+            model = Chain()
+            make_optimizer = functools.partial(ZeroRedundancyOptimizer, optimizer_class=optimizer_class)
+            optimizer = (make_optimizer if is_sharded else optimizer_class)(model.parameters(), **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(strategy, model, step, is_rare=step == 2 and way == "one unused").backward()
+            optimizer.step()
+            if step == 1 and is_sharded and comm.size > 1:
+                n_joined = max(len(run.members) for run in optimizer._shares._runs)
+                assert n_joined == 9, "all but the last bias"
+            if step == 1 and "loaded" in way:
+                state = copy.deepcopy(optimizer.state_dict())
+                if "other" in way and "step" in state["state"].get(2, {}):
+                    state["state"][2]["step"] += 1
+                optimizer.load_state_dict(state)
+        found.append((model.state_dict(), optimizer.state_dict()))
+    require_equal(found[0][0], found[1][0])
+    require_equal(found[0][1], found[1][1])
 
 
 @pytest.mark.feature("strategies.sharded-optimizer-state")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import hpcdist
 from hpcdist.gradients import reducer
+from hpcdist.plan import runs
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy import multi_worker
 from torch_fuzz.models import Rows, make_rows
@@ -156,6 +157,7 @@ def make_strategy(program: Program) -> Any:
 def cluster_of(spec: ClusterSpec) -> Iterator[None]:
     """Let strategies made in the block believe in other hosts, and sum small gradients as they would large ones."""
     group_of, direct_bytes = multi_worker.group_of, reducer.DIRECT_BYTES
+    joined_elements = runs.JOINED_ELEMENTS
     groups: list[Any] = []
 
     def make(role_comm: MPI.Comm, timeout_s: float | None = None, world: Any = None) -> Any:
@@ -165,10 +167,12 @@ def cluster_of(spec: ClusterSpec) -> Iterator[None]:
 
     multi_worker.group_of = make if spec.hosts else group_of
     reducer.DIRECT_BYTES = spec.direct_bytes or direct_bytes
+    runs.JOINED_ELEMENTS = 1  # small parameters are joined, too, though last bits may differ then
     try:
         yield
     finally:
         multi_worker.group_of, reducer.DIRECT_BYTES = group_of, direct_bytes
+        runs.JOINED_ELEMENTS = joined_elements
         for group in groups:
             group.free()
 

@@ -1,0 +1,105 @@
+"""Which parameters an optimizer of shares steps as one: those that lie one after another in memory.
+
+A step of many small tensors costs mostly calls, and elementwise optimizers do not see where one tensor ends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Parameters of whole multiples of this are joined: an optimizer's vector instructions treat each element as they would
+#: in the parameter alone, no last few elements of which are left to scalar code.
+JOINED_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter, and who owns it.
+
+    Attributes:
+        kind: what is equal for parameters that may be joined: group of the optimizer, dtype, bucket of the gradient.
+            None for a parameter that is joined with no other.
+        address: where its memory begins, in bytes.
+        n_elements: number of its elements.
+        item_bytes: bytes of an element.
+        ranges: (start, stop) of each owner's share, in elements.
+    """
+
+    kind: tuple[int, str, int] | None
+    address: int
+    n_elements: int
+    item_bytes: int
+    ranges: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Parameters that are stepped as one.
+
+    Attributes:
+        members: numbers of the parameters, in the order of their memory.
+        starts: where each member begins, in elements of the run.
+        n_elements: number of elements of all members.
+        ranges: (start, stop) of each owner's share, in elements of the run.
+    """
+
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    n_elements: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def owned_range(self, owner: int) -> tuple[int, int]:
+        """Return (start, stop) of an owner's share; nothing for a rank that owns none."""
+        return self.ranges[owner] if owner < len(self.ranges) else (0, 0)
+
+    def is_owner(self, owner: int) -> bool:
+        """Return whether an owner steps a part of the run. One without elements is the first owner's."""
+        start, stop = self.owned_range(owner)
+        return start < stop or (self.n_elements == 0 and owner == 0)
+
+
+def plan_runs(places: Sequence[Place], joins: bool) -> list[Run]:
+    """Return runs that hold each parameter once. The same on all ranks that lay parameters out alike.
+
+    Each owner's share of a run is one piece.
+
+    Args:
+        places: one for each parameter.
+        joins: whether parameters are joined at all.
+    """
+    order = sorted(range(len(places)), key=lambda number: (places[number].kind or (-1, "", -1), places[number].address))
+    runs: list[Run] = []
+    for number in order:
+        last = runs[-1] if runs and joins else None
+        if last is not None and _may_follow(places[last.members[-1]], places[number]):
+            joined = _joined(last, number, places[number])
+            if joined is not None:
+                runs[-1] = joined
+                continue
+        place = places[number]
+        runs.append(Run((number,), (0,), place.n_elements, tuple(place.ranges)))
+    return runs
+
+
+def _may_follow(last: Place, place: Place) -> bool:
+    """Return whether a parameter lies right behind another one of its kind, and both have no odd elements."""
+    is_adjacent = last.address + last.n_elements * last.item_bytes == place.address
+    has_elements = last.n_elements > 0 and place.n_elements > 0
+    is_whole = last.n_elements % JOINED_ELEMENTS == 0 and place.n_elements % JOINED_ELEMENTS == 0
+    return last.kind is not None and last.kind == place.kind and is_adjacent and has_elements and is_whole
+
+
+def _joined(run: Run, number: int, place: Place) -> Run | None:
+    """Return a run with one more parameter; None if an owner's share of it would be two pieces."""
+    ranges: list[tuple[int, int]] = []
+    for (start, stop), (new_start, new_stop) in zip(run.ranges, place.ranges, strict=True):
+        if new_start == new_stop:
+            ranges.append((start, stop))
+        elif start == stop:
+            ranges.append((run.n_elements + new_start, run.n_elements + new_stop))
+        elif stop == run.n_elements + new_start:
+            ranges.append((start, run.n_elements + new_stop))
+        else:
+            return None
+    members = (*run.members, number)
+    starts = (*run.starts, run.n_elements)
+    return Run(members, starts, run.n_elements + place.n_elements, tuple(ranges))

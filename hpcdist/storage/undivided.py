@@ -1,0 +1,59 @@
+"""All of an optimizer's work on the only rank of a job, which owns every parameter whole."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.program import torch_hooks
+from hpcdist.storage.shares import Groups, blocks_of, norm_of_blocks, pattern_of, without_parameters
+
+
+class Undivided:
+    """What `Shares` are on several ranks.
+
+    Args:
+        groups: groups of the optimizer that the program made: parameters and options.
+        inner: the plain optimizer of the same parameters.
+
+    Attributes:
+        pattern: which options are on, by which the optimizer keeps more or less state.
+    """
+
+    def __init__(self, groups: Groups, inner: Optimizer) -> None:
+        self.pattern = pattern_of(groups)
+        self._inner = inner
+        self._parameters: list[nn.Parameter] = []
+        for options in groups:
+            self._parameters += options["params"]
+
+    def step(self, groups: Groups) -> None:
+        """Step all parameters, with the options that the groups have now."""
+        for options, inner_options in zip(groups, self._inner.param_groups, strict=True):
+            inner_options.update(without_parameters(options))
+        torch_hooks.bare_step(type(self._inner))(self._inner)
+
+    def gradients(self) -> list[Tensor]:
+        """Return all gradients, to be changed in place."""
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def norm(self, order: float) -> float:
+        """Return the norm of all gradients."""
+        shares: list[tuple[int, Tensor | None]] = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            shares.append((0, None if gradient is None else gradient.reshape(-1)))
+        return norm_of_blocks(blocks_of(self._parameters, shares, order), order)
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Return the state by the numbers of the parameters."""
+        states: dict[int, dict[str, Any]] = {}
+        for number, parameter in enumerate(self._parameters):
+            state = self._inner.state.get(parameter)
+            if state:
+                states[number] = dict(state)
+        return states
+
+    def write(self, states: dict[int, dict[str, Any]]) -> None:
+        """Take the state by the numbers of the parameters."""
+        self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
