@@ -36,13 +36,13 @@ class _Pass:
     Args:
         replica: its number; None outside of `run` where there are several.
         parameters: those of all slots; None for one that is gone.
-        creates_graph: whether gradients have graphs of their own.
+        creates_graph: whether gradients can be differentiated.
         is_nested: whether it runs inside another call of autograd.
 
     Attributes:
         replica: its number.
         parameters: those of all slots.
-        creates_graph: whether gradients have graphs of their own.
+        creates_graph: whether gradients can be differentiated.
         stashed: what parameters held before it, by the number of the slot.
         taken: slots that have taken the gradient while it runs.
         weight: weight of what was taken then; None before anything was.
@@ -424,8 +424,8 @@ class Backward:
         for number, gradient in enumerate(gradients):
             is_touched.append(gradient is not None or number in zeros)
         if running.taken:
-            taken = [slot in running.taken for slot in self._sums.slots]
-            is_touched = [either or other for either, other in zip(is_touched, taken, strict=True)]
+            for number, slot in enumerate(self._sums.slots):
+                is_touched[number] = is_touched[number] or slot in running.taken
         return self._sums.add(replica, gradients, is_touched, weight, has_crossed)
 
     def _sort_stashed(self, replica: int, stashed: Mapping[int, Tensor], gradients: list[Tensor | None]) -> set[int]:

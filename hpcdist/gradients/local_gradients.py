@@ -108,12 +108,12 @@ class LocalGradients:
             GradientError: when it has changed one in another way, of which the other replicas' know nothing; on this
                 rank only.
         """
-        kept = dict(self._items(self._last))
+        accumulated = dict(self._items(self._last))
         for slot in list(self._gradients[self._last]):
             parameter = slot.parameter
             if parameter is None:
                 continue
-            gradient = kept.get(slot)
+            gradient = accumulated.get(slot)
             if gradient is None or parameter.grad is not gradient:
                 self.clear()
                 return
@@ -128,15 +128,15 @@ class LocalGradients:
             )
 
     @torch.no_grad()
-    def end_run(self, left: Mapping[int, Mapping[Slot, Tensor | None]]) -> None:
+    def end_run(self, final_gradients: Mapping[int, Mapping[Slot, Tensor | None]]) -> None:
         """Forget what replicas have dropped in the run, and note what the last one leaves in `parameter.grad`.
 
         Where only other replicas have accumulated, that becomes zeros, so that the program can drop it after the run.
 
         Args:
-            left: by replica, what it had in `parameter.grad` at the end.
+            final_gradients: by replica, what it had in `parameter.grad` at the end.
         """
-        for replica, gradients in left.items():
+        for replica, gradients in final_gradients.items():
             for slot, gradient in self._items(replica):
                 if gradients.get(slot) is not gradient:
                     del self._gradients[replica][slot]

@@ -1,7 +1,6 @@
 """Local SGD: every replica steps on its own gradients, and the weights are averaged every few steps."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,18 +104,16 @@ class LocalRounds:
 
 def _states_of(optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
     """Return the tensors of floats that optimizers keep for each parameter."""
-    return [
-        (f"{type(optimizer).__name__} {number} {key}", value)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for number, parameter in enumerate(group["params"])
-        for key, value in _sorted_items(optimizer.state.get(parameter, {}))
-        if isinstance(value, Tensor) and dtype_name(value) in SUM_DTYPES
-    ]
-
-
-def _sorted_items(state: dict[str, Any]) -> list[tuple[str, Any]]:
-    return sorted(state.items(), key=lambda item: str(item[0]))
+    named: list[tuple[str, Tensor]] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                state = optimizer.state.get(parameter, {})
+                for key in sorted(state, key=str):
+                    value = state[key]
+                    if isinstance(value, Tensor) and dtype_name(value) in SUM_DTYPES:
+                        named.append((f"{type(optimizer).__name__} {number} {key}", value))
+    return named
 
 
 def _explain(lines: Sequence[str], chiefs_lines: Sequence[str]) -> DesyncError:

@@ -1,4 +1,4 @@
-"""What a strategy looks after: modules and optimizers of its scope, and where their parameters and gradients live."""
+"""The objects of a strategy: modules and optimizers of its scope, and where their parameters and gradients live."""
 
 from collections.abc import Callable, Iterable, Sequence
 

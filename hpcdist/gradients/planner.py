@@ -44,7 +44,7 @@ class Planner:
     """Watches what is built in the scope, and plans it at its first use.
 
     Args:
-        managed: what the strategy looks after.
+        managed: the objects of the strategy.
         sums: sums the gradients of a plan.
         backward: takes part in every backward that reaches a planned parameter.
         state: switches gradients and buffers between replicas.

@@ -67,7 +67,7 @@ class ReplicaState:
         self.share()
 
     def begin_run(self) -> None:
-        """Let every replica begin with what there is now, or with what it has accumulated itself."""
+        """Let every replica begin with the present gradients and buffers, or with what it has accumulated itself."""
         self._saved.clear()
         if self._has_several:
             self.local.begin_run()
@@ -76,10 +76,10 @@ class ReplicaState:
     def end_run(self) -> None:
         """Leave what the last replica that ran has."""
         if self._has_several:
-            left: dict[int, dict[Slot, Tensor | None]] = {}
+            final_gradients: dict[int, dict[Slot, Tensor | None]] = {}
             for replica, snapshot in self._saved.items():
-                left[replica] = dict(zip(self._slots, snapshot.gradients, strict=False))
-            self.local.end_run(left)
+                final_gradients[replica] = dict(zip(self._slots, snapshot.gradients, strict=False))
+            self.local.end_run(final_gradients)
         self._saved.clear()
         self._start = None
         self._common = []

@@ -230,7 +230,9 @@ class ShareSums(SharedBuckets):
         members.sort(key=lambda index: places[index].offset)
         new = [index for index in members if not self._slots[index].ranges]  # others keep what they own
         shares = plan_shards([places[index].n_elements for index in new], self._sums.n_owners)
-        ranges = {index: [share.get(at, (0, 0)) for share in shares] for at, index in enumerate(new)}
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for tensor_number, index in enumerate(new):
+            ranges[index] = [share.get(tensor_number, (0, 0)) for share in shares]
         for index in members:
             slot = self._slots[index]
             flats = [memories[number].bucket.flat for memories in self._sets]
@@ -248,7 +250,10 @@ class ShareSums(SharedBuckets):
             offset = places[part.number].offset
             if rows and start < stop:
                 regions = _joined(regions, offset + start, offset + stop, padding)
-        return [[row[start:stop] for row in rows] for start, stop in regions]
+        owned: list[list[Array]] = []
+        for start, stop in regions:
+            owned.append([row[start:stop] for row in rows])
+        return owned
 
     def _sum(self, number: int, memory: _Memory, divisor: float | None) -> None:
         for rows in self._parts[self._summed][number]:

@@ -32,7 +32,7 @@ class StepChecks:
     """Sees every optimizer's step of the process, before and after.
 
     Args:
-        managed: what the strategy looks after.
+        managed: the objects of the strategy.
         sums: what is summed.
         backward: knows of a backward that runs.
         state: what replicas have accumulated under no_sync.

@@ -62,7 +62,7 @@ class GradientSums:
         sparse_slots: those that are in no bucket.
         buffers: float buffers, which are averaged.
         n_sums: sums of gradients that this rank has begun.
-        is_broken: whether sums may have begun that other ranks wait for in vain.
+        is_broken: whether sums may have begun that other ranks will wait for, and that never end.
         rounds: rounds of local steps; None: gradients are summed at every step.
         last_weight: rows of this rank's last replica in the last sum.
         n_entered_before: collectives that this rank's main thread had entered when the last sum was published.
@@ -202,7 +202,7 @@ class GradientSums:
         )
 
     def _state_digest(self) -> int:
-        """Return the digest that this sum compares; 0 for nothing, as where ranks step on their own for a while."""
+        """Return the digest that this sum compares; 0 where nothing is compared, as in rounds of local steps."""
         if self.rounds is not None:
             return 0
         return self.states.digest_at(self.n_sums) ^ self.copies.digest_at(self.n_sums)
@@ -356,7 +356,9 @@ class GradientSums:
     ) -> None:
         numbers = [number for number, n_replicas in enumerate(n_touched) if n_replicas]
         slots = [self.sparse_slots[number] for number in numbers]
-        values = [[contribution.sparse[number] for number in numbers] for contribution in contributions]
+        values: list[list[Tensor | None]] = []
+        for contribution in contributions:
+            values.append([contribution.sparse[number] for number in numbers])
         sum_sparse(slots, values, [n_dense[number] for number in numbers], self.reducer)
         for slot in slots:
             if divisor is not None and slot.total is not None:

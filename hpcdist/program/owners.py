@@ -1,4 +1,4 @@
-"""Who looks after an object: the strategies that are alive, for code that does not know of strategies.
+"""Whose an object is: the strategies that are alive, for code that does not know of strategies.
 
 A checkpoint holds models and optimizers, and does not know which strategy has made them, nor what that has to do before
 they are saved. So it asks all strategies in turn, each of which looks for its own. The same for losses and gradients

@@ -43,7 +43,7 @@ class HostStorage:
         is_divided: whether each rank steps its share; else the chief steps all, and the group is on one host.
 
     Attributes:
-        is_divided: see above.
+        is_divided: whether each rank steps its share.
         stepper: who makes an optimizer's step: the chief, or all ranks together.
         shared: the parameters that are there, with their memory.
     """
@@ -219,7 +219,7 @@ def is_on_host(parameter: Tensor) -> bool:
 
 
 def padded(nbytes: int) -> int:
-    """Return the bytes that a tensor of so many takes there."""
+    """Return the bytes that a tensor takes in shared memory."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

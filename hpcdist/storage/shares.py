@@ -146,14 +146,14 @@ class Shares:
 
     def _keys_of(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> list[list[StateKey]]:
         """Return what the optimizer keeps of each run."""
-        known: dict[tuple[int, torch.dtype], list[StateKey]] = {}
+        probed: dict[tuple[int, torch.dtype], list[StateKey]] = {}
         keys: list[list[StateKey]] = []
         for run in self._runs:
             number = self._group_of[run.members[0]]
             dtype = self._parameters[run.members[0]].dtype
-            if (number, dtype) not in known:
-                known[number, dtype] = probe_state(make, without_parameters(groups[number]), dtype)
-            keys.append(known[number, dtype])
+            if (number, dtype) not in probed:
+                probed[number, dtype] = probe_state(make, without_parameters(groups[number]), dtype)
+            keys.append(probed[number, dtype])
         return keys
 
     def wait(self) -> None:
@@ -203,9 +203,9 @@ class Shares:
                 shares.append(share)
         if not shares:
             return None
-        known = self._gradients.get(id(shares[0]))
-        if known is not None and len(known.shares) == len(shares) and all(map(operator.is_, known.shares, shares)):
-            return known.flat
+        joined = self._gradients.get(id(shares[0]))
+        if joined is not None and len(joined.shares) == len(shares) and all(map(operator.is_, joined.shares, shares)):
+            return joined.flat
         flat = _view_over(shares)
         if flat is None:
             return torch.cat(shares)

@@ -14,7 +14,7 @@ class Storage(Protocol):
     """Holds parameters, and has a part in each step of an optimizer.
 
     Attributes:
-        is_private: whether each rank has parameters of its own.
+        is_private: whether no other rank has this rank's parameters.
         is_summed: whether gradients are summed over all replicas before a step, on the ranks themselves.
         is_divided: whether each rank steps its share of the parameters.
         needs_sum: whether gradients are summed at all, so that losses must be scaled for it.

@@ -5,7 +5,7 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 parameters that it has stepped to all others; here it writes them where all ranks of its host read them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from hpcdist.program import torch_hooks
 from hpcdist.program.model_plan import ModelPlan
 from hpcdist.runtime.process import make_world
 from hpcdist.storage.host_storage import is_on_host
-from hpcdist.storage.shares import OwnedShare, Shares, pattern_of
+from hpcdist.storage.shares import OwnedShare, Shares, pattern_of, without_parameters
 from hpcdist.storage.undivided import Undivided
 
 #: They treat each element by itself, so that a share is stepped as it would be in the whole parameter. Another class
@@ -180,7 +180,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         Same norm, and same bits, on any number of ranks. Collective: chief and workers.
 
         Args:
-            max_norm: see above.
+            max_norm: largest norm of all gradients together.
             norm_type: of a p-norm; may be infinite.
             error_if_nonfinite: whether to raise RuntimeError, on all ranks, for a norm of infinity or NaN.
 
@@ -210,10 +210,16 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Not collective; another rank's next step changes it.
         """
-        numbers = iter(range(sum(len(group["params"]) for group in self.param_groups)))
-        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        groups: list[dict[str, Any]] = []
+        first_number = 0
+        for group in self.param_groups:
+            n_parameters = len(group["params"])
+            groups.append({**group, "params": list(range(first_number, first_number + n_parameters))})
+            first_number += n_parameters
+        if self._shares is not None:
+            return {"state": self._shares.read(), "param_groups": groups}
         loaded = {} if self._loaded is None else self._loaded["state"]
-        return {"state": loaded if self._shares is None else self._shares.read(), "param_groups": groups}
+        return {"state": loaded, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -222,23 +228,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         Raises:
             ValueError: for other groups, or a state of other shapes.
         """
-        groups, saved = self.param_groups, state_dict["param_groups"]
-        sizes, own = [len(one["params"]) for one in saved], [len(one["params"]) for one in groups]
-        if sizes != own:
-            raise ValueError(f"load_state_dict: expected groups of {own} parameters, got {sizes}; make the same groups")
-        parameters = _parameters_of(self)
-        names = [name for one in saved for name in one["params"]]
-        states = {number: state_dict["state"][n] for number, n in enumerate(names) if n in state_dict["state"]}
-        for number, state in states.items():
-            own_shape = tuple(parameters[number].shape)
-            shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor)} - {own_shape, ()}
-            if shapes:
-                raise ValueError(
-                    f"load_state_dict: expected the state of parameter {number} in shape {own_shape}, got "
-                    f"{sorted(shapes)}; load that of the same model"
-                )
-        for group, options in zip(groups, saved, strict=True):
-            group.update({key: value for key, value in options.items() if key != "params"})
+        saved_groups = state_dict["param_groups"]
+        states = self._states_by_number(saved_groups, state_dict["state"])
+        for group, options in zip(self.param_groups, saved_groups, strict=True):
+            group.update(without_parameters(options))
         if self._shares is None:
             self._loaded = {"state": states}
             return
@@ -250,68 +243,134 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._shares = self._new_shares(self._shares.slots, self._shares.group)
         self._write(self._shares, states)
 
+    def _states_by_number(self, saved_groups: Sequence[dict[str, Any]], saved_states: Any) -> dict[int, dict[str, Any]]:
+        """Return saved states by the numbers of the parameters here.
+
+        Raises:
+            ValueError: for other groups, or a state of other shapes.
+        """
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"load_state_dict: expected groups of {sizes} parameters, got {saved_sizes}; make the same groups"
+            )
+        saved_names: list[Any] = []
+        for group in saved_groups:
+            saved_names += group["params"]
+        states: dict[int, dict[str, Any]] = {}
+        for number, (name, parameter) in enumerate(zip(saved_names, _parameters_of(self), strict=True)):
+            if name in saved_states:
+                states[number] = saved_states[name]
+                _require_shape(number, parameter, saved_states[name])
+        return states
+
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: one that was not used yet, with a copy of the state."""
-        kept = {"optimizer_class": self.optimizer_class, "_given": self._given, "_shares": None}
+        """Return what a copy is made of: an optimizer that was not used yet, with a copy of the state."""
+        attributes = {"optimizer_class": self.optimizer_class, "_given": self._given, "_joins": True, "_shares": None}
         loaded = {"state": _copied(self.state_dict())["state"]}
-        return {**super().__getstate__(), **kept, "_loaded": loaded}
+        return {**super().__getstate__(), **attributes, "_loaded": loaded}
 
 
 def why_not(
-    optimizers: Iterable[Optimizer], plan: ModelPlan, group: Group, route: Route, n_replicas: int, others: Iterable[str]
+    optimizers: Iterable[Optimizer],
+    plan: ModelPlan,
+    group: Group,
+    route: Route,
+    n_replicas: int,
+    obstacles: Iterable[str],
 ) -> UsageError | None:
     """Return why the gradients of a strategy's models cannot be summed by shares; equal on all ranks.
 
     Args:
-        optimizers: of its scope.
-        plan: of its models.
+        optimizers: optimizers of its scope.
+        plan: plan of its models.
         group: the ranks.
         route: how gradients are summed.
         n_replicas: number of replicas of all ranks.
-        others: what else the strategy does with parameters or gradients, such as local steps.
+        obstacles: what else the strategy does with parameters or gradients, such as local steps.
     """
-    given = [one for one in optimizers if isinstance(one, ZeroRedundancyOptimizer)]
-    held = [id(one) for optimizer in given for group in optimizer.param_groups for one in group["params"]]
-    planned = {id(one) for _, one in plan.parameters}
-    plain = [one for one in optimizers if one not in given and not planned.isdisjoint(map(id, _parameters_of(one)))]
-    algorithms = (CommunicationImplementation.SHARED_MEMORY, CommunicationImplementation.HIERARCHICAL)
-    found = [f"{type(one).__name__} for parameters of the scope; leave it out" for one in plain]
-    found += ["a parameter in two of them; give it to one"] * (len(held) != len(set(held)))
-    found += [f"{other}; leave that out" for other in others]
-    found += ["num_replicas; leave it out"] * (n_replicas != group.size)
-    found += [f"wire_dtype {route.wire_dtype}; leave it out"] * (route.wire_dtype is not None)
-    where = " on the host, with device='cpu'" if route.is_on_device else ""
-    found += [f"gradients summed by {route.name}; ask for AUTO{where}"] * (route.algorithm not in algorithms)
-    found += ["ranks that share no memory; use a plain optimizer"] * (not group.facts.can_share_memory)
-    found += ["is_ordered on these hosts; leave it out"] * (route.is_ordered and not group.placement.is_aligned)
-    found += [f"sparse gradients of {name!r}; make them dense" for name, one in plan.trained if one in plan.sparse]
-    found += [f"{name!r} on {one.device}; keep it on the CPU" for name, one in plan.parameters if not is_on_host(one)]
-    if not found:
+    reasons = [*_obstacles_in_optimizers(list(optimizers), plan)]
+    reasons += [f"{obstacle}; leave that out" for obstacle in obstacles]
+    reasons += _obstacles_in_route(group, route, n_replicas)
+    for name, parameter in plan.trained:
+        if parameter in plan.sparse:
+            reasons.append(f"sparse gradients of {name!r}; make them dense")
+    for name, parameter in plan.parameters:
+        if not is_on_host(parameter):
+            reasons.append(f"{name!r} on {parameter.device}; keep it on the CPU")
+    if not reasons:
         return None
     return UsageError(
         f"ZeroRedundancyOptimizer: expected a strategy with one replica on each rank, whose optimizers all are "
-        f"ZeroRedundancyOptimizers, got {found[0]}."
+        f"ZeroRedundancyOptimizers, got {reasons[0]}."
     )
 
 
+def _obstacles_in_optimizers(optimizers: Sequence[Optimizer], plan: ModelPlan) -> Iterator[str]:
+    """Yield what speaks against shares in the optimizers of a scope: plain ones, and parameters in two of them."""
+    planned = {id(parameter) for _, parameter in plan.parameters}
+    divided: list[int] = []
+    for optimizer in optimizers:
+        parameter_ids = [id(parameter) for parameter in _parameters_of(optimizer)]
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            divided += parameter_ids
+        elif not planned.isdisjoint(parameter_ids):
+            yield f"{type(optimizer).__name__} for parameters of the scope; leave it out"
+    if len(divided) != len(set(divided)):
+        yield "a parameter in two of them; give it to one"
+
+
+def _obstacles_in_route(group: Group, route: Route, n_replicas: int) -> Iterator[str]:
+    """Yield what speaks against shares in how gradients are summed."""
+    if n_replicas != group.size:
+        yield "num_replicas; leave it out"
+    if route.wire_dtype is not None:
+        yield f"wire_dtype {route.wire_dtype}; leave it out"
+    if route.algorithm not in (CommunicationImplementation.SHARED_MEMORY, CommunicationImplementation.HIERARCHICAL):
+        where = " on the host, with device='cpu'" if route.is_on_device else ""
+        yield f"gradients summed by {route.name}; ask for AUTO{where}"
+    if not group.facts.can_share_memory:
+        yield "ranks that share no memory; use a plain optimizer"
+    if route.is_ordered and not group.placement.is_aligned:
+        yield "is_ordered on these hosts; leave it out"
+
+
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
+
+
+def _require_shape(number: int, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    """Raise ValueError unless what is saved of a parameter has its shape, or is a number."""
+    shape = tuple(parameter.shape)
+    shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor)}
+    other_shapes = sorted(shapes - {shape, ()})
+    if other_shapes:
+        raise ValueError(
+            f"load_state_dict: expected the state of parameter {number} in shape {shape}, got {other_shapes}; load "
+            f"that of the same model"
+        )
 
 
 def _require_elementwise(optimizer_class: Any) -> None:
-    is_known = optimizer_class in _ELEMENTWISE or getattr(optimizer_class, "is_elementwise", False)
-    if not (is_known and isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+    is_elementwise = optimizer_class in _ELEMENTWISE or getattr(optimizer_class, "is_elementwise", False)
+    if not (is_elementwise and isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-        known = ", ".join(sorted(one.__name__ for one in _ELEMENTWISE))
+        names = ", ".join(sorted(elementwise.__name__ for elementwise in _ELEMENTWISE))
         raise UsageError(
-            f"ZeroRedundancyOptimizer: expected an optimizer that treats each element by itself ({known}), got {name}; "
+            f"ZeroRedundancyOptimizer: expected an optimizer that treats each element by itself ({names}), got {name}; "
             f"use it as it is, or give the class the attribute is_elementwise = True if it does."
         )
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    copies = {
-        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
-        for number, own in state["state"].items()
-    }
-    return {**state, "state": copies}
+def _copied(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict with copies of the tensors."""
+    copies: dict[int, dict[str, Any]] = {}
+    for number, state in state_dict["state"].items():
+        copies[number] = {}
+        for key, value in state.items():
+            copies[number][key] = value.clone() if isinstance(value, Tensor) else value
+    return {**state_dict, "state": copies}

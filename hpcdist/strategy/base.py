@@ -151,7 +151,7 @@ class Strategy(Ranks):
 
         Collective: all ranks.
         """
-        return self.replicas.join(rows, error)
+        return self.replicas.append_rows(rows, error)
 
     def _placing(self) -> AbstractContextManager[Any]:
         """Make tensors of the block on this replica's device; free where that is the default device."""
@@ -250,7 +250,8 @@ class Strategy(Ranks):
             raise
 
     def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = select(replica.local_index, args), select(replica.local_index, kwargs)
+        args = select(replica.local_index, args)
+        kwargs = select(replica.local_index, kwargs)
         with context.entered(self, replica), self._placing(), explaining_empty_parts((args, kwargs)):
             return fn(*args, **kwargs)
 
@@ -338,9 +339,13 @@ class Strategy(Ranks):
         """
         if not values:
             return []
-        own = [self._values_of("reduce", value, is_everyones=op is ReduceOp.MEAN) for value in values]
-        error = next((error for _, error in own if error is not None), None)
-        by_replica = [] if error is not None else [list(one) for one in zip(*(one for one, _ in own), strict=True)]
+        local: list[list[Any]] = []  # of each value, those of the local replicas
+        error: UsageError | None = None
+        for value in values:
+            values_of_replicas, refusal = self._values_of("reduce", value, is_everyones=op is ReduceOp.MEAN)
+            local.append(values_of_replicas)
+            error = error or refusal
+        by_replica = [] if error is not None else [list(column) for column in zip(*local, strict=True)]
         return reduce_values(self, op, by_replica, [form for _ in by_replica], error)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -372,7 +377,8 @@ class Strategy(Ranks):
             value: DistributedValues, a variable, or a plain value.
             is_everyones: whether a plain value is every replica's, as in tf.distribute.
         """
-        values, n_local = local_values(value), len(self.own_replicas)
+        values = local_values(value)
+        n_local = len(self.own_replicas)
         is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
         if is_plain and is_everyones:
             return [value] * n_local, None
@@ -388,8 +394,8 @@ class Strategy(Ranks):
         """Raise RuntimeError inside `run` and inside `extended.update`."""
         entry = context.current()
         if entry is not None and (entry.replica is not None or entry.updated is not None):
-            found = "update context, inside extended.update" if entry.replica is None else "replica context, inside it"
-            raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {found}; {advice}.")
+            where = "update context, inside extended.update" if entry.replica is None else "replica context, inside it"
+            raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {where}; {advice}.")
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[["ValueContext"], Any]) -> Any:
         """Return value_fn(ValueContext) of each local replica: a nest of PerReplica values. Not collective.
@@ -398,8 +404,8 @@ class Strategy(Ranks):
         """
         self.require_cross_replica("experimental_distribute_values_from_function", "call it before run")
         with self._placing():
-            made = [value_fn(ValueContext(one, self.num_replicas_in_sync)) for one in self.own_replicas]
-        return made[0] if type(self) is Strategy else regroup(made, has_no_plain=True)
+            values = [value_fn(ValueContext(replica, self.num_replicas_in_sync)) for replica in self.own_replicas]
+        return values[0] if type(self) is Strategy else regroup(values, has_no_plain=True)
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None, is_sharded: bool = False

@@ -51,8 +51,8 @@ class CentralStorageStrategy(MirroredStrategy):
     ) -> None:
         super().__init__(compute_devices, num_replicas=num_replicas, gradient_op=gradient_op)
         with self.world.agreed(self._comm):
-            given = self._parameter_device if parameter_device is None else parse_device(parameter_device)
-        if given != self._parameter_device:
+            device = self._parameter_device if parameter_device is None else parse_device(parameter_device)
+        if device != self._parameter_device:
             raise agreed(
                 ConfigurationError(
                     f"CentralStorageStrategy: expected parameter_device {str(self._parameter_device)!r} with "

@@ -77,7 +77,7 @@ class OneInput:
     def _distribute_loader(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
         """Return the batches of a DataLoader with a sampler of its own."""
         distributed = DistributedLoader(
-            loader, drawn_seed(loader), range(1), 1, lambda own, refusal: None, self._delivery(), options
+            loader, drawn_seed(loader), range(1), 1, lambda order, refusal: None, self._delivery(), options
         )
         distributed.check_order()
         return distributed
@@ -140,13 +140,14 @@ class RankInputs:
         chiefs_seed, random_seed = self._world.broadcast_text(seeds, 0, self._comm).split()
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
-        own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed and {dataset.policy}"
+        seed_kind = "drawn" if dataset.has_drawn_seed else "given"
+        description = f"{dataset.order} with a {seed_kind} seed and {dataset.policy}"
         self._world.require_same(
-            own,
+            description,
             self._comm,
             lambda chiefs: DataError(
-                f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give every "
-                f"rank the same rows, batch and seed."
+                f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {description}; "
+                f"give every rank the same rows, batch and seed."
             ),
         )
         if isinstance(dataset.source, RowSource) and dataset.policy is not AutoShardPolicy.OFF:
@@ -165,7 +166,7 @@ class RankInputs:
                 seed,
                 self._replicas.local,
                 self._replicas.n_replicas,
-                lambda own, refusal: self._world.require_same(own, self._comm, refusal),
+                lambda order, refusal: self._world.require_same(order, self._comm, refusal),
                 self._delivery(),
                 options,
             )
@@ -202,18 +203,18 @@ class RankInputs:
         """Raise DataError on all ranks unless a sample of the rows is the same on all, or random on one. Collective."""
         if self._comm.size == 1:
             return
-        own = describe_rows(source)
-        if self._world.all_equal(own, self._comm):
+        rows = describe_rows(source)
+        if self._world.all_equal(rows, self._comm):
             return
-        is_random = RANDOM in own or are_random(source)  # a random transform may have done nothing twice
+        is_random = RANDOM in rows or are_random(source)  # a random transform may have done nothing twice
         if self._world.all_reduce_int(int(is_random), MPI.MAX, self._comm):
-            own = f"{source.n_rows} rows"
+            rows = f"{source.n_rows} rows"
         self._world.require_same(
-            own,
+            rows,
             self._comm,
             lambda chiefs: DataError(
                 f"experimental_distribute_dataset: expected the same rows on every rank, as each reads a part of every "
-                f"batch: {chiefs} on the chief, got {own}; draw them by a seeded generator, as by torch.randn(..., "
+                f"batch: {chiefs} on the chief, got {rows}; draw them by a seeded generator, as by torch.randn(..., "
                 f"generator=torch.Generator().manual_seed(1)) and random_split(..., generator=...), or use "
                 f"distribute_datasets_from_function."
             ),
@@ -222,18 +223,20 @@ class RankInputs:
     def distribute_function(self, dataset_fn: DatasetFunction, options: InputOptions | None) -> DistributedFromFunction:
         """Return batches of this rank's own dataset. Collective: all ranks."""
         self._world.agree(None, self._comm, "distribute_datasets_from_function")
-        local, n_replicas, comm = self._replicas.local, self._replicas.n_replicas, self._comm
+        local = self._replicas.local
+        n_replicas = self._replicas.n_replicas
+        comm = self._comm
         with self._world.agreed(comm):
-            made = datasets_of(dataset_fn, contexts_of(options, local, (comm.rank, comm.size), n_replicas))
+            datasets = datasets_of(dataset_fn, contexts_of(options, local, (comm.rank, comm.size), n_replicas))
         seed = int(self._world.broadcast_text(str(program_seed() >> 1), 0, comm))
-        distributed = DistributedFromFunction(made, local, n_replicas, self._delivery(), options)
+        distributed = DistributedFromFunction(datasets, local, n_replicas, self._delivery(), options)
         distributed.set_seed(seed)
-        own = f"drop_remainder={distributed.ends_with_first}"
+        ending = f"drop_remainder={distributed.ends_with_first}"
         self._world.require_same(
-            own,
+            ending,
             comm,
             lambda chiefs: DataError(
-                f"distribute_datasets_from_function: expected {chiefs} in batch, as on the chief, got {own}; make "
+                f"distribute_datasets_from_function: expected {chiefs} in batch, as on the chief, got {ending}; make "
                 f"batches alike on every rank."
             ),
         )

@@ -149,11 +149,12 @@ class MultiWorkerMirroredStrategy(Strategy):
                 numbers.share(int(self.world.broadcast_text(str(digest), 0, self._comm)))
 
     def __str__(self) -> str:
-        ranks, hosts = self._comm.size, self.world.n_hosts
-        where = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
+        n_ranks = self._comm.size
+        n_hosts = self.world.n_hosts
+        where = f"{n_ranks} rank{'s'[: n_ranks > 1]} on {n_hosts} host{'s'[: n_hosts > 1]}"
         replicas = f"{self.num_replicas_in_sync} replica{'s'[: self.num_replicas_in_sync > 1]}"
-        who = f"this is {self.world} on {self.device}"
-        return f"{type(self).__name__}: {replicas}, {where}; {who}; {self._describe_steps()}"
+        rank = f"this is {self.world} on {self.device}"
+        return f"{type(self).__name__}: {replicas}, {where}; {rank}; {self._describe_steps()}"
 
     def _describe_steps(self) -> str:
         return f"gradients are summed by {self.reducer.route.name}"
@@ -172,24 +173,25 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
             )
 
-    def _choose_device(self, given: str | torch.device | None, num_replicas: int | None) -> torch.device | None:
+    def _choose_device(self, name: str | torch.device | None, num_replicas: int | None) -> torch.device | None:
         """Return where this rank computes; a GPU becomes torch's current one. None: on the host, by default.
 
         Collective: the ranks of this role.
         """
-        name, n_gpus, node = type(self).__name__, torch.cuda.device_count(), self.world.node_comm
-        is_own = str(given).lower().lstrip("/") in ("cuda", "gpu")
-        if given is None and n_gpus and num_replicas is not None and num_replicas > self._comm.size:
+        n_gpus = torch.cuda.device_count()
+        node = self.world.node_comm
+        is_ranks_own = name is None or str(name).lower().lstrip("/") in ("cuda", "gpu")
+        if name is None and n_gpus and num_replicas is not None and num_replicas > self._comm.size:
             device: torch.device | None = torch.device("cpu")  # several replicas of a rank share its parameters there
         else:
             device = None
         with self.world.agreed(self._comm):
-            if n_gpus and device is None and (given is None or is_own):
+            if n_gpus and device is None and is_ranks_own:
                 device = torch.device("cuda", plan_devices(node.size, n_gpus)[node.rank])
-            elif given is not None:
-                device = parse_device(given, name)
+            elif name is not None:
+                device = parse_device(name, type(self).__name__)
             if device is not None:
-                require_device(device, name)
+                require_device(device, type(self).__name__)
                 if device.type == "cuda":
                     torch.cuda.set_device(device)
         return device

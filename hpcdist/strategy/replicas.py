@@ -41,7 +41,7 @@ class Replicas(Protocol):
     def add(self, rows: list[Array]) -> Array:
         """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
 
-    def join(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
+    def append_rows(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
         """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all."""
 
     def broadcast(self, value: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class OneReplica:
         """Return the replica's array."""
         return rows[0]
 
-    def join(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
+    def append_rows(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
         """Return the replica's rows, which begin at 0; or raise."""
         if error is not None:
             raise error
@@ -80,7 +80,7 @@ class OneReplica:
 class RankReplicas:
     """Replicas on all ranks of a group, one or several on each; see `Replicas`.
 
-    Collective over the group: `add`, `join` and `broadcast`.
+    Collective over the group: `add`, `append_rows` and `broadcast`.
 
     Args:
         group: the ranks.
@@ -110,7 +110,7 @@ class RankReplicas:
             library.all_reduce(rows[0], self._group)
         return rows[0]
 
-    def join(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
+    def append_rows(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
         """Return the rows of all ranks joined, and where this rank's begin."""
         group = self._group
         group.world.agree(error, group.comm)

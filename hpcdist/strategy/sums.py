@@ -317,7 +317,8 @@ class EngineSums:
 
         Equal on all ranks. Collective: all ranks.
         """
-        generators, group = self._engine.generators, self._reducer.group
+        generators = self._engine.generators
+        group = self._reducer.group
         libraries = [generators.libraries()]
         if group.size > 1:
             libraries = all_gather_objects(libraries[0], group.comm)
@@ -328,7 +329,8 @@ class EngineSums:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the random numbers and the measured algorithms of a checkpoint."""
-        group, libraries = self._reducer.group, state["libraries"]
+        group = self._reducer.group
+        libraries = state["libraries"]
         rank = group.rank if len(libraries) > 1 else 0
         own_libraries = libraries[rank] if rank < len(libraries) else None  # a new rank has numbers of its own
         self._engine.generators.restore(state["seed"], state["step"], own_libraries)

@@ -29,7 +29,8 @@ def test_runs_hold_all_parameters_and_every_owners_elements(seed):
     places = places_of(sizes, n_owners)
     draws.shuffle(places)
     runs = plan_runs(places, joins=True)
-    assert sorted(member for run in runs for member in run.members) == list(range(len(places)))
+    members = sum((run.members for run in runs), ())
+    assert sorted(members) == list(range(len(places)))
     for run in runs:
         for owner in range(n_owners):
             start, stop = run.owned_range(owner)
