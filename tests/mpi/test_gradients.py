@@ -412,15 +412,18 @@ class Failing(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def test_a_backward_that_raised_and_was_caught_leaves_nothing_behind(pair, comm):
+@pytest.mark.parametrize("is_zeroed", [True, False])
+def test_a_backward_that_raised_and_was_caught_leaves_nothing_behind(pair, comm, is_zeroed):
     model, reference = pair
     mine, whole = local_rows(comm)
     with pytest.raises(ZeroDivisionError):
         model[2](Failing.apply(model[0](mine[0]))).sum().backward()
-    model.zero_grad()
+    if is_zeroed:
+        model.zero_grad()
     loss_of(model, mine).backward()
     loss_of(reference, whole).backward()
     assert_close(gradients(model), gradients(reference))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -1,4 +1,4 @@
-"""The safeties of checkpoints, stops and recipes, and a change that removes each: see mutants.py.
+"""The safeties of checkpoints, stops, recipes and steps, and a change that removes each: see mutants.py.
 
 A mutant is located by names, not by the text of a file: code may be moved and reformatted, and comments rewritten.
 """
@@ -15,6 +15,8 @@ JOB, RULES, PLACEMENT, SYSTEMS, FILES = map(
 OLD_LISTINGS, SAVER = _CHECKPOINT("old_listings"), _RESILIENCE("saver")
 METRICS, OWN_MEMORY = _RESILIENCE("metrics_file"), _CHECKPOINT("memory_of_others")
 RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
+GRADIENTS, CENTRAL, SHARED = "mpi/test_gradients.py", "mpi/test_central_storage.py", "mpi/test_zero_redundancy.py"
+RUNS, FACTS = "unit/plan/test_runs.py", "unit/gradients/test_facts.py"
 HANDLER, AGREE, TWO = "mpi/test_preemption.py", "mpi/test_agreement.py", "mpi/test_two_managers.py"
 
 
@@ -260,4 +262,32 @@ IN_RECIPES = [
     Mutant("the successor is withdrawn", "job:main", "code != RUN_AGAIN", "False", FILES),
 ]
 
-MUTANTS = [*ON_DISK, *STOPS, *COPIES_AND_METRICS, *IN_RECIPES]
+#: Of gradients, steps and where parameters live.
+IN_STEPS = [
+    Mutant(
+        "steps on sums only", "StepChecks._require_summed", "self._refusal(parameter)", "GradientError('no')", GRADIENTS
+    ),
+    Mutant(
+        "gradients of a step are looked at",
+        "StepChecks._may_step",
+        "self._require_summed(parameters)",
+        "pass",
+        GRADIENTS,
+    ),
+    Mutant("backwards that nobody has seen", "Backward.require_seen", "self._passes", "True", GRADIENTS),
+    Mutant("a backward that failed", "Backward.begin_backward", "self._drop_failed()", "pass", GRADIENTS),
+    Mutant("gradients set by hand", "Backward._sort_stashed", "slot.require_published(...)", "pass", GRADIENTS),
+    Mutant("the same backward everywhere", "Facts.is_same_backward", "total * total", "n_replicas * squares", FACTS),
+    Mutant("a strategy lives with its modules", "Planner._see", "owners.live_with(...)", "pass", GRADIENTS),
+    Mutant("no gradient is not zero", "GradientSums._publish", "not n_replicas", "False", GRADIENTS),
+    Mutant(
+        "parameters stay in shared memory", "HostStorage._require_unmoved", "address", "parameter.data_ptr()", CENTRAL
+    ),
+    Mutant("wait before a shared step", "HostStorage.begin_change", "self._wait()", "pass", CENTRAL),
+    Mutant("mixed gradients are not joined", "Shares.has_mixed_run", "return True", "return False", SHARED),
+    Mutant("steps that differ are not joined", "ZeroRedundancyOptimizer._write", "shares.fits(states)", "True", SHARED),
+    Mutant("odd elements are not joined", "_may_follow", "is_whole", "True", RUNS),
+    Mutant("a share is one piece", "plan/runs:_joined", "stop == run.n_elements + new_start", "True", RUNS),
+]
+
+MUTANTS = [*ON_DISK, *STOPS, *COPIES_AND_METRICS, *IN_RECIPES, *IN_STEPS]
