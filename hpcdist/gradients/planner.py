@@ -9,7 +9,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,16 +98,11 @@ class Planner:
             if any(p.requires_grad and p not in self._managed.trained for p in self._managed.modules.parameters()):
                 self._plan_at_next_forward()
 
-    def writing(self) -> AbstractContextManager[None]:
-        """Let the block write to parameters in a replica's turn: it does so once for all local replicas."""
-        return nullcontext() if self._managed.writes is None else self._managed.writes.merging()
-
     def _see(self, module: nn.Module) -> None:
         if self._scheduler.is_running:  # a replica's own, such as a loss or a copy; `step` refuses its parameters
             return
         self._managed.modules.add(module)
-        if self._world.coordinator is None:  # which keeps its strategy itself, and modules: they would never be freed
-            owners.live_with(module, self)
+        owners.live_with(module, self)
         self._plan_at_next_forward()
 
     def _see_parameter(self, parameter: nn.Parameter) -> None:
@@ -195,6 +190,8 @@ class Planner:
         plan = self._agreed_plan()
         self._planned_buffers = {buffer.place for buffer in plan.buffers}
         self._planned_modules = self._managed.modules.ids()
+        for parameter in self._managed.modules.bare_parameters():
+            owners.live_with(parameter, self)
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
         storage = self._managed.storage

@@ -5,7 +5,6 @@ finds it empty, as `backward.py` puts away what was there, and autograd writes t
 it, is summed, and publishes the sum. There are three kinds: `dense.py`, `sparse.py` and `sharded.py`.
 """
 
-import weakref
 from abc import ABC, abstractmethod
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from hpcdist.errors import GradientError
+from hpcdist.program import torch_hooks
 from hpcdist.program.tensors import has_values, is_dense
 
 
@@ -41,7 +41,7 @@ class Slot(ABC):
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
-        self.reference = weakref.ref(parameter)
+        self.reference = torch_hooks.weak_reference(parameter)
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.shape = parameter.shape

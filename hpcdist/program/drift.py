@@ -5,9 +5,8 @@ all ranks have the same. Which part depends on the number of the sum alone, so n
 Every 4th sum compares settings, every 16th a slice of the parameters; after at most 64 slices all were compared.
 """
 
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from hpcdist.program import torch_hooks
 from hpcdist.program.tensors import in_memory_order, is_dense
 
 #: Sums between two comparisons of the settings of optimizers, and of a slice of the parameters.
@@ -71,7 +71,7 @@ class StateDigests:
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._parameters: list[Callable[[], nn.Parameter | None]] = []
         self._slices: list[list[Piece]] = []
         self._optimizers: Iterable[Optimizer] = ()
         self._pending: list[Tensor] = []
@@ -93,7 +93,7 @@ class StateDigests:
             optimizers: whose settings count.
         """
         self._names = [name for name, _ in parameters]
-        self._parameters = [weakref.ref(parameter) for _, parameter in parameters]
+        self._parameters = [torch_hooks.weak_reference(parameter) for _, parameter in parameters]
         sizes = [parameter.numel() for _, parameter in parameters]
         self._slices = plan_slices(sizes, [parameter.element_size() for _, parameter in parameters])
         self._optimizers = optimizers

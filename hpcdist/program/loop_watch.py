@@ -5,6 +5,7 @@ that a backward can only mean the one part there is.
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class LoopWatch:
         self.tensors = PartTensors()
         self._flags = weakref.proxy(flags)
         self._handle: Handle | None = None
-        self._newest: tuple[Part, list[weakref.ref[Any]]] | None = None
+        self._newest: tuple[Part, list[Callable[[], Any]]] | None = None
         self._generators: weakref.WeakValueDictionary[int, StepGenerators] = weakref.WeakValueDictionary()
         self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = weakref.WeakKeyDictionary()
         torch_hooks.around_any_backward(self)
@@ -94,7 +95,8 @@ class LoopWatch:
         if self._flags.loop.needs_identity:
             self.tensors.add(part, nests)
         else:
-            self._newest = part, [weakref.ref(leaf) for leaf in leaves_of(nests) if isinstance(leaf, _WEAK)]
+            leaves = [leaf for leaf in leaves_of(nests) if isinstance(leaf, _WEAK)]
+            self._newest = part, [torch_hooks.weak_reference(leaf) for leaf in leaves]
 
     def _watch_forwards(self, is_needed: bool) -> None:
         if is_needed and self._newest is not None:

@@ -1,7 +1,7 @@
 """Which parameters and buffers a strategy manages, found by walking the modules made in its scope."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Generic, TypeVar
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import ConfigurationError, DesyncError
+from hpcdist.program import torch_hooks
 from hpcdist.program.tensors import is_storable, layout
 
 
@@ -43,7 +44,7 @@ class IdentitySet(Generic[T]):
     """Objects held weakly and compared by identity, in the order in which they were added."""
 
     def __init__(self, items: Iterable[T] = ()) -> None:
-        self._known: dict[int, weakref.ref[T]] = {}
+        self._known: dict[int, Callable[[], T | None]] = {}
         for item in items:
             self.add(item)
 
@@ -52,13 +53,20 @@ class IdentitySet(Generic[T]):
         return known is not None and known() is item
 
     def __iter__(self) -> Iterator[T]:
-        yield from [item for known in self._known.values() if (item := known()) is not None]
+        alive: list[T] = []
+        for number, reference in list(self._known.items()):
+            item = reference()
+            if item is None:
+                del self._known[number]
+            else:
+                alive.append(item)
+        yield from alive
 
     def add(self, item: T) -> None:
         """Add an object, as the last one even if it has the id of one that is gone."""
         if item not in self:
             self._known.pop(id(item), None)
-            self._known[id(item)] = weakref.ref(item)
+            self._known[id(item)] = torch_hooks.weak_reference(item)
 
 
 class ModuleSet(IdentitySet[nn.Module]):

@@ -7,12 +7,12 @@ outside of every scope.
 
 import enum
 import gc
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hpcdist.program.model_plan import IdentitySet
 
@@ -29,7 +29,10 @@ class Owner(Protocol):
     """A strategy, as seen by those that save and load objects."""
 
     def prepare(self, objects: Iterable[Any]) -> None:
-        """Make the models of this owner among some objects equal on all ranks. Collective if there are any."""
+        """Make the models of this owner among some objects equal on all ranks; end a round of local steps.
+
+        Collective if there are any.
+        """
 
     def collect(self, objects: Iterable[Any]) -> None:
         """Bring this owner's objects among some to one state, to be saved. Collective if there are any."""
@@ -46,8 +49,8 @@ class Owner(Protocol):
 
 #: Owners that are alive, in the order in which they were made, which is the same on all ranks.
 _owners: "IdentitySet[Owner]" = IdentitySet()
-#: What lives as long as a module, by identity: a module may define == in its own way, as those of torchmetrics do.
-_keepers: MutableMapping[nn.Module, object] = WeakIdKeyDictionary()
+#: Name of the attribute by which a module or a parameter keeps its strategy.
+_KEEPER = "_hpcdist_keeper"
 
 
 def add(owner: Owner) -> None:
@@ -61,7 +64,10 @@ def alive() -> list[Owner]:
 
 
 def prepare(objects: Sequence[Any]) -> None:
-    """Make models that have not been used yet equal on all ranks. Collective if there are any: their ranks."""
+    """Make models equal on all ranks that have not been used yet, or that local steps let differ.
+
+    Collective if there are any: their ranks.
+    """
     for owner in alive():
         owner.prepare(objects)
 
@@ -87,13 +93,25 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
     return Stepper.EVERY_RANK
 
 
-def live_with(module: nn.Module, keeper: object) -> None:
-    """Let an object live as long as a module, which it must not hold: steps are checked while there is a model."""
-    _keepers[module] = keeper
+class _Keeper:
+    """What lives as long as a module or a parameter, whose attribute it is. Copies and pickles have an empty dict.
+
+    An attribute, and no weak table beside it: garbage collection follows it, also where what lives holds the module.
+    """
+
+    def __init__(self, kept_alive: object) -> None:
+        self._kept_alive = kept_alive
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[()]]:
+        return OrderedDict, ()
+
+
+def live_with(item: nn.Module | nn.Parameter, keeper: object) -> None:
+    """Let an object live as long as a module or a parameter: steps are checked while there is something to step."""
+    vars(item)[_KEEPER] = _Keeper(keeper)
 
 
 def collect_garbage() -> None:
-    """Let go of strategies whose modules are garbage: first the modules, then what has lived with them."""
+    """Let go of strategies whose modules are garbage: when Python does so by itself differs between ranks."""
     gc.unfreeze()  # what was frozen may have become garbage since
-    gc.collect()
     gc.collect()

@@ -8,7 +8,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -27,6 +27,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import TensorWeakRef
+
+Item = TypeVar("Item")
+#: Release of torch, such as (2, 13).
+_RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+#: Whether plain weak references to tensors are sound; up to 2.8 a tensor may be freed while what they returned is used.
+_HAS_PLAIN_REFERENCES = _RELEASE >= (2, 13)
+
+
+def weak_reference(item: Item) -> Callable[[], Item | None]:
+    """Return a weak reference to an object, such as a tensor: a function that returns the object while it lives."""
+    if isinstance(item, Tensor) and not _HAS_PLAIN_REFERENCES:
+        return TensorWeakRef(item)
+    return weakref.ref(item)
 
 
 class Handle(Protocol):
@@ -187,6 +201,12 @@ def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Han
     return _Watcher(number)
 
 
+def _is_exporting() -> bool:
+    """Return whether torch.export traces the call that is running; torch before 2.7 cannot tell."""
+    is_exporting = getattr(torch.compiler, "is_exporting", None)
+    return is_exporting is not None and bool(is_exporting())
+
+
 def _choose_call() -> None:
     """Make the calls of modules as they are watched; torch's own if nobody watches, and another library's if it is."""
     if nn.Module.__call__ not in (_module_call, _watched_call, _outer_watched_call):
@@ -205,7 +225,7 @@ def _show_call(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _show is not None and not torch.compiler.is_exporting():
+    if _show is not None and not _is_exporting():
         _show(module, args)
     return _outer_watched_call(module, *args, **kwargs)
 
@@ -355,6 +375,26 @@ def call_at_gradient_of(tensor: Tensor, call: Callable[[], None]) -> None:
     tensor.register_hook(unserializable_hook(lambda gradient: call()))  # type: ignore[no-untyped-call]
 
 
+def _can_increment_several() -> bool:
+    try:
+        torch.autograd.graph.increment_version(())
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_takes_several_tensors = _can_increment_several()
+
+
+def increment_versions(tensors: Sequence[Tensor]) -> None:
+    """Let autograd know that tensors were written past its counters; some releases of torch take one at a time."""
+    if _takes_several_tensors:
+        torch.autograd.graph.increment_version(tensors)
+        return
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
 def is_transforming() -> bool:
     """Return whether torch.func, such as vmap or jacrev, or jit.trace makes the call that is running."""
     is_tracing = torch._C._get_tracing_state() is not None
@@ -439,7 +479,8 @@ def unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -
 
 def n_holders(tensor: Tensor) -> int:
     """Return how many objects hold a tensor's memory: tensors, and the storage object that is asked."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    storage = tensor.untyped_storage()  # alive while it counts, so that it is counted in every release of torch
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

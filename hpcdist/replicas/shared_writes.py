@@ -5,7 +5,7 @@ Code inside `run` is called once for each replica, so a write that no optimizer 
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
+from hpcdist.program import torch_hooks
 from hpcdist.program.model_plan import IdentitySet
 from hpcdist.program.settings import settings_of
 from hpcdist.program.tensors import to_array
@@ -50,14 +51,14 @@ class SharedWrites:
 
     def __init__(self, optimizers: IdentitySet[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        self._parameters: list[tuple[str, Callable[[], nn.Parameter | None]]] = []
         self._n_runs = 0
         self._marks: list[_Mark | None] | None = None  # None: nobody's turn
         self._settings: list[tuple[weakref.ref[Optimizer], list[dict[str, Any]]]] = []
 
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Look at these from now on."""
-        self._parameters = [(name, weakref.ref(parameter)) for name, parameter in parameters]
+        self._parameters = [(name, torch_hooks.weak_reference(parameter)) for name, parameter in parameters]
         self._n_runs = 0
         if self._marks is not None:
             self.begin()

@@ -4,8 +4,7 @@ A step is made between two barriers: before the first one other ranks may still 
 written. With CentralStorageStrategy the chief steps all parameters, with a ZeroRedundancyOptimizer each rank its share.
 """
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.group import Group
 from hpcdist.errors import GradientError
+from hpcdist.program import torch_hooks
 from hpcdist.program.hidden import hide_gradients, restore_gradients
 from hpcdist.program.model_plan import IdentitySet
 from hpcdist.program.owners import Stepper
@@ -31,7 +31,7 @@ class Shared:
     """A parameter and its shared memory. A parameter on the host is this memory; one on a device is a copy of it."""
 
     name: str
-    parameter: "weakref.ref[nn.Parameter]"
+    parameter: Callable[[], nn.Parameter | None]
     memory: Tensor
 
 
@@ -58,7 +58,7 @@ class HostStorage:
         self._group = group
         self._is_first = group.node_comm.rank == 0
         self._addresses: list[tuple[Shared, int]] = []  # of those on the host, where their memory begins
-        self._copies: list[Shared] = []  # those on devices
+        self._copies: list[tuple[Shared, torch.device]] = []  # those on devices
         self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
         self._hidden: list[Tensor | None] | None = None  # gradients of a rank whose step the chief makes
 
@@ -74,6 +74,7 @@ class HostStorage:
         new = [(name, parameter) for name, parameter in named if parameter not in self._adopted]
         self.shared = [shared for shared in self.shared if shared.parameter() is not None]
         if not new:
+            self._sort_by_device()
             return
         sizes = [padded(parameter.nbytes) for _, parameter in new]
         memories = cut_memory(allocate(self._group, sum(sizes)), sizes)
@@ -81,7 +82,7 @@ class HostStorage:
             tensor = shaped_as(memory[: parameter.nbytes].view(parameter.dtype), parameter)
             if self._is_first:
                 tensor.copy_(parameter)
-            self.shared.append(Shared(name, weakref.ref(parameter), tensor))
+            self.shared.append(Shared(name, torch_hooks.weak_reference(parameter), tensor))
             self._adopted.add(parameter)
         self._wait()
         for shared, (_, parameter) in zip(self.shared[-len(new) :], new, strict=True):
@@ -98,7 +99,7 @@ class HostStorage:
             if parameter is not None and is_on_host(parameter):
                 self._addresses.append((shared, shared.memory.data_ptr()))
             elif parameter is not None:
-                self._copies.append(shared)
+                self._copies.append((shared, parameter.device))
 
     def holds(self, tensor: Any) -> bool:
         """Return whether a tensor is one of the parameters."""
@@ -152,12 +153,12 @@ class HostStorage:
         if not self._is_first:
             for parameter, memory in self._copies_on_devices():
                 parameter.copy_(memory)
-        torch.autograd.graph.increment_version(parameters)
+        torch_hooks.increment_versions(parameters)
 
     def _copies_on_devices(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters on devices that are alive, with the memory that they are copies of."""
         copies: list[tuple[nn.Parameter, Tensor]] = []
-        for shared in self._copies:
+        for shared, _ in self._copies:
             parameter = shared.parameter()
             if parameter is not None:
                 copies.append((parameter, shared.memory))
@@ -185,15 +186,23 @@ class HostStorage:
         for shared, address in self._addresses:
             parameter = shared.parameter()
             if parameter is not None and parameter.data_ptr() != address:
-                raise GradientError(
-                    f"step: expected {shared.name!r} in the memory that all ranks share, got it moved or converted; "
-                    f"move and convert the model before its first use."
-                )
+                raise _moved(shared)
+        for shared, device in self._copies:
+            parameter = shared.parameter()
+            if parameter is not None and parameter.device != device:
+                raise _moved(shared)
 
     def _wait(self) -> None:
         """Wait for the other ranks of the host. Collective over them."""
         with self._group.recorded("change of shared parameters", None):
             self._group.barrier.wait()
+
+
+def _moved(shared: Shared) -> GradientError:
+    return GradientError(
+        f"step: expected {shared.name!r} in the memory that all ranks share, got it moved or converted; move and "
+        f"convert the model before its first use."
+    )
 
 
 def allocate(group: Group, nbytes: int) -> Tensor:

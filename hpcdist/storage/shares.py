@@ -5,7 +5,6 @@ memory of a host are stepped as one, see `plan/runs.py`: that takes a few calls 
 """
 
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +39,7 @@ class OwnedShare(Protocol):
     """
 
     name: str
-    reference: "weakref.ref[nn.Parameter]"
+    reference: Callable[[], nn.Parameter | None]
     owned_range: tuple[int, int]
     ranges: Sequence[tuple[int, int]]
 

@@ -31,7 +31,7 @@ class Storage(Protocol):
         """Hold parameters, equal on all ranks, from now on. Collective where there are new ones."""
 
     def holds(self, tensor: Any) -> bool:
-        """Return whether a tensor is a parameter that several ranks have once."""
+        """Return whether a tensor is a parameter that ranks of a host have once, or that servers hold."""
 
     def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Begin an optimizer's step; gradients are hidden where another one makes it."""

@@ -79,6 +79,7 @@ class Strategy(Ranks):
         self.sums = chosen.sums
         self.inputs = chosen.inputs
         self._placed = chosen.device
+        self._is_pass_through = parts is None
         self._variable_numbers = itertools.count(1)
 
     def __str__(self) -> str:
@@ -183,7 +184,7 @@ class Strategy(Ranks):
     def prepare(self, objects: Iterable[Any]) -> None:
         """Make the models of this strategy among some objects equal on all ranks, as their first use does.
 
-        Collective if there are any: all ranks.
+        A round of local steps ends. Collective if there are any: all ranks.
         """
         self.sums.prepare(objects)
 
@@ -236,7 +237,7 @@ class Strategy(Ranks):
         if not isinstance(args, (list, tuple)):
             raise UsageError(f"run: expected args as a tuple or list, got {type(args).__name__}; write args=(x,).")
         entry = context.current()
-        if entry is not None and entry.replica is not None and type(self) is not Strategy:
+        if entry is not None and entry.replica is not None and not self._is_pass_through:
             raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
         self.sums.prepare_run(args)
         calls = [
@@ -405,7 +406,7 @@ class Strategy(Ranks):
         self.require_cross_replica("experimental_distribute_values_from_function", "call it before run")
         with self._placing():
             values = [value_fn(ValueContext(replica, self.num_replicas_in_sync)) for replica in self.own_replicas]
-        return values[0] if type(self) is Strategy else regroup(values, has_no_plain=True)
+        return values[0] if self._is_pass_through else regroup(values, has_no_plain=True)
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None, is_sharded: bool = False
@@ -569,7 +570,7 @@ def strategies_of_losses() -> list[Strategy]:
 
 
 def live_strategies() -> list[Strategy]:
-    """Return the strategies with several replicas that are alive, in the order in which they were made."""
+    """Return the strategies whose models are on ranks of a job and that are alive, in the order of their making."""
     return [owner for owner in owners.alive() if isinstance(owner, Strategy)]
 
 
@@ -590,7 +591,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             f"experimental_set_strategy: expected a call outside every strategy's scope and run, must not be called "
             f"inside one, got the scope of {type(get_strategy()).__name__}; leave it first."
         )
-    if strategy is None or type(strategy) is Strategy:  # the pass-through one is what is left without any
+    if strategy is None or strategy._is_pass_through:  # the pass-through one is what is left without any
         context.enter_everywhere(None, nullcontext())
     else:
         context.enter_everywhere(strategy, strategy._entering())

@@ -84,6 +84,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationImplementation | None = None,
         device: str | torch.device | None = None,
     ) -> None:
+        op = None if gradient_op is None else ReduceOp.parse(gradient_op)
         if isinstance(cluster_resolver, CommunicationImplementation):
             communication = cluster_resolver
             cluster_resolver = None
@@ -91,7 +92,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._check_cluster()
         self._comm = self.world.role_comm
         device_of_rank = self._choose_device(device, num_replicas)
-        op = None if gradient_op is None else ReduceOp.parse(gradient_op)
         options = self._choose_options(communication_options, communication, cross_device_ops, op)
         is_fixed = num_replicas is not None
         if is_fixed and options.is_ordered is None and options.may_be_ordered:

@@ -40,13 +40,16 @@ class Sums(Protocol):
         """Make models equal before their first use. Collective at the first use: all ranks."""
 
     def prepare(self, objects: Iterable[Any]) -> None:
-        """Make the models of the strategy among some objects equal. Collective if there are any: all ranks."""
+        """Make the models of the strategy among some objects equal, and end a round of local steps.
+
+        Collective if there are any: all ranks.
+        """
 
     def collect(self, objects: Iterable[Any]) -> None:
-        """Bring the strategy's objects among some to one state, to be saved. Collective if there are any."""
+        """Bring the strategy's objects among some to one state, to be saved. Collective if servers hold any."""
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Use what was loaded into the strategy's objects among some. Collective if there are any."""
+        """Use what was loaded into the strategy's objects among some. Collective if servers hold any."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""
@@ -299,7 +302,8 @@ class EngineSums:
 
     def mark_scaled(self, loss: Any) -> None:
         """Mark backwards that reach this loss as those of a scaled loss."""
-        if isinstance(loss, torch.Tensor) and self._engine.sums.n_replicas > 1:
+        is_summed = self._engine.sums.n_replicas > 1 and self._engine.managed.storage.is_summed
+        if isinstance(loss, torch.Tensor) and is_summed:
             self._engine.backward.mark_scaled(loss)
 
     def describe(self) -> dict[str, Any]:
@@ -321,7 +325,7 @@ class EngineSums:
         group = self._reducer.group
         libraries = [generators.libraries()]
         if group.size > 1:
-            libraries = all_gather_objects(libraries[0], group.comm)
+            libraries = all_gather_objects(libraries[0], group.world.role_comm)
         if all(state == libraries[0] for state in libraries):
             libraries = libraries[:1]
         table = algorithms.measurements_of(group)

@@ -412,6 +412,7 @@ def test_replicas_at_different_backwards_are_an_error(comm, over_hosts, hosts):
         model(torch.ones(1, 2)).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*autocast.*:FutureWarning")  # of torch 2.4 itself
 def test_a_module_built_between_forward_and_a_checkpointed_backward(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     with strategy.scope():

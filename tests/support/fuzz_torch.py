@@ -159,7 +159,6 @@ def run_guarded(program, comm):
                 found["n_collectives"] = one.group.journal.n_entered
         one = None
         gc.collect()
-        gc.collect()  # strategies live until their modules are gone
         found["is_alive"] = any(id(one) not in earlier for one in owners.alive())
     return found
 
