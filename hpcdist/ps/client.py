@@ -372,7 +372,8 @@ class Client:
             self.has_left = True
             numbers = np.array([code], np.int64)
             self._ask("leave", Kind.LEAVE, [(server, {"numbers": numbers}) for server in range(self.n_servers)])
-            self._shards = [[] for _ in self._servers]  # so that the strategy, which variables keep alive, can go
+            for shards in self._shards:
+                shards.clear()  # so that the strategy, which variables keep alive, can go
             self._optimizers.clear()
 
     def _ask(self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, Message]]:
