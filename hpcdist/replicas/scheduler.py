@@ -297,12 +297,18 @@ class _Round:
 
 
 def _with_torch_modes(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return `call` under the caller's torch modes, which each thread has for itself."""
-    is_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    """Return `call` under the caller's torch modes, and on as many cores, which each thread has for itself.
+
+    The bits of a matrix product depend on its number of threads, and a new thread begins with the default.
+    """
+    is_grad = torch.is_grad_enabled()
+    is_inference = torch.is_inference_mode_enabled()
+    n_threads = torch.get_num_threads()
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     dtypes = {device: torch.get_autocast_dtype(device) for device in devices}
 
     def run() -> Any:
+        torch.set_num_threads(n_threads)
         with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
             return _in_autocast(call, dtypes)
 

@@ -1,6 +1,9 @@
 """The replica scheduler: replicas run in turn, and the last one acts. No MPI."""
 
+import ctypes
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +99,16 @@ def test_replicas_have_the_modes_of_the_caller():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = scheduler.run([lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))] * 2)
     assert found == [(False, True)] * 2
+
+
+def test_replicas_use_as_many_cores_as_their_caller():
+    """Otherwise a matrix product has other bits than on a rank of one replica, which has no threads."""
+    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line]
+    openmp = ctypes.CDLL(next(name for name in mapped if re.search(r"lib[gi]?omp", name)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = ReplicaScheduler(range(2), []).run([openmp.omp_get_max_threads] * 2)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 1]
