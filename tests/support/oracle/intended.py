@@ -255,6 +255,11 @@ INTENDED: dict[str, tuple[str, Callable[[Meeting], bool]]] = {
         " optional elements go on with empty parts",
         is_optional_of_whole_parts,
     ),
+    "a pass of nothing": (
+        "a pass that ends before its first step, though some replica has a whole part, is refused; TensorFlow reads"
+        " nothing without a word",
+        lambda meeting: "so that nothing would be read" in str(meeting.error) and not meeting.tensorflow_error,
+    ),
     "OFF": (
         "with OFF every replica is an input pipeline that reads all rows; here TensorFlow has one pipeline",
         lambda meeting: meeting.program["n_replicas"] > 1 and policy_of(meeting) == "OFF",
