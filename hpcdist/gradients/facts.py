@@ -109,7 +109,7 @@ def encode_facts(contribution: Contribution, backward_number: int, state: int = 
 
     Args:
         contribution: what it adds outside of the buckets.
-        backward_number: how many backwards were summed before.
+        backward_number: number of this backward, from 1.
         state: digest of what must be equal on all ranks.
     """
     number = backward_number % MODULI[0]

@@ -72,11 +72,3 @@ class Managed:
         self.storage = HostStorage(group, is_divided=True)
         self.writes = SharedWrites(self.optimizers)
         return self.writes
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups of an optimizer."""
-    parameters: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-    return parameters

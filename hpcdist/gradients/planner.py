@@ -21,7 +21,7 @@ from hpcdist.gradients.backward import Backward
 from hpcdist.gradients.buffers import BufferRecord
 from hpcdist.gradients.comm_hook import CommHook, name_of_hook
 from hpcdist.gradients.dense import DenseSlot
-from hpcdist.gradients.managed import Managed, parameters_of
+from hpcdist.gradients.managed import Managed
 from hpcdist.gradients.replica_state import ReplicaState
 from hpcdist.gradients.sharded import ShardedSlot
 from hpcdist.gradients.slot import Slot
@@ -32,7 +32,7 @@ from hpcdist.program.equal_batches import warn_of_equal_batches
 from hpcdist.program.generators import StepGenerators
 from hpcdist.program.local_metrics import warn_of_local_metrics
 from hpcdist.program.model_plan import IdentitySet, ModelPlan, explain_difference, plan_model
-from hpcdist.program.settings import describe_settings, explain_settings
+from hpcdist.program.settings import describe_settings, explain_settings, parameters_of
 from hpcdist.program.tensors import from_array, layout, to_array
 from hpcdist.replicas.scheduler import ReplicaScheduler
 from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer, why_not
@@ -108,6 +108,7 @@ class Planner:
     def _see_parameter(self, parameter: nn.Parameter) -> None:
         if not self._scheduler.is_running:
             self._managed.modules.add_parameter(parameter)
+            owners.live_with(parameter, self)  # until the plan, by which it may belong to a module
             self._plan_at_next_forward()
 
     def _see_buffer(self, module: nn.Module, name: str) -> None:
@@ -190,8 +191,9 @@ class Planner:
         plan = self._agreed_plan()
         self._planned_buffers = {buffer.place for buffer in plan.buffers}
         self._planned_modules = self._managed.modules.ids()
-        for parameter in self._managed.modules.bare_parameters():
-            owners.live_with(parameter, self)
+        for module in self._managed.modules:
+            for parameter in module.parameters():
+                owners.leave(parameter)
         sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
         storage = self._managed.storage

@@ -14,13 +14,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpcdist.errors import GradientError
 from hpcdist.gradients.backward import Backward
-from hpcdist.gradients.managed import Managed, parameters_of
+from hpcdist.gradients.managed import Managed
 from hpcdist.gradients.replica_state import ReplicaState
 from hpcdist.gradients.slot import Slot
 from hpcdist.gradients.sums import GradientSums
 from hpcdist.program import torch_hooks
 from hpcdist.program.generators import StepGenerators
 from hpcdist.program.model_plan import IdentitySet
+from hpcdist.program.settings import parameters_of
 from hpcdist.program.torch_hooks import Closure
 from hpcdist.replicas.scheduler import ReplicaScheduler
 from hpcdist.replicas.steps import ReplicaSteps

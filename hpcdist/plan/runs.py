@@ -16,15 +16,15 @@ class Place:
     """A parameter, and who owns it.
 
     Attributes:
-        kind: what is equal for parameters that may be joined: group of the optimizer, dtype, bucket of the gradient.
-            None for a parameter that is joined with no other.
+        kind: what is equal for parameters that may be joined: group of the optimizer, dtype, bucket of the gradient,
+            and which piece of memory they are in. None for a parameter that is joined with no other.
         address: where its memory begins, in bytes.
         n_elements: number of its elements.
         item_bytes: bytes of an element.
         ranges: (start, stop) of each owner's share, in elements.
     """
 
-    kind: tuple[int, str, int] | None
+    kind: tuple[int, str, int, int] | None
     address: int
     n_elements: int
     item_bytes: int
@@ -66,7 +66,7 @@ def plan_runs(places: Sequence[Place], joins: bool) -> list[Run]:
         places: one for each parameter.
         joins: whether parameters are joined at all.
     """
-    order = sorted(range(len(places)), key=lambda number: (places[number].kind or (-1, "", -1), places[number].address))
+    order = sorted(range(len(places)), key=lambda number: _order_of(number, places[number]))
     runs: list[Run] = []
     for number in order:
         last = runs[-1] if runs and joins else None
@@ -78,6 +78,16 @@ def plan_runs(places: Sequence[Place], joins: bool) -> list[Run]:
         place = places[number]
         runs.append(Run((number,), (0,), place.n_elements, tuple(place.ranges)))
     return runs
+
+
+def _order_of(number: int, place: Place) -> tuple[tuple[int, str, int, int], int]:
+    """Return by what parameters are sorted: addresses count inside a piece of memory only.
+
+    Pieces may lie in another order on other ranks, where runs must be the same.
+    """
+    if place.kind is None:
+        return (-1, "", -1, -1), number
+    return place.kind, place.address
 
 
 def _may_follow(last: Place, place: Place) -> bool:

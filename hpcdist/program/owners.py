@@ -111,6 +111,11 @@ def live_with(item: nn.Module | nn.Parameter, keeper: object) -> None:
     vars(item)[_KEEPER] = _Keeper(keeper)
 
 
+def leave(item: nn.Module | nn.Parameter) -> None:
+    """Let nothing live as long as a module or a parameter any more."""
+    vars(item).pop(_KEEPER, None)
+
+
 def collect_garbage() -> None:
     """Let go of strategies whose modules are garbage: when Python does so by itself differs between ranks."""
     gc.unfreeze()  # what was frozen may have become garbage since

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import DesyncError
@@ -45,3 +45,11 @@ def explain_settings(own: str, chiefs: str) -> DesyncError:
         f"strategy: expected the chief's optimizers and comm hook, {theirs!r}, got {mine!r}; make the same, with the "
         f"same settings, on every rank."
     )
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters

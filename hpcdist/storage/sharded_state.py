@@ -111,12 +111,25 @@ class SharedState:
     def take(self, number: int, state: dict[str, Any]) -> None:
         """Move the state of this rank's share of a run here: its tensors are views of this memory afterwards."""
         start, stop = self._runs[number].owned_range(self._local_rank)
+        self._require_room(number, state)
         for key in self._keys[number]:
+            if key.name not in state:
+                continue
             memory = self._memory[number][key.name]
             view = memory[start:stop] if key.is_elementwise else memory[self._local_rank]
             view.copy_(torch.as_tensor(state[key.name]))
             state[key.name] = view
         self._has_state[number, self._local_rank] = 1
+
+    def _require_room(self, number: int, state: dict[str, Any]) -> None:
+        """Raise UsageError for state that a first step did not show; on this rank only."""
+        names = {key.name for key in self._keys[number]}
+        unknown = [name for name in state if name not in names]
+        if unknown:
+            raise UsageError(
+                f"ZeroRedundancyOptimizer: expected an optimizer that keeps {sorted(names)} of a parameter, as after "
+                f"a first step, got {unknown[0]!r} too; let the first step make all of it, or use a plain optimizer."
+            )
 
     def has(self, number: int) -> bool:
         """Return whether the state of this rank's share of a run is here."""
@@ -144,9 +157,9 @@ class SharedState:
         """Return whether states, by the number of the parameter, are alike for all members of each run."""
         for number, run in enumerate(self._runs):
             members = [states.get(member) or {} for member in run.members]
-            scalars = [key.name for key in self._keys[number] if not key.is_elementwise]
+            scalars = [key.name for key in self._keys[number] if not key.is_elementwise and key.name in members[0]]
             for state in members[1:]:
-                if bool(state) != bool(members[0]):
+                if state.keys() != members[0].keys():
                     return False
                 if state and any(float(state[name]) != float(members[0][name]) for name in scalars):
                     return False
@@ -167,6 +180,8 @@ class SharedState:
         start, stop = run.owned_range(self._local_rank)
         state: dict[str, Any] = {}
         for key in self._keys[number]:
+            if key.name not in wholes[0]:
+                continue
             if key.is_elementwise:
                 state[key.name] = self._flat_state(run, wholes, key.name)[start:stop]
             else:

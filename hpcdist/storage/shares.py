@@ -20,12 +20,14 @@ from hpcdist.errors import GradientError
 from hpcdist.plan.runs import Place, Run, plan_runs
 from hpcdist.plan.shards import BLOCK_ELEMENTS
 from hpcdist.program import torch_hooks
-from hpcdist.program.tensors import in_memory_order
+from hpcdist.program.tensors import in_memory_order, is_dense
 from hpcdist.storage.sharded_gradient import ShardedGradient
 from hpcdist.storage.sharded_state import SharedState, StateKey, probe_state
 
 #: Groups of an optimizer: options, and "params".
 Groups = list[dict[str, Any]]
+#: Whole states, by the number of the parameter.
+States = dict[int, dict[str, Any]]
 
 
 class OwnedShare(Protocol):
@@ -68,6 +70,8 @@ class Shares:
         slots: slots of the parameters; None for one that is not trained.
         group: the ranks that own the shares. Collective over the ranks of the host.
         joins: whether parameters are stepped as one where they can be.
+        states: whole states, by the number of the parameter, for which there must be room: an optimizer keeps what
+            options that are off now have made.
 
     Attributes:
         group: the ranks.
@@ -83,6 +87,7 @@ class Shares:
         slots: Sequence[OwnedShare | None],
         group: Group,
         joins: bool,
+        states: States,
     ) -> None:
         self.group = group
         self.slots = slots
@@ -98,12 +103,15 @@ class Shares:
         self._runs = plan_runs(self._places(), joins)
         self._pieces = [self._piece_of(run) for run in self._runs]
         self._inner = self._make_inner(groups, make)
-        self._state = SharedState(group, self._parameters, self._runs, self._keys_of(groups, make))
-        self._gradients: dict[int, _Gradient] = {}  # by the id of the first share
+        self._probed: dict[tuple[int, torch.dtype], list[StateKey]] = {}  # by group and dtype
+        keys = [self._keys_of(run, groups, make, states) for run in self._runs]
+        self._state = SharedState(group, self._parameters, self._runs, keys)
+        self._gradients: list[list[_Gradient]] = [[] for _ in self._runs]  # of the last two sums
         self._n_states = 0
         self._views: list[tuple[dict[str, Any], str, Tensor]] = []
         if self._inner is not None and self._inner.state:  # as that of Adagrad
             self._share_state(self._inner)
+        self.wait()  # so that every rank may read all of it
 
     # -- the plan ---------------------------------------------------------------------------------------------------
 
@@ -113,11 +121,13 @@ class Shares:
     def _places(self) -> list[Place]:
         """Return what decides which parameters are stepped as one."""
         places: list[Place] = []
+        windows: dict[int, int] = {}  # pieces of memory, in the order in which all ranks meet them
         for number, (parameter, slot) in enumerate(self._with_slots()):
-            kind: tuple[int, str, int] | None = None
+            kind: tuple[int, str, int, int] | None = None
             ranges: Sequence[tuple[int, int]] = ((0, parameter.numel()),)
             if slot is not None:
-                kind = (self._group_of[number], str(parameter.dtype), slot.bucket)
+                window = windows.setdefault(parameter.untyped_storage().data_ptr(), len(windows))
+                kind = (self._group_of[number], str(parameter.dtype), slot.bucket, window)
                 ranges = slot.ranges
             item_bytes = parameter.element_size()
             places.append(Place(kind, parameter.data_ptr(), parameter.numel(), item_bytes, ranges))
@@ -143,16 +153,17 @@ class Shares:
             return None
         return make(inner_groups)
 
-    def _keys_of(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> list[list[StateKey]]:
-        """Return what the optimizer keeps of each run."""
-        probed: dict[tuple[int, torch.dtype], list[StateKey]] = {}
-        keys: list[list[StateKey]] = []
-        for run in self._runs:
-            number = self._group_of[run.members[0]]
-            dtype = self._parameters[run.members[0]].dtype
-            if (number, dtype) not in probed:
-                probed[number, dtype] = probe_state(make, without_parameters(groups[number]), dtype)
-            keys.append(probed[number, dtype])
+    def _keys_of(self, run: Run, groups: Groups, make: Callable[[Groups], Optimizer], states: States) -> list[StateKey]:
+        """Return what the optimizer keeps of a run."""
+        first = self._parameters[run.members[0]]
+        number = self._group_of[run.members[0]]
+        if (number, first.dtype) not in self._probed:
+            self._probed[number, first.dtype] = probe_state(make, without_parameters(groups[number]), first.dtype)
+        keys = list(self._probed[number, first.dtype])
+        names = {key.name for key in keys}
+        for name, value in states.get(run.members[0], {}).items():
+            if name not in names and isinstance(value, Tensor):
+                keys.append(StateKey(name, value.shape == first.shape, value.dtype))
         return keys
 
     def wait(self) -> None:
@@ -181,17 +192,18 @@ class Shares:
             return
         for options, inner_options in zip(groups, inner.param_groups, strict=True):
             inner_options.update(without_parameters(options))
-        for run, piece in zip(self._runs, self._pieces, strict=True):
+        for number, piece in enumerate(self._pieces):
             if piece is not None:
-                piece.grad = self._gradient_of(run)
+                piece.grad = self._gradient_of(number)
         torch_hooks.bare_step(type(inner))(inner)
         for piece in self._pieces:
             if piece is not None:
                 piece.grad = None  # so that zero_grad frees it
         self._share_state(inner)
 
-    def _gradient_of(self, run: Run) -> Tensor | None:
+    def _gradient_of(self, number: int) -> Tensor | None:
         """Return this rank's share of the gradient of a run, flat; None without a gradient."""
+        run = self._runs[number]
         if len(run.members) == 1:
             return self._share_of_gradient(run.members[0])
         shares: list[Tensor] = []
@@ -200,15 +212,15 @@ class Shares:
             share = self._share_of_gradient(member) if start < stop else None
             if share is not None:
                 shares.append(share)
-        if not shares:
-            return None
-        joined = self._gradients.get(id(shares[0]))
-        if joined is not None and len(joined.shares) == len(shares) and all(map(operator.is_, joined.shares, shares)):
-            return joined.flat
+        if len(shares) < 2:
+            return shares[0] if shares else None
+        for joined in self._gradients[number]:
+            if len(joined.shares) == len(shares) and all(map(operator.is_, joined.shares, shares)):
+                return joined.flat
         flat = _view_over(shares)
         if flat is None:
             return torch.cat(shares)
-        self._gradients[id(shares[0])] = _Gradient(shares, flat)
+        self._gradients[number] = [*self._gradients[number][-1:], _Gradient(shares, flat)]
         return flat
 
     def _share_of_gradient(self, number: int) -> Tensor | None:
@@ -219,20 +231,18 @@ class Shares:
         if isinstance(gradient, ShardedGradient):
             return gradient.share
         start, stop = self._ranges[number]
-        laid_out = torch.empty_like(self._parameters[number], dtype=gradient.dtype)
-        if gradient.stride() != laid_out.stride():
-            gradient = laid_out.copy_(gradient)
-        return in_memory_order(gradient)[start:stop]
+        return flat_gradient(self._parameters[number], gradient)[start:stop]
 
     def _share_state(self, inner: Optimizer) -> None:
         """Keep state in the shared memory: that of first steps, and what the optimizer has put elsewhere since."""
-        if len(inner.state) != self._n_states:
+        n_states = sum(map(bool, inner.state.values()))
+        if n_states != self._n_states:
             for number, piece in enumerate(self._pieces):
                 if piece is not None and inner.state.get(piece) and not self._state.has(number):
                     state = inner.state[piece]
                     self._state.take(number, state)
                     self._remember_views(state)
-            self._n_states = len(inner.state)
+            self._n_states = n_states
         for state, key, view in self._views:
             if state[key] is not view:
                 view.copy_(state[key])
@@ -279,20 +289,20 @@ class Shares:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def read(self) -> dict[int, dict[str, Any]]:
+    def read(self) -> States:
         """Return the whole state by the numbers of the parameters."""
-        states: dict[int, dict[str, Any]] = {}
+        states: States = {}
         for number in range(len(self._parameters)):
             state = self._state.read(number)
             if state:
                 states[number] = state
         return states
 
-    def fits(self, states: dict[int, dict[str, Any]]) -> bool:
+    def fits(self, states: States) -> bool:
         """Return whether a whole state can be taken: it is alike for parameters that are stepped as one."""
         return self._state.fits(states)
 
-    def write(self, states: dict[int, dict[str, Any]]) -> None:
+    def write(self, states: States) -> None:
         """Take the whole state, which fits, by the numbers of the parameters. Collective over the ranks of the host."""
         self.wait()  # another rank may still read
         self._views = []
@@ -303,7 +313,7 @@ class Shares:
                 if state:
                     self._inner.state[piece] = state
                     self._remember_views(state)
-        self._n_states = 0 if self._inner is None else len(self._inner.state)
+        self._n_states = 0 if self._inner is None else sum(map(bool, self._inner.state.values()))
         self.wait()  # so that every rank may read all of it
 
 
@@ -313,6 +323,13 @@ def pattern_of(groups: Groups) -> list[list[bool]]:
     for group in groups:
         pattern.append([bool(value) for key, value in group.items() if key not in ("params", "lr")])
     return pattern
+
+
+def flat_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return a whole gradient as a flat tensor in the order of its parameter's memory."""
+    if not is_dense(parameter) or gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    return in_memory_order(gradient)
 
 
 def without_parameters(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """All of an optimizer's work on the only rank of a job, which owns every parameter whole."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.program import torch_hooks
-from hpcdist.storage.shares import Groups, blocks_of, norm_of_blocks, pattern_of, without_parameters
+from hpcdist.storage.shares import Groups, States, blocks_of, flat_gradient, norm_of_blocks, without_parameters
 
 
 class Undivided:
@@ -15,13 +13,9 @@ class Undivided:
     Args:
         groups: groups of the optimizer that the program made: parameters and options.
         inner: the plain optimizer of the same parameters.
-
-    Attributes:
-        pattern: which options are on, by which the optimizer keeps more or less state.
     """
 
     def __init__(self, groups: Groups, inner: Optimizer) -> None:
-        self.pattern = pattern_of(groups)
         self._inner = inner
         self._parameters: list[nn.Parameter] = []
         for options in groups:
@@ -42,18 +36,18 @@ class Undivided:
         shares: list[tuple[int, Tensor | None]] = []
         for parameter in self._parameters:
             gradient = parameter.grad
-            shares.append((0, None if gradient is None else gradient.reshape(-1)))
+            shares.append((0, None if gradient is None else flat_gradient(parameter, gradient)))
         return norm_of_blocks(blocks_of(self._parameters, shares, order), order)
 
-    def read(self) -> dict[int, dict[str, Any]]:
+    def read(self) -> States:
         """Return the state by the numbers of the parameters."""
-        states: dict[int, dict[str, Any]] = {}
+        states: States = {}
         for number, parameter in enumerate(self._parameters):
             state = self._inner.state.get(parameter)
             if state:
                 states[number] = dict(state)
         return states
 
-    def write(self, states: dict[int, dict[str, Any]]) -> None:
+    def write(self, states: States) -> None:
         """Take the state by the numbers of the parameters."""
         self._inner.load_state_dict({**self._inner.state_dict(), "state": states})

@@ -19,9 +19,10 @@ from hpcdist.collectives.route import Route
 from hpcdist.errors import UsageError
 from hpcdist.program import torch_hooks
 from hpcdist.program.model_plan import ModelPlan
+from hpcdist.program.settings import parameters_of
 from hpcdist.runtime.process import make_world
 from hpcdist.storage.host_storage import is_on_host
-from hpcdist.storage.shares import OwnedShare, Shares, pattern_of, without_parameters
+from hpcdist.storage.shares import OwnedShare, Shares, States, pattern_of, without_parameters
 from hpcdist.storage.undivided import Undivided
 
 #: They treat each element by itself, so that a share is stepped as it would be in the whole parameter. Another class
@@ -88,21 +89,21 @@ class ZeroRedundancyOptimizer(Optimizer):
             loaded = _copied(self.state_dict())
         self._loaded = None
         by_parameter = {id(slot.reference()): slot for slot in slots}
-        own_slots = [by_parameter.get(id(parameter)) for parameter in _parameters_of(self)]
-        self._shares = self._new_shares(own_slots, group)
+        own_slots = [by_parameter.get(id(parameter)) for parameter in parameters_of(self)]
+        states = {} if loaded is None else loaded["state"]
+        self._shares = self._new_shares(own_slots, group, states)
         if loaded is not None:
-            self._write(self._shares, loaded["state"])
+            self._write(self._shares, states)
 
-    def _new_shares(self, slots: Sequence[OwnedShare | None], group: Group) -> Shares:
-        """Divide the parameters. Collective over the ranks of the host."""
-        return Shares(self.param_groups, self.make_part, slots, group, self._joins)
+    def _new_shares(self, slots: Sequence[OwnedShare | None], group: Group, states: States) -> Shares:
+        """Divide the parameters, with room for states. Collective over the ranks of the host."""
+        return Shares(self.param_groups, self.make_part, slots, group, self._joins, states)
 
-    def _write(self, shares: Shares, states: dict[int, dict[str, Any]]) -> None:
+    def _write(self, shares: Shares, states: States) -> None:
         """Take a whole state, parameter by parameter if it differs between some that are stepped as one. Collective."""
         if not shares.fits(states):
             self._joins = False
-            shares.wait()  # until all have seen that
-            shares = self._new_shares(shares.slots, shares.group)
+            shares = self._new_shares(shares.slots, shares.group, states)
             self._shares = shares
         shares.write(states)
 
@@ -127,13 +128,14 @@ class ZeroRedundancyOptimizer(Optimizer):
             closure: computes a loss and its gradients, and returns the loss; or None.
 
         Raises:
-            UsageError: when the parameters were not made, or the optimizer was made, outside of a strategy's scope.
+            UsageError: when parameters or optimizer were made outside of a strategy's scope, or the optimizer after
+                the first use of the model.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._shares is None and all(parameter.grad is None for parameter in _parameters_of(self)):
+        if self._shares is None and all(parameter.grad is None for parameter in parameters_of(self)):
             return loss
         shares = self._made_shares()
         if isinstance(shares, Shares):
@@ -144,15 +146,18 @@ class ZeroRedundancyOptimizer(Optimizer):
         return loss
 
     def _fitting(self, shares: Shares) -> Shares:
-        """Return shares that fit the options and the gradients of a step, with the same state. Collective if new."""
-        has_pattern = shares.pattern == pattern_of(self.param_groups)
+        """Return shares that fit the options and the gradients of a step, with the same state. Collective if new.
+
+        Once some parameters of a run had a gradient and others had none, each is stepped by itself for good.
+        """
+        is_same_pattern = shares.pattern == pattern_of(self.param_groups)
         if shares.joins and shares.has_mixed_run():
             self._joins = False
-        if has_pattern and shares.joins == self._joins:
+        if is_same_pattern and shares.joins == self._joins:
             return shares
         states = _copied(self.state_dict())["state"]
         shares.wait()  # until all have read
-        fitting = self._new_shares(shares.slots, shares.group)
+        fitting = self._new_shares(shares.slots, shares.group, states)
         self._shares = fitting
         self._write(fitting, states)
         return fitting
@@ -240,7 +245,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             return
         if self._shares.pattern != pattern_of(self.param_groups):
             self._shares.wait()
-            self._shares = self._new_shares(self._shares.slots, self._shares.group)
+            self._shares = self._new_shares(self._shares.slots, self._shares.group, states)
         self._write(self._shares, states)
 
     def _states_by_number(self, saved_groups: Sequence[dict[str, Any]], saved_states: Any) -> dict[int, dict[str, Any]]:
@@ -259,7 +264,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         for group in saved_groups:
             saved_names += group["params"]
         states: dict[int, dict[str, Any]] = {}
-        for number, (name, parameter) in enumerate(zip(saved_names, _parameters_of(self), strict=True)):
+        for number, (name, parameter) in enumerate(zip(saved_names, parameters_of(self), strict=True)):
             if name in saved_states:
                 states[number] = saved_states[name]
                 _require_shape(number, parameter, saved_states[name])
@@ -312,9 +317,11 @@ def _obstacles_in_optimizers(optimizers: Sequence[Optimizer], plan: ModelPlan) -
     planned = {id(parameter) for _, parameter in plan.parameters}
     divided: list[int] = []
     for optimizer in optimizers:
-        parameter_ids = [id(parameter) for parameter in _parameters_of(optimizer)]
+        parameter_ids = [id(parameter) for parameter in parameters_of(optimizer)]
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             divided += parameter_ids
+            if not planned.issuperset(parameter_ids):
+                yield "a parameter that was not made in the scope; make it there"
         elif not planned.isdisjoint(parameter_ids):
             yield f"{type(optimizer).__name__} for parameters of the scope; leave it out"
     if len(divided) != len(set(divided)):
@@ -334,13 +341,6 @@ def _obstacles_in_route(group: Group, route: Route, n_replicas: int) -> Iterator
         yield "ranks that share no memory; use a plain optimizer"
     if route.is_ordered and not group.placement.is_aligned:
         yield "is_ordered on these hosts; leave it out"
-
-
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    parameters: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-    return parameters
 
 
 def _require_shape(number: int, parameter: nn.Parameter, state: dict[str, Any]) -> None:

@@ -1119,6 +1119,22 @@ def test_steps_on_parameters_that_are_in_no_module_are_seen_too(comm):
         assert make_world().step == step
 
 
+def test_a_step_on_a_parameter_that_was_never_planned_is_refused(comm):
+    if comm.size == 1:
+        pytest.skip("one replica sums nothing")
+
+    def build():
+        with hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum").scope():
+            return nn.Parameter(torch.ones(2))
+
+    parameter = build()
+    gc.collect()
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.sum().backward()
+    with pytest.raises(GradientError, match="was not summed"):
+        optimizer.step()
+
+
 def test_a_strategy_that_holds_its_model_is_freed_with_it(comm):
     gc.collect()
     n_alive = len(live_strategies())

@@ -15,6 +15,7 @@ from torch import nn
 import hpcdist
 from hpcdist.errors import CheckpointMismatch, GradientError, UsageError
 from hpcdist.optim import ZeroRedundancyOptimizer
+from hpcdist.storage.shares import blocks_of, flat_gradient, norm_of_blocks
 
 pytestmark = pytest.mark.mpi
 N_ROWS = 24  # of a global batch
@@ -705,6 +706,85 @@ def test_parameters_without_elements(comm):
     torch.testing.assert_close(state, plain_state)  # also that of no elements, as checkpoints have it
 
 
+def test_an_option_that_is_off_for_a_while(comm):
+    found = []
+    for is_sharded in (True, False):
+        strategy, model, optimizer = make(*CLASSES["SGD with momentum"], is_sharded=is_sharded)
+        for step, momentum in enumerate([0.9, 0.9, 0.0, 0.0, 0.9, 0.9]):
+            for group in optimizer.param_groups:
+                group["momentum"] = momentum
+                group["nesterov"] = momentum > 0
+            train(strategy, model, optimizer, 1, step)
+        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+    require_equal(found[0][0], found[1][0])
+    require_equal(found[0][1], found[1][1])
+
+
+class EagerState(torch.optim.Optimizer):
+    """Asks for the state of a parameter before it knows whether there is a gradient."""
+
+    is_elementwise = True
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if parameter.grad is None:
+                    continue
+                if not state:
+                    state["total"] = torch.zeros_like(parameter)
+                state["total"].add_(parameter.grad)
+                parameter.sub_(state["total"], alpha=group["lr"])
+
+
+def test_state_of_a_parameter_that_has_a_gradient_later(comm):
+    found = []
+    for is_sharded in (True, False):
+        strategy, model, optimizer = make(EagerState, {"lr": 0.05}, is_sharded=is_sharded)
+        train(strategy, model, optimizer, 4)
+        found.append(optimizer.state_dict()["state"])
+    assert {number for number, state in found[1].items() if state} == set(found[0])
+    require_equal(found[0], {number: state for number, state in found[1].items() if state})
+
+
+def test_joined_gradients_are_remembered_for_two_sums(comm):
+    if comm.size == 1:
+        pytest.skip("one rank joins nothing")
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).bfloat16()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64).bfloat16()).sum().backward()
+        optimizer.step()
+    assert max(map(len, optimizer._shares._gradients)) <= 2
+
+
+def test_a_norm_is_that_of_gradients_in_the_order_of_memory(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    torch.manual_seed(3)
+    weights, x = torch.randn(300, 700), torch.randn(700, 300)
+    norms = []
+    for scope in (strategy.scope(), contextlib.nullcontext()):
+        with scope:
+            parameter = nn.Parameter(weights.clone().t())
+            optimizer = ZeroRedundancyOptimizer([parameter], torch.optim.SGD, lr=0.1)
+        if not norms:
+            strategy.run(lambda: None)
+            (parameter * x).sum().div(comm.size).backward()
+            norms.append(float(optimizer.clip_grad_norm_(1e9)))
+        else:
+            blocks = blocks_of([parameter], [(0, flat_gradient(parameter, x))], 2.0)
+            norms.append(norm_of_blocks(blocks, 2.0))
+    if comm.size in (1, 2, 4):  # x is divided exactly
+        assert norms[0] == norms[1]
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 NOT_ELEMENTWISE = [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Optimizer, "adam"]
@@ -796,6 +876,19 @@ def test_sparse_gradients(comm):
             return self.table(x.long())
 
     refused(comm, "got sparse gradients of 'table.weight'", model=Looked)
+
+
+def test_a_parameter_of_elsewhere_beside_those_of_the_scope(comm):
+    if comm.size == 1:
+        pytest.skip("one rank owns everything")
+    foreign = nn.Parameter(torch.zeros(64))
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        optimizer = ZeroRedundancyOptimizer([*model.parameters(), foreign], torch.optim.SGD, lr=0.1)
+    with pytest.raises(UsageError, match="not made in the scope"):
+        model(torch.ones(1, 2))
+    assert not optimizer.state_dict()["state"]
 
 
 def test_parameters_that_were_not_made_in_the_scope(comm):

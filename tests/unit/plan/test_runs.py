@@ -7,7 +7,7 @@ import pytest
 from hpcdist.plan.runs import JOINED_ELEMENTS, Place, plan_runs
 from hpcdist.plan.shards import plan_shards
 
-KIND = (0, "torch.float32", 0)
+KIND = (0, "torch.float32", 0, 0)
 
 
 def places_of(sizes, n_owners, kind=KIND, gap_bytes=0):
@@ -59,7 +59,7 @@ def test_small_parameters_are_one_run():
         places_of([64, 64], 2, gap_bytes=64),
         places_of([64, 65], 2),
         places_of([64, 64], 2, kind=None),
-        [*places_of([64], 1), *(Place((1, "torch.float32", 0), 4096 + 256, 64, 4, ((0, 64),)) for _ in range(1))],
+        [*places_of([64], 1), *(Place((1, "torch.float32", 0, 0), 4096 + 256, 64, 4, ((0, 64),)) for _ in range(1))],
     ],
     ids=["a gap", "odd elements", "not trained", "another group"],
 )
@@ -80,3 +80,12 @@ def test_nothing_is_joined_if_it_is_not_to_be():
 def test_a_run_without_elements_is_the_first_owners():
     (run,) = plan_runs(places_of([0], 2), joins=True)
     assert [run.is_owner(owner) for owner in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize("addresses", [(4096, 1 << 20), (1 << 20, 4096), (4096, 4096 + 256)])
+def test_runs_are_the_same_wherever_pieces_of_memory_lie(addresses):
+    places = [
+        Place((0, "torch.float32", 0, window), address, 64, 4, ((0, 64),)) for window, address in enumerate(addresses)
+    ]
+    foreign = [Place(None, address + 8192, 64, 4, ((0, 64),)) for address in addresses]
+    assert [run.members for run in plan_runs([*places, *foreign], joins=True)] == [(2,), (3,), (0,), (1,)]
