@@ -149,9 +149,10 @@ def test_outside_of_run(comm):
 
 def test_an_optimizer_does_not_keep_the_strategy_alive(comm):
     """Else a loss outside of scopes would find several strategies."""
+    parameter = nn.Parameter(torch.ones(1))  # one of the scope would keep it
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        optimizer = torch.optim.SGD([parameter])
     reference = weakref.ref(strategy)
     del strategy
     gc.collect()
