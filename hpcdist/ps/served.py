@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.errors import GradientError
 from hpcdist.plan.partitioners import VariableSpec, place
 from hpcdist.program.owners import Stepper
+from hpcdist.program.settings import parameters_of
 from hpcdist.ps.client import Client, Groups
 from hpcdist.ps.layout import ShardSpec, specs_of
 from hpcdist.runtime.process import end_job
@@ -297,7 +298,7 @@ class ServedParameters:
 
     def _optimizers_of(self, objects: Iterable[Any]) -> list[Optimizer]:
         """Return the optimizers among some objects that step one of the variables."""
-        return [item for item in objects if isinstance(item, Optimizer) and any(map(self.holds, _stepped_by(item)))]
+        return [item for item in objects if isinstance(item, Optimizer) and any(map(self.holds, parameters_of(item)))]
 
     def changing(self) -> AbstractContextManager[bool]:
         """Let each worker change its copies of the variables; the next step refuses what it finds changed."""
@@ -333,14 +334,6 @@ def stop_for(reason: str, world: World) -> None:
         number = signal.Signals[reason.partition(" ")[0]]
         end_job(f"hpcdist: {reason}, and no handler that saves: ending the job\n", 128 + number)
     requester.stop(reason)
-
-
-def _stepped_by(optimizer: Optimizer) -> list[Any]:
-    """Return the parameters that an optimizer steps."""
-    parameters: list[Any] = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-    return parameters
 
 
 def _tensors_of(objects: Iterable[Any]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import hpcdist
+from hpcdist.collectives.group import Group
 from hpcdist.errors import DesyncError, GradientError
 from hpcdist.program import owners, torch_hooks
 from hpcdist.runtime.process import make_world
@@ -1142,9 +1143,16 @@ def test_a_strategy_that_holds_its_model_is_freed_with_it(comm):
     with strategy.scope():
         strategy.model = nn.Linear(1, 1)
     strategy.model(torch.ones(1, 1)).sum().backward()
-    del strategy
+    weight = strategy.model.weight
+    assert not vars(weight), "its module keeps the strategy, which garbage collection sees in every release of torch"
+    del strategy, weight
     gc.collect()
     assert len(live_strategies()) == n_alive
+
+
+def test_a_state_dict_makes_no_second_group(strategy, monkeypatch):
+    monkeypatch.setattr(Group, "__init__", None)
+    assert strategy.state_dict()["step"] == 0
 
 
 def test_copies_and_pickles_of_a_model_know_nothing_of_its_strategy(strategy):

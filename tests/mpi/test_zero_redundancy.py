@@ -14,7 +14,11 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import CheckpointMismatch, GradientError, UsageError
+from hpcdist.gradients import planner
 from hpcdist.optim import ZeroRedundancyOptimizer
+from hpcdist.plan.runs import plan_runs
+from hpcdist.storage import shares
+from hpcdist.storage.sharded_state import SharedState
 from hpcdist.storage.shares import blocks_of, flat_gradient, norm_of_blocks
 
 pytestmark = pytest.mark.mpi
@@ -704,6 +708,49 @@ def test_parameters_without_elements(comm):
     (weights, state), (plain_weights, plain_state) = found
     torch.testing.assert_close(weights, plain_weights)
     torch.testing.assert_close(state, plain_state)  # also that of no elements, as checkpoints have it
+
+
+def test_parameters_in_several_pieces_of_memory_are_planned_alike(comm, monkeypatch):
+    """Where the pieces lie differs between ranks, and so may not decide what is stepped together."""
+    if comm.size == 1:
+        pytest.skip("one rank joins nothing")
+    planned = []
+
+    def plan(places, joins):
+        planned.append(places)
+        return plan_runs(places, joins)
+
+    monkeypatch.setattr(shares, "plan_runs", plan)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        first = nn.Linear(64, 64)
+        optimizer = ZeroRedundancyOptimizer(first.parameters(), torch.optim.SGD, lr=0.1)
+    first(torch.ones(1, 64))
+    with strategy.scope():
+        second = nn.Linear(64, 64)
+        optimizer = ZeroRedundancyOptimizer([*first.parameters(), *second.parameters()], torch.optim.SGD, lr=0.1)
+    second(torch.ones(1, 64))
+    kinds = [place.kind for place in planned[-1]]
+    assert kinds[0] == kinds[1] != kinds[2] == kinds[3]
+    assert max(len(run.members) for run in optimizer._shares._runs) == 2
+
+
+def test_initial_state_is_whole_on_every_rank_after_the_first_use(comm, monkeypatch):
+    if comm.size == 1:
+        pytest.skip("one rank waits for nobody")
+    take = SharedState.take
+
+    def take_late(state, number, values):
+        time.sleep(0.2 * (comm.rank == comm.size - 1))
+        take(state, number, values)
+
+    monkeypatch.setattr(SharedState, "take", take_late)
+    monkeypatch.setattr(planner, "warn_of_equal_batches", lambda batch, world: None)  # nobody waits there
+    _, model, optimizer = make(*CLASSES["Adagrad"], is_sharded=True)
+    model(torch.ones(2, 7))
+    found = {number: dict(state) for number, state in optimizer.state_dict()["state"].items()}
+    plain = make(*CLASSES["Adagrad"], is_sharded=False)[2]
+    require_equal(found, plain.state_dict()["state"])
 
 
 def test_an_option_that_is_off_for_a_while(comm):

@@ -1,0 +1,23 @@
+"""Sets of objects that are held weakly."""
+
+import torch
+
+from hpcdist.program.model_plan import IdentitySet
+
+
+def test_objects_that_are_gone_take_no_room():
+    tensors = IdentitySet()
+    for _ in range(3):
+        kept = torch.zeros(1)
+        tensors.add(torch.ones(1))
+        tensors.add(kept)
+    assert [item is kept for item in tensors] == [True]
+    assert len(tensors._known) == 1
+
+
+def test_objects_are_compared_by_identity_in_their_order():
+    first, second = torch.zeros(2), torch.zeros(2)
+    tensors = IdentitySet([second, first, second])
+    assert [item is second for item in tensors] == [True, False]
+    assert first in tensors
+    assert torch.zeros(2) not in tensors
