@@ -1,6 +1,6 @@
 """Local SGD: every replica steps on its own gradients, and the weights are averaged every few steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class LocalRounds:
         self._generators = generators
         self._world = world
         self._n_made = 0
+        self._steppers: list[Optimizer] = []  # held until the average: all ranks must have the same ones then
 
     def __str__(self) -> str:
         return f"{self._n_steps} from step {self._first_step}"
@@ -55,23 +56,26 @@ class LocalRounds:
         """Whether local steps were made since the last average, so that replicas differ."""
         return self._n_made > 0
 
-    def count_step(self) -> bool:
-        """Count a local step; return whether the round is over."""
+    def count_step(self, optimizer: Optimizer) -> bool:
+        """Count a local step of an optimizer; return whether the round is over."""
         self._n_made += 1
+        if not any(stepper is optimizer for stepper in self._steppers):
+            self._steppers.append(optimizer)
         is_over = self._n_made >= self._n_steps
         if not is_over:
             self._world.step_flags.begin_round()
         return is_over
 
     @torch.no_grad()
-    def average(self, named: Sequence[tuple[str, Tensor]], optimizers: Iterable[Optimizer]) -> None:
-        """Replace tensors, and those in the state of optimizers, by their means over all replicas; end the round.
+    def average(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Replace tensors, and those in the state of the round's optimizers, by means over all replicas; end the round.
+
+        Of an optimizer, all tensors of floats are averaged, such as momentum and counters of steps.
 
         Collective: all replicas.
 
         Args:
             named: parameters, and buffers of floats.
-            optimizers: their tensors of floats are averaged too, such as momentum and counters of steps.
 
         Raises:
             DesyncError: on all ranks, when replicas have other tensors, as those of an optimizer that has never seen a
@@ -79,7 +83,7 @@ class LocalRounds:
 
         Cost: one all-reduce for each dtype, of parameters and the optimizers' state together; one copy of them.
         """
-        tensors = [*named, *_states_of(optimizers)]
+        tensors = [*named, *_states_of(self._steppers)]
         lines = [f"{self._n_made} local steps"]
         lines += [f"{name} {layout(tensor)}" for name, tensor in tensors]
         description = "\n".join(lines)
@@ -92,6 +96,7 @@ class LocalRounds:
         for dtype in sorted({SUM_DTYPES[dtype_name(tensor)] for _, tensor in tensors}):
             self._average([tensor for _, tensor in tensors if SUM_DTYPES[dtype_name(tensor)] == dtype], dtype)
         self._n_made = 0
+        self._steppers = []
         self._world.step_flags.end_round()
 
     def _average(self, tensors: list[Tensor], dtype: str) -> None:
@@ -102,7 +107,7 @@ class LocalRounds:
             tensor.copy_(mean.view(tensor.shape))
 
 
-def _states_of(optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
+def _states_of(optimizers: Sequence[Optimizer]) -> list[tuple[str, Tensor]]:
     """Return the tensors of floats that optimizers keep for each parameter."""
     named: list[tuple[str, Tensor]] = []
     for optimizer in optimizers:

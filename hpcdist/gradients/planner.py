@@ -185,7 +185,7 @@ class Planner:
         modules = self._managed.modules
         if any(id(module) in module_ids for module in modules) or any(map(modules.holds, tensors)):
             self.prepare()
-            self._sums.average_round(self._managed.optimizers)
+            self._sums.average_round()
 
     def _prepare(self, batch: Any) -> None:
         plan = self._agreed_plan()
@@ -314,7 +314,7 @@ class Planner:
         storage = self._managed.storage
         if storage.is_private:
             states = self._sums.states
-            states.watch(plan.parameters, self._managed.optimizers)
+            states.watch(plan.parameters)
             end_of_program.watch(self._world, states)
             logger.info("all parameters are compared within %d sums", states.n_sums_of_rotation)
         writes = self._managed.writes

@@ -283,11 +283,11 @@ class StepChecks:
             self._managed.storage.end_step(parameters)
         if any(parameter in self._managed.trained for parameter in parameters):
             self._generators.advance()
-            self._sums.states.note_step()
+            self._sums.states.note_step(optimizer)
             self._group.world.note_step(self._generators.step)
             self._group.world.step_flags.count_step(optimizer, self._sums.number)
-            if is_local and self._sums.rounds is not None and self._sums.rounds.count_step():
-                self._sums.average_round(self._managed.optimizers)
+            if is_local and self._sums.rounds is not None and self._sums.rounds.count_step(optimizer):
+                self._sums.average_round()
         elif self._n_replicas > 1 and optimizer not in self._others:
             self._note_other(optimizer, parameters)
         if self._scheduler.replica is not None and self._managed.is_ours(optimizer, parameters):
@@ -303,7 +303,7 @@ class StepChecks:
         if shapes and [parameter.shape for parameter in parameters] == shapes:
             copies = self._sums.copies.parameters()
             copies += [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
-            self._sums.copies.watch(copies, ())
+            self._sums.copies.watch(copies)
 
 
 def _require_averageable(optimizer: Optimizer) -> None:

@@ -2,12 +2,11 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.options import CommunicationImplementation
 from hpcdist.errors import DesyncError, GradientError, agreed
@@ -36,6 +35,7 @@ from hpcdist.gradients.sparse import SparseSlot, sum_sparse
 from hpcdist.gradients.weights import GradientOp, RowWeights
 from hpcdist.program.drift import StateDigests, odd_ranks
 from hpcdist.program.part_weights import Weight
+from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.step_flags import StepFlags
 
 _sums_numbers = itertools.count(1)
@@ -298,13 +298,21 @@ class GradientSums:
     def _report_drift(self) -> None:
         """Raise DesyncError on all ranks, naming those that differ; of copies of the model, warn once.
 
+        What some ranks have freed, and others not yet, is no difference: the rest is compared by later sums.
+
         Collective: all ranks.
         """
         group = self.reducer.group
         number = self.n_sums
-        own_digests = np.array([self.states.digest_at(number), self.copies.digest_at(number)])
-        digests = np.empty((group.size, 2), np.int64)
-        group.wait([group.comm.Iallgather(own_digests, digests)])
+        own_digests = [self.states.digest_at(number), self.copies.digest_at(number)]
+        own_numbers = [self.states.n_compared, len(self.copies.are_alive())]
+        digests = np.empty((group.size, 4), np.int64)
+        group.wait([group.comm.Iallgather(np.array([*own_digests, *own_numbers]), digests)])
+        has_freed = [self._forget_freed(self.states)]
+        if not np.ptp(digests[:, 3]):
+            has_freed.append(self._forget_freed(self.copies))
+        if any(has_freed) or np.ptp(digests[:, 2]):
+            return
         odd = odd_ranks(digests[:, 0].tolist())
         if not odd:
             self._warn_of_copies(odd_ranks(digests[:, 1].tolist()))
@@ -318,6 +326,16 @@ class GradientSums:
                 f"load_state_dict on some ranks only, and code that changes parameters there."
             )
         )
+
+    def _forget_freed(self, states: StateDigests) -> bool:
+        """Leave out parameters that are gone on some ranks; return whether there were any. Collective: all ranks."""
+        group = self.reducer.group
+        are_alive = states.are_alive()
+        group.wait([group.comm.Iallreduce(MPI.IN_PLACE, are_alive, MPI.MIN)])
+        if are_alive.all():
+            return False
+        states.keep(are_alive.tolist())
+        return True
 
     def _warn_of_copies(self, odd: Sequence[int]) -> None:
         self.copies = StateDigests()
@@ -364,7 +382,7 @@ class GradientSums:
             if divisor is not None and slot.total is not None:
                 slot.total.div_(divisor)
 
-    def average_round(self, optimizers: Iterable[Optimizer]) -> None:
+    def average_round(self) -> None:
         """Average what local steps have made differ, and end the round; nothing if there were none since the last.
 
         Collective if there were: all replicas.
@@ -380,7 +398,7 @@ class GradientSums:
             tensor = record.buffer.tensor
             if tensor is not None:
                 named.append((record.buffer.name, tensor))
-        self.rounds.average(named, optimizers)
+        self.rounds.average(named)
 
     def drop(self) -> None:
         """Forget sums that have begun and will not end, because something has raised."""

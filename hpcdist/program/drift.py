@@ -3,19 +3,25 @@
 A digest of a small part travels with the sum of gradients, where each rank adds it and its square: they fit together if
 all ranks have the same. Which part depends on the number of the sum alone, so nobody waits, and nothing is agreed on.
 Every 4th sum compares settings, every 16th a slice of the parameters; after at most 64 slices all were compared.
+
+What a program has dropped may live on, on some ranks only: the garbage collector runs when it likes. So settings are
+those of the optimizers that have made a step since they were compared last, and ranks that differ look first whether
+all of them still have what they compare.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.program import torch_hooks
+from hpcdist.program.model_plan import IdentitySet
 from hpcdist.program.tensors import in_memory_order, is_dense
 
 #: Sums between two comparisons of the settings of optimizers, and of a slice of the parameters.
@@ -67,36 +73,33 @@ class StateDigests:
         n_changes: how often the first parameter was changed when the last step had ended; at the end of the program it
             tells whether somebody has loaded others since.
         is_reported: whether a difference was reported.
+        n_compared: number of optimizers whose settings the last digest is of.
     """
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._parameters: list[Callable[[], nn.Parameter | None]] = []
         self._slices: list[list[Piece]] = []
-        self._optimizers: Iterable[Optimizer] = ()
+        self._steppers: IdentitySet[Optimizer] = IdentitySet()
         self._pending: list[Tensor] = []
         self._last = (-1, 0)
         self._numbers: list[float] | None = None  # the settings that were digested last
         self._digest_of_numbers = 0
         self.n_changes = -1
         self.is_reported = False
+        self.n_compared = 0
 
     def note_report(self) -> None:
         """Note that a difference was reported."""
         self.is_reported = True
 
-    def watch(self, parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Optimizer]) -> None:
-        """Compare these from now on.
-
-        Args:
-            parameters: by name.
-            optimizers: whose settings count.
-        """
+    def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Compare these parameters, by name, from now on, and the settings of optimizers that step from now on."""
         self._names = [name for name, _ in parameters]
         self._parameters = [torch_hooks.weak_reference(parameter) for _, parameter in parameters]
         sizes = [parameter.numel() for _, parameter in parameters]
         self._slices = plan_slices(sizes, [parameter.element_size() for _, parameter in parameters])
-        self._optimizers = optimizers
+        self._steppers = IdentitySet()
         self._pending = []
         self._last = (-1, 0)
 
@@ -105,13 +108,36 @@ class StateDigests:
         pairs = [(name, reference()) for name, reference in zip(self._names, self._parameters, strict=True)]
         return [(name, parameter) for name, parameter in pairs if parameter is not None]
 
+    def are_alive(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return 1 for each parameter that still exists, and 0 for each that is gone."""
+        return np.array([reference() is not None for reference in self._parameters], np.uint8)
+
+    def keep(self, are_kept: Sequence[int]) -> None:
+        """Go on with the parameters that all ranks still have.
+
+        Args:
+            are_kept: 1 for each that is compared, on all ranks alike; 0 for the others, of which some rank has none.
+        """
+        parameters = [(name, reference()) for name, reference in zip(self._names, self._parameters, strict=True)]
+        kept: list[tuple[str, nn.Parameter]] = []
+        for (name, parameter), is_kept in zip(parameters, are_kept, strict=True):
+            if is_kept and parameter is not None:
+                kept.append((name, parameter))
+        self.watch(kept)
+
+    @property
+    def n_alive(self) -> int:
+        """Number of parameters and of optimizers that are compared and still exist."""
+        return len(self.parameters()) + len(list(self._steppers))
+
     @property
     def n_sums_of_rotation(self) -> int:
         """Number of sums after which all parameters were compared."""
         return SUMS_PER_SLICE * len(self._slices)
 
-    def note_step(self) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has made a step."""
+        self._steppers.add(optimizer)
         first = self._parameters[0]() if self._parameters else None
         self.n_changes = -1 if first is None else first._version
 
@@ -131,15 +157,18 @@ class StateDigests:
             return 0
         if self._last[0] != number:
             digest = self.digest_of_settings()
+            self._steppers = IdentitySet()
             if not number % SUMS_PER_SLICE and self._slices:
                 digest ^= self._digest_of_slice(number // SUMS_PER_SLICE % len(self._slices))
             self._last = (number, digest)
         return self._last[1]
 
     def digest_of_settings(self) -> int:
-        """Return a digest of the numbers among the settings of all groups of all optimizers, of 63 bits."""
+        """Return a digest of the numbers among the settings of the optimizers that have made a step, of 63 bits."""
         numbers: list[float] = []
-        for optimizer in self._optimizers:
+        optimizers = list(self._steppers)
+        self.n_compared = len(optimizers)
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 # as floats, and none is -0.0: equal numbers have one digest
                 numbers += [value + 0.0 for value in group.values() if type(value) in _NUMBERS]

@@ -43,7 +43,8 @@ class _Comparison:
         settings = sum(state.digest_of_settings() % (1 << 31) for state in states)
         parameters = sum(state.digest_of_all() % (1 << 31) for state in states)
         is_changed = any(state.is_changed_since_step for state in states)
-        own = np.array([len(states), settings, parameters, is_changed], np.int64)
+        n_alive = len(states) + sum(state.n_alive for state in states)
+        own = np.array([n_alive, settings, parameters, is_changed], np.int64)
         everyones = np.empty((world.role_comm.size, len(own)), np.int64)
         world.wait(world.role_comm.Iallgather(own, everyones))
         has_same_models = not np.ptp(everyones[:, 0])  # else ranks have freed some, and sums say nothing

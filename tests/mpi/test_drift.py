@@ -117,3 +117,48 @@ def test_the_end_of_a_program_compares_once_more(comm, caplog, is_loaded):
         _Comparison(program.strategy.world)()
     lines = [record.getMessage() for record in caplog.records if "end of the program" in record.getMessage()]
     assert len(lines) == (comm.rank == 0 and not is_loaded)
+
+
+def steps(model, optimizer, inputs, number):
+    for _ in range(number):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.feature("semantics.ranks-that-drift")
+@pytest.mark.parametrize("local_steps", [1, 4])
+def test_an_old_optimizer_that_one_rank_still_has_is_no_drift(comm, caplog, local_steps):
+    """When it is freed is up to the garbage collector, which runs on each rank when it likes."""
+    program = Program(communication_options=hpcdist.CommunicationOptions(local_steps=local_steps))
+    inputs = torch.ones(2, 3) * (comm.rank + 1)
+    kept = []
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        for rate in (0.01, 0.02, 0.03):
+            with program.strategy.scope():
+                optimizer = torch.optim.SGD(program.model.parameters(), lr=rate, momentum=rate)
+            steps(program.model, optimizer, inputs, SUMS_PER_SLICE)
+            if comm.rank == 0:
+                kept.append(optimizer)
+        del optimizer
+        _Comparison(program.strategy.world)()
+    assert not [record.getMessage() for record in caplog.records if "equal on all" in record.getMessage()]
+
+
+def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(comm, caplog):
+    program = Program()
+    with program.strategy.scope():
+        other = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+    kept = [other, optimizer] if comm.rank == 0 else []
+    program.step()
+    steps(other, optimizer, torch.ones(2, 3), SUMS_PER_SLICE)
+    del other, optimizer
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        for _ in range(3 * SUMS_PER_SLICE):
+            program.step()
+        _Comparison(program.strategy.world)()
+    assert not [record.getMessage() for record in caplog.records if "equal on all" in record.getMessage()]
+    kept.clear()
+    load_others(program, comm.rank)
+    assert program.steps_until_found(2 * SUMS_PER_SLICE)[0] is not None

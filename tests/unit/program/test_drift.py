@@ -29,9 +29,9 @@ def test_slices_have_about_as_many_bytes_each():
     assert max(sizes) - min(sizes[:-1]) <= 8
 
 
-def watched(model, optimizer):
+def watched(model):
     digests = StateDigests()
-    digests.watch(list(model.named_parameters()), [optimizer])
+    digests.watch(list(model.named_parameters()))
     return digests
 
 
@@ -45,8 +45,8 @@ def a_model(layout=torch.contiguous_format):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight", "1.bias"])
 def test_any_element_is_compared_within_a_rotation(layout, name):
-    model, optimizer = a_model(layout)
-    digests = watched(model, optimizer)
+    model, _ = a_model(layout)
+    digests = watched(model)
     n_sums = digests.n_sums_of_rotation
     before = [digests.digest_at(number) for number in range(n_sums)]
     assert before == [digests.digest_at(number) for number in range(n_sums)]
@@ -61,16 +61,47 @@ def test_any_element_is_compared_within_a_rotation(layout, name):
 
 def test_settings_are_compared_often():
     model, optimizer = a_model()
-    digests = watched(model, optimizer)
-    before = [digests.digest_at(number) for number in range(8)]
+    digests = watched(model)
+    digests.note_step(optimizer)
+    before = digests.digest_at(4)
     optimizer.param_groups[0]["weight_decay"] = 0.5
-    assert [number for number in range(8) if digests.digest_at(number) != before[number]] == [0, 4]
+    digests.note_step(optimizer)
+    assert [digests.digest_at(number) for number in (5, 6, 7)] == [0] * 3
+    assert digests.digest_at(8) != before
+
+
+def test_settings_of_an_optimizer_that_makes_no_more_steps_do_not_count():
+    model, optimizer = a_model()
+    digests = watched(model)
+    digests.note_step(optimizer)
+    digests.digest_at(4)
+    other = torch.optim.SGD(model.parameters(), lr=0.5)
+    digests.note_step(other)
+    before = digests.digest_at(8)
+    assert digests.n_compared == 1
+    optimizer.param_groups[0]["lr"] = 0.2
+    digests.note_step(other)
+    assert digests.digest_at(12) == before
+
+
+def test_what_is_kept_is_compared_and_the_rest_is_not():
+    model, _ = a_model()
+    digests = watched(model)
+    assert digests.are_alive().tolist() == [1, 1, 1, 1]
+    digests.keep([1, 1, 0, 1])
+    before = digests.digest_of_all()
+    with torch.no_grad():
+        model[1].weight += 1
+    assert digests.digest_of_all() == before
+    with torch.no_grad():
+        model[1].bias += 1
+    assert digests.digest_of_all() != before
 
 
 def test_parameters_that_are_gone_are_left_out():
     model, _ = a_model()
     digests = StateDigests()
-    digests.watch(list(model.named_parameters()), ())
+    digests.watch(list(model.named_parameters()))
     del model, _
     assert digests.parameters() == []
     assert isinstance(digests.digest_of_all(), int)
@@ -78,10 +109,10 @@ def test_parameters_that_are_gone_are_left_out():
 
 def test_a_change_after_the_last_step_is_known():
     model, optimizer = a_model()
-    digests = watched(model, optimizer)
+    digests = watched(model)
     model[1](torch.ones(2, 200)).sum().backward()
     optimizer.step()
-    digests.note_step()
+    digests.note_step(optimizer)
     assert digests.is_changed_since_step is (model[0].weight._version != digests.n_changes)
     model.load_state_dict(model.state_dict())
     assert digests.is_changed_since_step
