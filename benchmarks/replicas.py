@@ -17,6 +17,7 @@ from harness import AGAIN, run_rounds
 from measure import Environment, timed_block
 from models import MODELS, adam, batches, build
 from report import case, publish
+from step_contenders import watches, with_watches
 from torch.nn.functional import cross_entropy
 
 import hpcdist
@@ -40,6 +41,7 @@ class Trainer:
 
     def __init__(self, model, comm, num_replicas):
         self._comm = comm
+        before = watches()
         self._strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=num_replicas)
         torch.manual_seed(0)
         with self._strategy.scope():
@@ -49,6 +51,7 @@ class Trainer:
         dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH).repeat()
         taken = itertools.islice(self._strategy.experimental_distribute_dataset(dataset), 16)
         self._data = itertools.cycle(list(taken))
+        self._watches = watches() - before
 
     def _step(self, inputs, labels):
         self._optimizer.zero_grad()
@@ -60,8 +63,9 @@ class Trainer:
         """Return wall and CPU-seconds per step of a block."""
 
         def run():
-            for _ in range(n_steps):
-                self._strategy.run(self._step, args=next(self._data))
+            with with_watches(self._watches):
+                for _ in range(n_steps):
+                    self._strategy.run(self._step, args=next(self._data))
 
         return timed_block(self._comm, run, n_steps)
 
@@ -70,6 +74,7 @@ def main():
     args = parse_args()
     comm = make_world().role_comm
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
     environment = Environment(comm)
     trainers = {
         PLAIN: Trainer(args.model, comm, None),

@@ -33,6 +33,7 @@ class Words:
         self._values = values
         self._position = position
         self._first = first
+        self._words = np.frombuffer(values, np.uint32)[first : first + _N_WORDS]
 
     def mark(self) -> Mark:
         """Return the position and the first word. Cost: 0.1 us."""
@@ -40,8 +41,13 @@ class Words:
         return values[self._position], values[self._first]
 
     def copy(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        """Return a copy of all words, as an (624,) uint32 array. Cost: 1 us."""
-        return np.array(self._values, np.uint32)[self._first : self._first + _N_WORDS]
+        """Return a copy of all words, as an (624,) uint32 array."""
+        words: np.ndarray[Any, np.dtype[np.uint32]] = self._words.copy()
+        return words
+
+    def are(self, words: np.ndarray[Any, np.dtype[np.uint32]]) -> bool:
+        """Return whether all words are equal to an (624,) uint32 array. Cost: 0.5 us."""
+        return self._words.tobytes() == words.tobytes()
 
 
 class Library(ABC):
@@ -125,7 +131,7 @@ class Library(ABC):
         for key in (1, 2, 3):
             self.seed(key)
             self._draw()
-            if words.mark() != self._mark_of_state() or not np.array_equal(words.copy(), self.state()["words"]):
+            if words.mark() != self._mark_of_state() or not words.are(self.state()["words"]):
                 is_expected = False
         self.set_state(before)
         return words if is_expected else None
@@ -198,7 +204,7 @@ class _NumpyNumbers(Library):
         if self._words is None or state["gauss"] is not None:
             return False
         position, _ = self._words.mark()
-        return position == state["position"] and np.array_equal(self._words.copy(), state["words"])
+        return position == state["position"] and self._words.are(state["words"])
 
     def note_seed(self) -> None:
         self._last_state = None
