@@ -489,6 +489,36 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def move_means(means: list[Tensor], values: list[Tensor], factor: float) -> None:
+    """Replace each mean by factor * mean + (1 - factor) * value."""
+    torch._foreach_lerp_(means, values, 1 - factor)
+
+
+def move_mean_squares(means: list[Tensor], values: list[Tensor], factor: float) -> None:
+    """Replace each mean by factor * mean + (1 - factor) * value²."""
+    torch._foreach_mul_(means, factor)
+    torch._foreach_addcmul_(means, values, values, 1 - factor)
+
+
+def move_maxima(maxima: list[Tensor], values: list[Tensor], factor: float, epsilon: float) -> list[Tensor]:
+    """Replace each maximum by the larger of factor * maximum and the absolute value; return them plus epsilon."""
+    torch._foreach_mul_(maxima, factor)
+    torch._foreach_maximum_(maxima, torch._foreach_abs(values))
+    return list(torch._foreach_add(maxima, epsilon))
+
+
+def roots_of(values: list[Tensor], epsilon: float) -> list[Tensor]:
+    """Return the square root of each value + epsilon."""
+    roots = list(torch._foreach_add(values, epsilon))
+    torch._foreach_sqrt_(roots)
+    return roots
+
+
+def subtract_quotients(targets: list[Any], dividends: list[Tensor], divisors: list[Tensor], factor: float) -> None:
+    """Subtract factor * dividend / divisor from each target."""
+    torch._foreach_addcdiv_(targets, dividends, divisors, -factor)
+
+
 def make_memoryless(kind: type[T], like: Tensor) -> T:
     """Return a tensor without memory, with the shape, strides, dtype and device of another one."""
     made: T = Tensor._make_wrapper_subclass(

@@ -49,7 +49,7 @@ def check_optimizer(kind: type[Optimizer], is_split: bool) -> None:
     """
     if issubclass(kind, torch.optim.LBFGS):
         raise UsageError("step: expected an optimizer without a closure on parameter servers, got LBFGS; use another.")
-    if is_split and kind not in ELEMENTWISE:
+    if is_split and kind not in ELEMENTWISE and not getattr(kind, "is_elementwise", False):
         names = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
         raise UsageError(
             f"step: expected an optimizer that works element by element for a variable in several shards, one of "

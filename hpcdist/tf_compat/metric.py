@@ -31,6 +31,10 @@ class Metric:
         self.name = name or type(self).__name__
         self._sums = Variable(np.zeros(n_sums), synchronization="ON_READ", aggregation="SUM", name=self.name)
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make such a metric, as plain numbers, texts and lists."""
+        return {"name": self.name}
+
     def _add(self, values: Array, sample_weight: Any) -> None:
         weighted, weights = weigh(values, sample_weight)
         self._add_sums(np.array([weighted.sum(), weights.sum()]))

@@ -104,6 +104,10 @@ class BinaryAccuracy(_MeanOfRows):
         super().__init__(name)
         self._threshold = threshold
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make such a metric."""
+        return {**super().get_config(), "threshold": self._threshold}
+
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = in_one_shape(y_true, y_pred)
         return means_of_rows(y_true == (y_pred > self._threshold))
@@ -135,6 +139,10 @@ class SparseTopKCategoricalAccuracy(_MeanOfRows):
     def __init__(self, k: int = 5, name: str | None = None) -> None:
         super().__init__(name)
         self._k = k
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make such a metric."""
+        return {**super().get_config(), "k": self._k}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred).astype(np.int64)
@@ -188,7 +196,12 @@ class BinaryCrossentropy(_MeanOfRows):
 
     def __init__(self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0) -> None:
         super().__init__(name)
-        self._from_logits, self._smoothing = from_logits, label_smoothing
+        self._from_logits = from_logits
+        self._smoothing = label_smoothing
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make such a metric."""
+        return {**super().get_config(), "from_logits": self._from_logits, "label_smoothing": self._smoothing}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, found = in_one_shape(to_floats(y_true), to_floats(y_pred))
@@ -210,7 +223,12 @@ class CategoricalCrossentropy(_MeanOfRows):
 
     def __init__(self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0) -> None:
         super().__init__(name)
-        self._from_logits, self._smoothing = from_logits, label_smoothing
+        self._from_logits = from_logits
+        self._smoothing = label_smoothing
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make such a metric."""
+        return {**super().get_config(), "from_logits": self._from_logits, "label_smoothing": self._smoothing}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, found = in_one_shape(to_floats(y_true), to_floats(y_pred))
@@ -229,6 +247,10 @@ class SparseCategoricalCrossentropy(_MeanOfRows):
     def __init__(self, name: str | None = None, from_logits: bool = False) -> None:
         super().__init__(name)
         self._from_logits = from_logits
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make such a metric."""
+        return {**super().get_config(), "from_logits": self._from_logits}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred).astype(np.int64)
@@ -257,32 +279,42 @@ class _Confusion(Metric):
 
     def __init__(self, thresholds: Sequence[float], name: str | None, class_id: int | None = None) -> None:
         super().__init__(name, 4 * len(thresholds))
-        self._thresholds, self._class_id = np.asarray(thresholds, np.float64), class_id
+        self._thresholds = np.asarray(thresholds, np.float32)  # as predictions are, in Keras
+        self._class_id = class_id
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add rows of this replica.
 
         Args:
             y_true: truths: what is not 0 is true.
-            y_pred: predictions from 0 to 1 of the same shape.
+            y_pred: predictions from 0 to 1 of the same shape, compared as float32; NaN is above no threshold.
             sample_weight: a number, or one weight for each value or row.
 
         Raises:
             UsageError: outside `run` where num_replicas was given, for predictions outside of 0 to 1, or when shapes do
                 not fit.
         """
-        truth, found = in_one_shape(to_array(y_true) != 0, to_floats(y_pred))
-        if found.size and not (found.min() >= 0 and found.max() <= 1):
-            raise misfit(f"predictions from 0 to 1, got {found.min():g} to {found.max():g}")
-        weights = weigh(np.ones(found.shape), sample_weight)[1]
-        if weights.ndim < found.ndim:
-            weights = np.broadcast_to(weights.reshape(weights.shape + (1,) * (found.ndim - weights.ndim)), found.shape)
+        truth, scores = in_one_shape(to_array(y_true) != 0, to_array(y_pred).astype(np.float32))
+        if ((scores < 0) | (scores > 1)).any():
+            raise misfit(f"predictions from 0 to 1, got {np.nanmin(scores):g} to {np.nanmax(scores):g}")
+        weights = weigh(np.ones(scores.shape), sample_weight)[1]
+        if weights.ndim < scores.ndim:
+            n_missing = scores.ndim - weights.ndim
+            weights = np.broadcast_to(weights.reshape(weights.shape + (1,) * n_missing), scores.shape)
         if self._class_id is not None:
-            truth, found, weights = (one[..., self._class_id] for one in (truth, found, weights))
-        is_above = found.reshape(-1) > self._thresholds[:, None]
-        truth, weights = truth.reshape(-1), weights.reshape(-1)
-        groups = [is_above & truth, is_above & ~truth, ~is_above & truth, ~is_above & ~truth]
-        self._add_sums(np.concatenate([(group * weights).sum(1) for group in groups]))
+            truth, scores, weights = (array[..., self._class_id] for array in (truth, scores, weights))
+        truth = truth.reshape(-1)
+        weights = weights.reshape(-1)
+        positives = self._weights_above(scores.reshape(-1)[truth], weights[truth])
+        negatives = self._weights_above(scores.reshape(-1)[~truth], weights[~truth])
+        missed = weights[truth].sum() - positives
+        rejected = weights[~truth].sum() - negatives
+        self._add_sums(np.concatenate([positives, negatives, missed, rejected]))
+
+    def _weights_above(self, scores: Array, weights: Array) -> Array:
+        """Return, for each threshold, the sum of the weights of scores above it, as float64."""
+        is_above = scores > self._thresholds[:, None]
+        return np.asarray((is_above * weights).sum(1))
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
         """Add rows and return the result."""
@@ -315,8 +347,14 @@ class _Share(_Confusion):
     def __init__(
         self, thresholds: float | Sequence[float] | None = None, class_id: int | None = None, name: str | None = None
     ) -> None:
-        own, self._is_single = _thresholds_of(thresholds)
-        super().__init__(own, name, class_id)
+        numbers, self._is_single = _thresholds_of(thresholds)
+        super().__init__(numbers, name, class_id)
+        self._numbers = numbers
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make such a metric."""
+        thresholds = self._numbers[0] if self._is_single else self._numbers
+        return {**super().get_config(), "thresholds": thresholds, "class_id": self._class_id}
 
     def result(self) -> Tensor:
         """Return a float64 number, or one for each threshold; 0 where there are none. See `Metric.result`."""
@@ -366,6 +404,20 @@ class AUC(_Confusion):
             )
         between = [(one + 1) / (num_thresholds - 1) for one in range(num_thresholds - 2)]
         super().__init__([-_EPSILON, *between, 1 + _EPSILON], name)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make such a metric."""
+        of_curve = {"curve": self._curve, "summation_method": self._method}
+        return {**super().get_config(), "num_thresholds": len(self._thresholds), **of_curve}
+
+    def _weights_above(self, scores: Array, weights: Array) -> Array:
+        """Return what the base class does, by the interval that a score is in, rounded as Keras rounds it."""
+        n_intervals = len(self._thresholds) - 1
+        intervals = np.ceil(np.nan_to_num(scores) * np.float32(n_intervals)) - 1
+        numbers = np.maximum(intervals, 0).astype(np.int64)
+        of_intervals = np.bincount(numbers, weights, minlength=n_intervals)
+        above = np.cumsum(of_intervals[::-1])[::-1]
+        return np.append(above, 0.0)
 
     def result(self) -> Tensor:
         """Return the area, a float64 number; see `Metric.result`."""

@@ -6,6 +6,7 @@ Source: keras/src/callbacks (Keras 3), whose decisions these are.
 import contextlib
 import csv
 import difflib
+import functools
 import io
 import logging
 import math
@@ -135,17 +136,93 @@ def as_callbacks(given: Any) -> list[Callback]:
     Raises:
         UsageError: for something else, such as a name, for which it lists close ones.
     """
-    found = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    for one in found:
-        if isinstance(one, Callback):
-            continue
-        names = [kind.__name__ for kind in _kinds_of(Callback) if not kind.__name__.startswith("_")]
-        close = difflib.get_close_matches(one, names, 4, 0.4) if isinstance(one, str) else []
-        raise UsageError(
-            f"fit: expected callbacks, objects of hpcdist.callbacks, got {one!r}; close ones are "
-            f"{', '.join(close or sorted(names))}."
-        )
-    return found
+    if given is None:
+        return []
+    callbacks: list[Callback] = []
+    for callback in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(callback, Callback):
+            callbacks.append(callback)
+        elif any(callable(getattr(callback, name, None)) for name in _HOOKS) and not isinstance(callback, type):
+            callbacks.append(_ForeignCallback(callback))
+        else:
+            raise _no_callback(callback)
+    return callbacks
+
+
+def _no_callback(callback: Any) -> UsageError:
+    names = [kind.__name__ for kind in _kinds_of(Callback) if not kind.__name__.startswith("_")]
+    close = difflib.get_close_matches(callback, names, 4, 0.4) if isinstance(callback, str) else []
+    return UsageError(
+        f"fit: expected callbacks, objects with hooks such as on_epoch_end, got {callback!r}; those of "
+        f"hpcdist.callbacks are {', '.join(close or sorted(names))}."
+    )
+
+
+_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+
+
+class _ForeignCallback(Callback):
+    """A callback of another library: an object with some of Keras' hooks, such as those of W&B and MLflow.
+
+    Args:
+        callback: the object. Logs reach it as dicts; it is saved if it has `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        for name in _HOOKS:
+            if _does_something(callback, name):
+                vars(self)[name] = _with_plain_logs(getattr(callback, name))
+
+    def set_model(self, model: "Model") -> None:
+        """Hand the model on."""
+        super().set_model(model)
+        self._hand_on("set_model", "model", model)
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Hand on what fit was given."""
+        super().set_params(params)
+        self._hand_on("set_params", "params", params)
+
+    def _hand_on(self, method: str, attribute: str, value: Any) -> None:
+        take = getattr(self._callback, method, None)
+        if callable(take):
+            take(value)
+        else:
+            setattr(self._callback, attribute, value)
+
+    @property
+    def _has_state(self) -> bool:
+        methods = (getattr(self._callback, name, None) for name in ("state_dict", "load_state_dict"))
+        return all(map(callable, methods))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the object, if it has one."""
+        return dict(self._callback.state_dict()) if self._has_state else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hand the state of an earlier run on."""
+        if self._has_state:
+            self._callback.load_state_dict(state)
+
+
+def _does_something(callback: Any, name: str) -> bool:
+    """Return whether an object has a hook of its own, and not the empty one of Keras' base class."""
+    method = getattr(callback, name, None)
+    is_of_base = getattr(method, "__module__", "") == "keras.src.callbacks.callback"
+    return callable(method) and not is_of_base
+
+
+def _with_plain_logs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that gets its logs, the last argument, as a dict; those of an epoch it may change."""
+
+    @functools.wraps(hook)
+    def call(*arguments: Any) -> Any:
+        numbers = [argument for argument in arguments if isinstance(argument, int)]  # of the epoch or the batch
+        logs = next((argument for argument in arguments if isinstance(argument, Mapping)), {})
+        return hook(*numbers, logs if isinstance(logs, dict) else dict(logs))
+
+    return call
 
 
 def _kinds_of(kind: type[Callback]) -> list[type[Callback]]:
@@ -224,6 +301,8 @@ class _Monitor(Callback):
         is_min = self._is_min()
         if than is None:
             return True
+        if math.isnan(than):  # Keras never finds a better value than a first one that is NaN
+            return not math.isnan(value)
         return value + self.min_delta < than if is_min else value - self.min_delta > than
 
     def _is_min(self) -> bool:
@@ -247,6 +326,8 @@ class _Monitor(Callback):
 
 class EarlyStopping(_Monitor):
     """Ends fit when a value has not improved for some epochs; see `keras.callbacks.EarlyStopping`.
+
+    NaN is no improvement, but for the first value; any number is better than a first value that was NaN.
 
     Args:
         monitor: its name in the logs.
@@ -372,7 +453,8 @@ class ReduceLROnPlateau(_Monitor):
             self.cooldown_counter -= 1
             self.wait = 0
         if self._is_better(value, self.best):
-            self.best, self.wait = value, 0
+            self.best = value
+            self.wait = 0
         elif self.cooldown_counter == 0:
             self.wait += 1
             if self.wait >= self.patience and self._reduce(epoch):
@@ -405,12 +487,14 @@ class LearningRateScheduler(Callback):
             rate = self._schedule(epoch, self.model.learning_rate)
         except TypeError:  # of one argument, as in older versions of Keras
             rate = self._schedule(epoch)
-        if not isinstance(rate, (int, float)):
+        is_number = isinstance(rate, (int, float)) or getattr(rate, "ndim", None) == 0  # of numpy or torch
+        if not is_number:
             raise UsageError(
                 f"LearningRateScheduler: expected a number from the schedule, got {type(rate).__name__} for epoch "
                 f"{epoch}; return a float."
             )
-        self.model.learning_rate = float(rate)
+        rate = float(rate)
+        self.model.learning_rate = rate
         if self.verbose:
             self.model.print_once(f"Epoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}.")
 

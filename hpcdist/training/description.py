@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from hpcdist.errors import CheckpointMismatch, UsageError
-from hpcdist.training import losses
+from hpcdist.tf_compat import metrics
+from hpcdist.tf_compat.metric import Metric
+from hpcdist.training import losses, optimizers
 
 if TYPE_CHECKING:
     from hpcdist.training.model import Model
@@ -115,64 +117,103 @@ def describe_compiled(model: "Model", extra: list[str]) -> Any:
     if model.optimizer is None:
         return None
     given = model.compiled_with
-    defaults = {name: value for name, value in model.optimizer.defaults.items() if isinstance(value, (*_PLAIN, tuple))}
-    metrics = given["metrics"]
-    are_named = isinstance(metrics, (list, tuple)) and all(isinstance(one, str) for one in metrics)
-    loss = _describe_loss(given["loss"])
-    lost = [name for name in ("loss_weights", "weighted_metrics") if given[name] is not None] + extra
-    has_own_metrics = bool(metrics) and not are_named and not isinstance(metrics, str)
-    lost += ["loss"] * (loss is None) + ["metrics"] * has_own_metrics
-    return {
-        "lost": lost,
-        "optimizer": type(model.optimizer).__name__,
-        "defaults": defaults,
-        "options": given["options"],
-        "loss": loss,
-        "metrics": list(metrics) if are_named else metrics if isinstance(metrics, str) else None,
-    }
+    defaults: dict[str, Any] = {}
+    for name, value in model.optimizer.defaults.items():
+        if isinstance(value, (*_PLAIN, tuple)):
+            defaults[name] = value
+    described: dict[str, Any] = {}
+    lost = list(extra)
+    for name in ("loss", "metrics", "weighted_metrics", "loss_weights"):
+        described[name] = _describe_nest(given[name])
+        if given[name] is not None and described[name] is None:
+            lost.append(name)
+    optimizer = optimizers.name_of(type(model.optimizer))
+    return {"lost": lost, "optimizer": optimizer, "defaults": defaults, "options": given["options"], **described}
 
 
-def _describe_loss(loss: Any) -> Any:
-    if isinstance(loss, str):
-        return [loss, {}]
-    if isinstance(loss, losses.Loss) and losses.snake_case(type(loss).__name__) in losses.NAMED:
-        accepted = inspect.signature(type(loss).__init__).parameters
-        options = {name: value for name, value in vars(loss).items() if name in accepted and isinstance(value, _PLAIN)}
-        return [type(loss).__name__, options]
+def _describe_nest(given: Any) -> Any:
+    """Return losses, metrics or weights as JSON: one, or a list or dict of them; None if one is the program's own."""
+    if isinstance(given, dict):
+        parts = {key: _describe_nest(value) for key, value in given.items()}
+        is_whole = all(isinstance(key, str) and part is not None for key, part in parts.items())
+        return {"dict": parts} if is_whole else None
+    if isinstance(given, (list, tuple)):
+        items = [_describe_nest(value) for value in given]
+        return {"list": items} if all(item is not None for item in items) else None
+    if isinstance(given, (str, int, float)):
+        return {"plain": given}
+    kind = type(given).__name__
+    if isinstance(given, losses.Loss) and losses.snake_case(kind) in losses.NAMED:
+        return {"loss": kind, "arguments": _arguments_of_loss(given)}
+    if isinstance(given, Metric) and getattr(metrics, kind, None) is type(given):
+        return {"metric": kind, "arguments": given.get_config()}
     return None
+
+
+def _arguments_of_loss(loss: losses.Loss) -> dict[str, Any]:
+    accepted = inspect.signature(type(loss).__init__).parameters
+    arguments: dict[str, Any] = {}
+    for name, value in vars(loss).items():
+        if name in accepted and isinstance(value, _PLAIN):
+            arguments[name] = value
+    return arguments
+
+
+def _make_nest(description: Any) -> Any:
+    """Return what `_describe_nest` has described.
+
+    Raises:
+        CheckpointMismatch: for what it does not return.
+    """
+    match description:
+        case None:
+            return None
+        case {"dict": dict(parts)}:
+            return {key: _make_nest(part) for key, part in parts.items()}
+        case {"list": list(items)}:
+            return [_make_nest(item) for item in items]
+        case {"plain": value}:
+            return value
+        case {"loss": str(kind), "arguments": dict(arguments)}:
+            return losses.named(kind, losses.NAMED, "loss")(**arguments)
+        case {"metric": str(kind), "arguments": dict(arguments)}:
+            make = getattr(metrics, kind, None)
+            if inspect.isclass(make) and issubclass(make, Metric):
+                return make(**arguments)
+    raise CheckpointMismatch(
+        f"load_model: expected losses and metrics of hpcdist, got {str(description)[:60]!r}; compile in a factory."
+    )
 
 
 def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
     """Compile a model as `describe_compiled` says.
 
     Raises:
-        CheckpointMismatch: for an optimizer that is not one of torch. UsageError: for a loss of the program's own.
+        CheckpointMismatch: for an optimizer that is neither one of torch nor one that has a name. UsageError: for a
+            loss of the program's own.
     """
-    kind = getattr(torch.optim, compiled["optimizer"], None)
-    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
+    kind = optimizers.class_of(compiled["optimizer"])
+    if kind is None:
         raise CheckpointMismatch(
             f"load_model: expected an optimizer of torch.optim, got {compiled['optimizer']!r}; compile in the factory."
         )
-    accepted = inspect.signature(kind.__init__).parameters
-    defaults: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in compiled["defaults"].items()
-        if name in accepted
-    }
-    loss = compiled["loss"]
+    accepted = optimizers.settings_of(kind)
+    defaults: dict[str, Any] = {}
+    for name, value in compiled["defaults"].items():
+        if name in accepted:
+            defaults[name] = tuple(value) if isinstance(value, list) else value
     known = inspect.signature(model.compile).parameters
     unknown = sorted(set(compiled["options"]) - set(known))
     if unknown:
         raise CheckpointMismatch(f"load_model: expected options of compile, got {unknown}; give a factory.")
     if compiled["lost"]:
         raise UsageError(
-            f"load_model: expected a model that was compiled by names, and of hpcdist.losses, got {compiled['lost']} "
-            f"of the program's own; give a factory that makes the model and compiles it."
+            f"load_model: expected a model that was compiled by names, and of hpcdist.losses and metrics, got "
+            f"{compiled['lost']} of the program's own; give a factory that makes the model and compiles it."
         )
-    make = losses.named(loss[0], losses.NAMED, "loss")
-    model.compile(
-        lambda parameters: kind(parameters, **defaults), make(**loss[1]), compiled["metrics"], **compiled["options"]
-    )
+    with model.strategy.scope():  # metrics belong to it
+        nests = {name: _make_nest(compiled[name]) for name in ("loss", "metrics", "weighted_metrics", "loss_weights")}
+    model.compile(lambda parameters: kind(parameters, **defaults), **nests, **compiled["options"])
 
 
 def last_layer_of(net: nn.Module) -> nn.Module | None:

@@ -4,6 +4,7 @@ The record format, and the events, are those of the packages tensorboard and tor
 """
 
 import contextlib
+import importlib.util
 import secrets
 import time
 import weakref
@@ -167,6 +168,12 @@ class _Events:
         self._abandon()
 
 
+def require_tensorboard() -> None:
+    """Raise ConfigurationError without the package tensorboard."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigurationError("TensorBoard: expected the package tensorboard, got none; pip install tensorboard.")
+
+
 def open_writer(folder: Path, step: int, is_needed: bool = True, retries: Retries | None = None) -> EventWriter | None:
     """Return a writer of events in a folder, from a step on.
 
@@ -179,11 +186,11 @@ def open_writer(folder: Path, step: int, is_needed: bool = True, retries: Retrie
     Raises:
         ConfigurationError: if there is no such package.
     """
+    if is_needed:
+        require_tensorboard()
     try:
         return EventWriter(folder, step, retries or Retries(f"TensorBoard: writing events in {folder}"))
-    except ImportError as error:
-        if not is_needed:
-            return None
-        raise ConfigurationError(
-            "TensorBoard: expected the package tensorboard, got none; pip install tensorboard."
-        ) from error
+    except ImportError:
+        if is_needed:
+            raise
+        return None

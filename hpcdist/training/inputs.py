@@ -181,18 +181,35 @@ def weights_of_classes(y: Any, table: Tensor) -> Tensor:
     """Return the weight of each row by its class; of one-hot rows, of the column of their 1."""
     labels = torch.as_tensor(y)
     if labels.dim() > 1:
-        labels = labels[:, 0] if labels.shape[1] == 1 else labels.argmax(1)
-    labels, table = labels.long(), table.to(labels.device)
-    return torch.where(labels < len(table), table[labels.clamp(max=len(table) - 1)], table.new_ones(()))
+        labels = labels[..., 0] if labels.shape[-1] == 1 else labels.argmax(-1)
+    if labels.dim() > 1:
+        raise UsageError(
+            f"fit: expected one class for each row with class_weight, got labels of shape {tuple(labels.shape)}; give "
+            f"sample_weight instead."
+        )
+    classes = torch.round(labels.double()).to(table.dtype)
+    classes = classes[:, None].to(table.device)
+    is_class = classes == table[0]
+    weights = (is_class * table[1]).sum(1)
+    weights[~is_class.any(1)] = 1
+    return weights.float().to(labels.device)
 
 
 def table_of_classes(class_weight: dict[int, float]) -> Tensor:
-    """Return the weights of classes as a tensor; 1 for those that are not named."""
-    if not class_weight or any(int(one) != one or one < 0 for one in class_weight):
-        raise UsageError(f"fit: expected class_weight of classes from 0, got {class_weight!r}; give {{class: weight}}.")
-    table = torch.ones(int(max(class_weight)) + 1)
-    for one, weight in class_weight.items():
-        table[int(one)] = weight
+    """Return (2, n) float64: classes, and the weight of each; others weigh 1.
+
+    Raises:
+        UsageError: for classes that are no whole numbers, and weights that are no numbers.
+    """
+    try:
+        table = torch.tensor([list(class_weight), list(class_weight.values())], dtype=torch.float64)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        table = torch.zeros(2, 0)
+    if not table.numel() or bool((table[0] != table[0].round()).any()):
+        raise UsageError(
+            f"fit: expected class_weight as a dict of whole numbers and weights, got {class_weight!r}; give "
+            f"{{class: weight}}."
+        )
     return table
 
 

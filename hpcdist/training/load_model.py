@@ -6,6 +6,7 @@ from typing import Any
 
 from hpcdist.errors import CheckpointMismatch, UsageError
 from hpcdist.resilience.checkpoint import load_checkpoint, read_value
+from hpcdist.training import optimizers
 from hpcdist.training.description import compile_as, make_layers
 from hpcdist.training.model import Model
 
@@ -40,10 +41,11 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
         compile_as(model, compiled)
     objects: dict[str, Any] = {"model": model.net}
     if model.optimizer is not None and compiled is not None:
-        if type(model.optimizer).__name__ != compiled["optimizer"]:
+        name = optimizers.name_of(type(model.optimizer))
+        if name != compiled["optimizer"]:
             raise CheckpointMismatch(
-                f"load_model: expected the optimizer {compiled['optimizer']} of {filepath}, got "
-                f"{type(model.optimizer).__name__}; compile with that one."
+                f"load_model: expected the optimizer {compiled['optimizer']} of {filepath}, got {name}; compile with "
+                f"that one."
             )
         objects["optimizer"] = model.optimizer
     load_checkpoint(filepath, **objects)

@@ -62,17 +62,31 @@ class Loss:
         """Return (rows, ...) values: the loss of each row, or of each element of it."""
         raise NotImplementedError(f"{self.name}: expected a loss that defines call(y_true, y_pred), got none.")
 
+    def counts(self, y_true: Any) -> tuple[int, int] | None:
+        """Return how many labels count, and how many there are; None: all count.
+
+        A mean divides by those that count, of the whole batch. Cost: labels on a GPU are waited for.
+        """
+        return None
+
     def of_rows(self, y_true: Any, y_pred: Tensor, sample_weight: Any = None) -> Tensor:
         """Return (rows,) losses, each multiplied by its weight; elements of a row are averaged.
+
+        Labels that do not count are 0, and still a part of the average; see `counts`.
 
         Args:
             y_true: (rows, ...) tensor or array; given one dimension of 1 more or less, it is made to fit.
             y_pred: (rows, ...) predictions.
-            sample_weight: one weight for each row, or for each element of it.
+            sample_weight: a number, or one weight for each row, or for each element of it.
 
         Raises:
             UsageError: when the shapes do not fit, or labels are not classes of the predictions.
         """
+        values = self.of_elements(y_true, y_pred, sample_weight)
+        return values.flatten(1).mean(1) if values.dim() > 1 else values
+
+    def of_elements(self, y_true: Any, y_pred: Tensor, sample_weight: Any = None) -> Tensor:
+        """Return what `call` returns, (rows, ...), each value multiplied by its weight; see `of_rows`."""
         truth = torch.as_tensor(y_true, device=y_pred.device)
         try:
             values = self.call(truth, y_pred)
@@ -81,36 +95,42 @@ class Loss:
                 f"{self.name}: expected y_true that fits predictions of shape {tuple(y_pred.shape)}, got "
                 f"{tuple(truth.shape)} of {truth.dtype}: {str(error).splitlines()[0]}; reshape one of them."
             ) from error
-        weights = None if sample_weight is None else torch.as_tensor(sample_weight, device=values.device)
-        if weights is not None and weights.dim() == values.dim() > 1:
-            values, weights = values * weights, None
-        rows = values.flatten(1).mean(1) if values.dim() > 1 else values
-        if weights is None:
-            return rows
-        if weights.numel() != rows.numel():
+        if sample_weight is None:
+            return values
+        weights = torch.as_tensor(sample_weight, device=values.device).to(values.dtype)
+        if weights.dim() in (0, values.dim()):
+            fits = weights.dim() == 0 or weights.shape == values.shape
+        else:
+            fits = len(values) == weights.numel()
+            weights = weights.reshape(-1, *[1] * (values.dim() - 1))
+        if not fits:
             raise UsageError(
-                f"{self.name}: expected a weight for each of {rows.numel()} rows, got {tuple(weights.shape)}; give one "
+                f"{self.name}: expected a weight for each of {len(values)} rows, got {tuple(weights.shape)}; give one "
                 f"for each row."
             )
-        return rows * weights.reshape(-1).to(rows.dtype)
+        return values * weights
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
-        """Return the loss, reduced.
+        """Return the loss, reduced: a number, or with reduction NONE (rows, ...) values.
 
         Raises:
             UsageError: for a mean inside `run` of a strategy with several replicas, whose rows are not here.
         """
-        rows = self.of_rows(y_true, torch.as_tensor(y_pred), sample_weight)
+        values = self.of_elements(y_true, torch.as_tensor(y_pred), sample_weight)
         if self.reduction == "none":
-            return rows
+            return values
         if self.reduction == "sum":
-            return rows.sum()
+            return values.sum()
         if get_replica_context() is not None and get_strategy().num_replicas_in_sync > 1:
             raise UsageError(
                 f"{self.name}: expected reduction NONE or SUM inside strategy.run, got the mean over the rows of one "
                 f"replica; use reduction=Reduction.NONE, and compute_average_loss."
             )
-        return rows.mean()
+        counts = self.counts(y_true)
+        if counts is None:
+            return values.mean()
+        n_counted, _ = counts
+        return values.sum() / n_counted if n_counted else values.sum()
 
     def check(self, y_pred: Tensor) -> None:
         """Raise UsageError if predictions are surely not what `from_logits` says. Cost: they are read once."""
@@ -291,7 +311,7 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
 
     Args:
         from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
-        ignore_class: rows of this class count 0.
+        ignore_class: labels of this class count neither in the sum nor in what a mean divides by; None: all count.
         reduction, name: as `Loss`.
     """
 
@@ -304,6 +324,13 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
     ) -> None:
         super().__init__(from_logits, reduction, name)
         self.ignore_class = ignore_class
+
+    def counts(self, y_true: Any) -> tuple[int, int] | None:
+        """Return how many labels are not ignored, and how many there are; None where none is ignored."""
+        if self.ignore_class is None:
+            return None
+        labels = torch.as_tensor(y_true)
+        return int((labels != self.ignore_class).sum()), labels.numel()
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""

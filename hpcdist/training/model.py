@@ -20,7 +20,7 @@ from hpcdist.nest import is_nest, leaves, map_nest
 from hpcdist.program import torch_hooks
 from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
 from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer
-from hpcdist.strategy.base import Strategy, get_strategy
+from hpcdist.strategy.base import Strategy, get_replica_context, get_strategy
 from hpcdist.strategy.losses import compute_average_loss
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.torch_metric import TorchMetric
@@ -41,10 +41,12 @@ class Piece(NamedTuple):
     Attributes:
         share: of the losses that count once in a step.
         n_rows: rows of the whole part; None: those at hand.
+        counts: of losses that leave out some labels: those of the batch of all replicas; None: not counted yet.
     """
 
     share: float = 1.0
     n_rows: int | None = None
+    counts: Mapping[Any, tuple[float, float]] | None = None
 
 
 @dataclass
@@ -337,7 +339,8 @@ class Model(nn.Module):
             UsageError: when outputs, labels and losses do not fit together.
         """
         objective, piece = self.require_compiled("compute_loss"), _piece.get()
-        rows = objective.loss_of_rows(y, y_pred, sample_weight, self._batch.must_check)
+        counts = self._counts_of(y) if piece.counts is None else piece.counts
+        rows = objective.loss_of_rows(y, y_pred, sample_weight, self._batch.must_check, counts)
         own_losses = self.losses
         extra = torch.stack([torch.as_tensor(one).sum() for one in own_losses]).sum() if own_losses else None
         objective.total.update_state(rows.detach() if extra is None else rows.detach() + extra.detach())
@@ -348,6 +351,22 @@ class Model(nn.Module):
         n_rows = (piece.n_rows or len(rows)) * n_replicas if global_rows is None else global_rows
         total: Tensor = compute_average_loss(rows, global_batch_size=n_rows)
         return total if extra is None else total + extra * piece.share / n_replicas
+
+    def _counts_of(self, y: Any) -> Mapping[Any, tuple[float, float]]:
+        """Return how many labels of a batch count for each loss that leaves out some; see `Objective.counts`.
+
+        Collective if a loss does: all replicas. On asynchronous parameter servers: of this worker's part.
+        """
+        objective = self.require_compiled("compute_loss")
+        if not objective.ignores_labels or y is None:
+            return {}
+        counts = objective.counts(y)
+        replica = get_replica_context()
+        if replica is None or isinstance(self.strategy, ParameterServerStrategy):
+            return counts
+        own = torch.tensor([float(number) for pair in counts.values() for number in pair], dtype=torch.float64)
+        sums = replica.all_reduce(ReduceOp.SUM, own).tolist()
+        return dict(zip(counts, zip(sums[::2], sums[1::2], strict=True), strict=True))
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Mapping[str, Any]:
         """Update the metrics by the rows of this replica; return them, to be read when somebody asks."""
@@ -374,7 +393,7 @@ class Model(nn.Module):
 
     def _train_in_pieces(self, x: Any, y: Any, weight: Any) -> Mapping[str, Any]:
         *first, last = inputs.pieces((x, y, weight), self._n_pieces)
-        token = _piece.set(Piece(1 / (len(first) + 1), len(leaves(x)[0])))
+        token = _piece.set(Piece(1 / (len(first) + 1), len(leaves(x)[0]), self._counts_of(y)))
         try:
             for piece in first:
                 with self.strategy.no_sync():

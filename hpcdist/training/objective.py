@@ -84,7 +84,29 @@ class Objective:
                     )
                 yield NamedMetric(name if key is None else f"{key}_{name}", metric, is_weighted, key)
 
-    def loss_of_rows(self, y: Any, y_pred: Any, sample_weight: Any, must_check: bool) -> Tensor:
+    @property
+    def ignores_labels(self) -> bool:
+        """Whether a loss leaves out some labels."""
+        return any(getattr(loss, "ignore_class", None) is not None for loss in leaves(self._loss))
+
+    def counts(self, y: Any) -> dict[Any, tuple[int, int]]:
+        """Return, by output, how many labels count and how many there are, for losses that leave out some.
+
+        Outputs have the same order on all replicas; one that has no key has the key None.
+        """
+        counts: dict[Any, tuple[int, int]] = {}
+        for key in _keys_of(y) if is_nest(y) else [None]:
+            loss = self._loss
+            if is_nest(loss):
+                loss = loss[key] if key in _keys_of(loss) else None
+            of_loss = None if loss is None else loss.counts(y if key is None else y[key])
+            if of_loss is not None:
+                counts[key] = of_loss
+        return counts
+
+    def loss_of_rows(
+        self, y: Any, y_pred: Any, sample_weight: Any, must_check: bool, counts: Mapping[Any, tuple[float, float]]
+    ) -> Tensor:
         """Return (rows,) losses: of several outputs their weighted sum.
 
         Args:
@@ -92,6 +114,8 @@ class Objective:
             y_pred: outputs.
             sample_weight: of the rows; None: 1.
             must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
+            counts: what `counts` returns, added up over all replicas. Rows are scaled so that their mean over the
+                batch is the sum over the labels that count, divided by their number.
 
         Raises:
             UsageError: when outputs, labels and losses do not fit together.
@@ -99,6 +123,9 @@ class Objective:
         parts = []
         for key, loss, weight, truth, found in self._pairs(y, y_pred):
             rows = loss.of_rows(truth, found, sample_weight)
+            n_counted, n_labels = counts.get(key, (0, 0))
+            if n_counted:
+                rows = rows * (n_labels / n_counted)
             if must_check:
                 loss.check(found)
             if key in self._of_loss:

@@ -1,8 +1,9 @@
-"""Optimizers by the names and defaults of Keras, on torch's classes; and regularizers.
+"""Optimizers by the names, defaults and formulas of Keras; and regularizers.
 
 Source: keras/src/optimizers and keras/src/regularizers (Keras 3).
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,16 +13,32 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
+from hpcdist.training import keras_optimizers
 from hpcdist.training.losses import named
 
-#: Name -> a torch optimizer with the defaults that Keras has.
+
+def _fused(kind: Callable[..., Optimizer], **settings: Any) -> Callable[..., Optimizer]:
+    """Return what makes an optimizer of a class: its fused step, where torch has one for the parameters."""
+
+    def make(parameters: Iterable[nn.Parameter], **others: Any) -> Optimizer:
+        trained = list(parameters)
+        are_floats = all(parameter.is_floating_point() for parameter in trained)
+        has_kernel = all(parameter.device.type in _FUSED_DEVICES for parameter in trained)
+        is_fused = True if are_floats and has_kernel else None
+        return kind(trained, fused=is_fused, **{**settings, **others})
+
+    return make
+
+
+_FUSED_DEVICES = ("cpu", "cuda")
+#: Name -> an optimizer with the defaults that Keras has, whose steps are Keras'.
 NAMED: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.01),
-    "adam": partial(torch.optim.Adam, lr=0.001, eps=1e-7),
-    "adamw": partial(torch.optim.AdamW, lr=0.001, eps=1e-7, weight_decay=0.004),
-    "adamax": partial(torch.optim.Adamax, lr=0.001, eps=1e-7),
-    "nadam": partial(torch.optim.NAdam, lr=0.001, eps=1e-7),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.001, alpha=0.9, eps=1e-7),
+    "adam": _fused(keras_optimizers.Adam, lr=0.001, eps=1e-7),
+    "adamw": _fused(keras_optimizers.AdamW, lr=0.001, eps=1e-7, weight_decay=0.004),
+    "adamax": partial(keras_optimizers.Adamax, lr=0.001, eps=1e-7),
+    "nadam": partial(torch.optim.NAdam, lr=0.001, eps=1e-7, momentum_decay=1.0),
+    "rmsprop": partial(keras_optimizers.RMSprop, lr=0.001, alpha=0.9, eps=1e-7),
     "adagrad": partial(torch.optim.Adagrad, lr=0.001, initial_accumulator_value=0.1, eps=1e-7),
     "adadelta": partial(torch.optim.Adadelta, lr=0.001, rho=0.95, eps=1e-7),
 }
@@ -48,6 +65,26 @@ def get(given: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
             f"compile: expected a function that makes an optimizer, got {type(made).__name__} from it; return it."
         )
     return made
+
+
+def name_of(kind: type[Optimizer]) -> str:
+    """Return the name of a class of optimizers in files: its own, behind "keras." if its steps are Keras'."""
+    return f"keras.{kind.__name__}" if getattr(keras_optimizers, kind.__name__, None) is kind else kind.__name__
+
+
+def class_of(name: str) -> Callable[..., Optimizer] | None:
+    """Return the class that `name_of` has named; None for one of the program's own."""
+    kind: Any = getattr(torch.optim, name, None)
+    if name.startswith("keras."):
+        kind = getattr(keras_optimizers, name.removeprefix("keras."), None)
+    return kind if isinstance(kind, type) and issubclass(kind, Optimizer) else None
+
+
+def settings_of(kind: Callable[..., Optimizer]) -> Iterable[str]:
+    """Return the names of the settings that torch's constructor of an optimizer, or of its base class, takes."""
+    bases: Iterable[type] = getattr(kind, "__mro__", ())
+    of_torch = next(base for base in bases if getattr(torch.optim, base.__name__, None) is base)
+    return inspect.signature(of_torch).parameters
 
 
 def with_rate(name: str, rate: float) -> Callable[[Iterable[nn.Parameter]], Optimizer]:

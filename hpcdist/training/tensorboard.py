@@ -6,7 +6,7 @@ from typing import Any
 from hpcdist.errors import UsageError
 from hpcdist.retries import Retries
 from hpcdist.training.callbacks import Callback, Logs
-from hpcdist.training.event_file import EventWriter, open_writer
+from hpcdist.training.event_file import EventWriter, open_writer, require_tensorboard
 
 
 class TensorBoard(Callback):
@@ -25,7 +25,7 @@ class TensorBoard(Callback):
 
     Raises:
         UsageError: for another update_freq.
-        ConfigurationError: without the package tensorboard, on the chief when fit begins.
+        ConfigurationError: without the package tensorboard.
     """
 
     saved = ("n_steps",)
@@ -36,6 +36,7 @@ class TensorBoard(Callback):
             raise UsageError(
                 f"TensorBoard: expected update_freq 'epoch', 'batch' or steps, got {update_freq!r}; correct it."
             )
+        require_tensorboard()
         self._folder = Path(log_dir).absolute()  # the program may change its folder
         self._every = steps
         self._writers: dict[str, EventWriter] = {}

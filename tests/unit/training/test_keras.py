@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 from pathlib import Path
 
@@ -43,6 +44,15 @@ def replay(case, model):
     return {"files": files, "rates": rates, "stopped": stopped}
 
 
+def begins_with_nan(case):
+    """Keras never finds a better value than a first one that is NaN, and stops; here any number is better."""
+    first = case["arguments"].get("start_from_epoch", 0)
+    values = [
+        logs[case["arguments"]["monitor"]] for logs in case["logs"][first:] if case["arguments"]["monitor"] in logs
+    ]
+    return bool(values) and math.isnan(values[0])
+
+
 @pytest.mark.feature(
     "training.model-checkpoint-callback", "training.other-callbacks", "semantics.checkpoint-callback-rules"
 )
@@ -50,7 +60,9 @@ def replay(case, model):
 def test_callbacks_decide_as_those_of_keras(kind):
     cases = [case for case in CASES["callbacks"] if case["kind"] == kind]
     assert len(cases) == 150
-    for case in cases:
+    compared = [case for case in cases if not begins_with_nan(case)]
+    assert len(compared) > 140
+    for case in compared:
         made = hpcdist.Model(torch.nn.Linear(1, 1))
         made.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1), "mse")
         found = replay(case, made)
@@ -66,6 +78,21 @@ def test_the_recorded_cases_are_not_all_alike():
     assert sum(0 < len(case["files"]) < 12 for case in found if case["kind"] == "ModelCheckpoint") > 40
 
 
+@pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau"])
+def test_a_number_is_better_than_a_first_value_that_was_nan(model, kind):
+    callback = getattr(hpcdist.callbacks, kind)("loss", patience=2)
+    callback.set_model(model)
+    callback.on_train_begin()
+    for epoch, value in enumerate([math.nan, 3.0, 2.0, math.nan, 1.0]):
+        callback.on_epoch_end(epoch, {"loss": value})
+        assert not model.stop_training
+    assert callback.best == 1.0
+    for epoch in range(5, 8):
+        callback.on_epoch_end(epoch, {"loss": math.nan})
+    assert model.stop_training == (kind == "EarlyStopping")
+    assert callback.best == 1.0
+
+
 @pytest.mark.parametrize("case", CASES["losses"], ids=lambda case: case["name"])
 def test_losses_have_the_values_of_keras(case):
     loss = getattr(hpcdist.losses, case["name"].split()[0])(**case["arguments"], reduction="none")
@@ -75,7 +102,8 @@ def test_losses_have_the_values_of_keras(case):
     weighted = loss(truth, predicted, torch.tensor(case["weight"]))
     torch.testing.assert_close(weighted, torch.tensor(case["weighted"]), rtol=1e-5, atol=1e-6)
     mean = getattr(hpcdist.losses, case["name"].split()[0])(**case["arguments"])(truth, predicted)
-    assert float(mean) == pytest.approx(sum(case["values"]) / 6, rel=1e-5)
+    n_ignored = case["truth"].count(case["arguments"].get("ignore_class", "none"))
+    assert float(mean) == pytest.approx(sum(case["values"]) / (6 - n_ignored), rel=1e-5)
 
 
 @pytest.mark.parametrize(
