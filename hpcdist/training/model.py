@@ -156,7 +156,7 @@ class Model(nn.Module):
 
         Args:
             optimizer: of torch; a function of the parameters that makes one, such as a class of torch.optim; or a name,
-                with the defaults of Keras.
+                which means the formula and the defaults of Keras.
             loss: a name; a Loss of `hpcdist.losses`; a loss module of torch; or a function (y_true, y_pred) that
                 returns a loss for each row. By name it takes probabilities, as in Keras: for logits give
                 `SparseCategoricalCrossentropy(from_logits=True)`. A list or dict of them where the model returns one.
@@ -364,9 +364,8 @@ class Model(nn.Module):
         replica = get_replica_context()
         if replica is None or isinstance(self.strategy, ParameterServerStrategy):
             return counts
-        own = torch.tensor([float(number) for pair in counts.values() for number in pair], dtype=torch.float64)
-        sums = replica.all_reduce(ReduceOp.SUM, own).tolist()
-        return dict(zip(counts, zip(sums[::2], sums[1::2], strict=True), strict=True))
+        of_replica = torch.tensor(list(counts.values()), dtype=torch.float64)
+        return dict(zip(counts, replica.all_reduce(ReduceOp.SUM, of_replica).tolist(), strict=True))
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Mapping[str, Any]:
         """Update the metrics by the rows of this replica; return them, to be read when somebody asks."""
