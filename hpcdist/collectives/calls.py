@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hpcdist.collectives import algorithms
 from hpcdist.collectives.buffers import host_array, shared_array
-from hpcdist.collectives.gpu.cupy_door import behind_producers, is_device_buffer
+from hpcdist.collectives.gpu.cupy_door import behind_producers, in_float32, is_device_buffer
 from hpcdist.collectives.gpu.nccl_setup import find_nccl
 from hpcdist.collectives.group import Group, group_of, thread_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
@@ -214,16 +214,23 @@ def _reduce_scaled(
     if prescale == 1 and postscale == 1:
         reduce_buffer(buffer, op, options, group)
     elif is_device_buffer(buffer):
-        buffer *= prescale
-        reduce_buffer(buffer, op, options, group)
-        buffer *= postscale
+        _require_scalable(dtype_name(buffer))
+        with in_float32(buffer) as wide:
+            wide *= prescale
+            reduce_buffer(wide, op, options, group)
+            wide *= postscale
     else:
         with host_array(buffer) as array:
-            if array.dtype.kind not in "fc":
-                raise CollectiveError(f"all_reduce: expected floats to be scaled, got {array.dtype}; convert them.")
+            _require_scalable(array.dtype.name)
             array *= prescale
             _reduce_array(array, op, options, group)
             array *= postscale
+
+
+def _require_scalable(dtype: str) -> None:
+    """Raise CollectiveError for a dtype that a scale would be rounded to; on this rank only."""
+    if "float" not in dtype and "complex" not in dtype:
+        raise CollectiveError(f"all_reduce: expected floats to be scaled, got {dtype}; convert them.")
 
 
 def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Group) -> None:

@@ -14,6 +14,7 @@
 | AUTO, SHARED_MEMORY, HIERARCHICAL: exact gradients | replicas that do not form one tree of ranks | by subtrees |
 | HIERARCHICAL, sums, host memory | more than 16 hosts | the same, but halving in lanes (`slices.py`) |
 | HIERARCHICAL, one call, in device memory | every host has as many ranks | NCCL in the host, MPI between hosts |
+| HIERARCHICAL, gradients of models on GPUs | as AUTO takes NCCL, and every host has as many ranks | the same |
 """
 
 from dataclasses import dataclass
@@ -159,11 +160,16 @@ def _route_of_gradients(
 ) -> Route:
     """Return the route of every bucket: sums in the order of replicas have the same bits for any bucket size.
 
-    NCCL has an order of its own, so AUTO takes it only where no order was asked for, as a number of replicas does.
+    NCCL has an order of its own, so AUTO and HIERARCHICAL take it only where no order was asked for, as a number of
+    replicas does.
     """
-    chosen, n_hosts = asked, len(facts.placement.hosts)
+    chosen = asked
+    n_hosts = len(facts.placement.hosts)
     is_free = options.is_ordered is not True and options.wire_dtype is None
-    if asked is Implementation.AUTO and is_on_gpu and facts.has_nccl and is_free:
+    may_be_nccl = is_on_gpu and bool(facts.has_nccl) and is_free
+    if asked is Implementation.HIERARCHICAL and may_be_nccl and facts.placement.is_even:
+        return Route(asked, is_on_device=True, is_overlapped=True)
+    if asked is Implementation.AUTO and may_be_nccl:
         asked = chosen = Implementation.NCCL
     elif asked is Implementation.AUTO:
         local = Implementation.SHARED_MEMORY if n_hosts == 1 else Implementation.HIERARCHICAL

@@ -14,6 +14,7 @@ from torch import Tensor
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.gradients.comm_hook import GradBucket, HookedSum
 from hpcdist.gradients.dense import DenseSlot
+from hpcdist.gradients.device_staging import ProducerStreams
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.slot import weigh
 from hpcdist.plan.buckets import BucketShape, Entry, plan_buckets
@@ -172,6 +173,7 @@ class PrivateBuckets(Buckets):
         counts = self._buckets[self.counts_bucket].flat
         assert counts is not None, "counts are never direct"
         self._counts = counts[plan.slots[0].offset :][:n_counts]
+        self._streams = [ProducerStreams(device) for _ in self._buckets]
         self._handles: list[Any] = []
         self.reset()
 
@@ -201,6 +203,7 @@ class PrivateBuckets(Buckets):
         A hook's collectives would come between others of the backward, elsewhere on each rank: it waits for the end.
         """
         slot.take(gradient, scale)
+        self._streams[slot.bucket].note()
         self._taken.add(slot)
         self._n_missing[slot.bucket] -= 1
         while self._hook is None and self._n_missing[self._n_started] == 0:
@@ -259,6 +262,7 @@ class PrivateBuckets(Buckets):
         number = self._n_started
         self._n_started += 1
         has_counts = number == self.counts_bucket
+        self._streams[number].join()
         self._handles.append(self._reducer.start(self.begin(number), number, is_exact=has_counts, divisor=divisor))
 
     def begin(self, number: int) -> Any:

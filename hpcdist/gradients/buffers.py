@@ -14,7 +14,7 @@ from hpcdist.errors import GradientError
 from hpcdist.gradients.local_sums import sum_rows
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.program.model_plan import ModelBuffer
-from hpcdist.program.tensors import have_same_bits
+from hpcdist.program.tensors import differ_in_bits, have_same_bits, is_alike
 
 
 class BufferRecord:
@@ -32,11 +32,14 @@ class BufferRecord:
         self.sum_dtype = SUM_DTYPES[dtype_name(tensor)]
         self._kept = tensor.clone()
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the buffer differs from what it was when it was last averaged."""
+    def is_changed(self) -> bool | Tensor:
+        """Return whether the buffer differs from what it was when it was last averaged; on a GPU not yet waited for."""
         tensor = self.buffer.tensor
-        return tensor is not None and not have_same_bits(tensor, self._kept)
+        if tensor is None:
+            return False
+        if tensor.device.type == "cpu" or not is_alike(tensor, self._kept):
+            return not have_same_bits(tensor, self._kept)
+        return differ_in_bits(tensor, self._kept)
 
     def contribution(self, takes_part: bool) -> Tensor:
         """Return what this replica adds to the sum: a flat host tensor, zero when it does not take part.
@@ -61,6 +64,17 @@ class BufferRecord:
         if tensor is not None:
             tensor.data.copy_(mean.view(self.shape))
             self._kept = tensor.clone()
+
+
+def find_changed(records: Sequence[BufferRecord]) -> list[bool]:
+    """Return which buffers were changed since they were last averaged. Cost: one wait for a GPU, for all of them."""
+    answers = [record.is_changed() for record in records]
+    waiting = [number for number, answer in enumerate(answers) if isinstance(answer, Tensor)]
+    if waiting:
+        known = torch.stack([torch.as_tensor(answers[number]) for number in waiting]).tolist()
+        for number, answer in zip(waiting, known, strict=True):
+            answers[number] = answer
+    return [bool(answer) for answer in answers]
 
 
 def gather_changed(records: Sequence[BufferRecord], takes_part: Sequence[bool]) -> list[Tensor | None]:

@@ -1,4 +1,4 @@
-"""Buckets on a GPU whose sums no NCCL makes: copied to pinned memory of the host, summed there, and copied back."""
+"""Buckets on a GPU: which streams fill them, and sums in pinned memory of the host where no NCCL makes them."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,37 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+class ProducerStreams:
+    """The streams on which gradients were taken into a bucket while backward runs.
+
+    Autograd computes each part of a backward on the stream of its forward, so that a model that computes on several
+    streams fills a bucket from several; a sum is queued behind the current one only.
+
+    Args:
+        device: of the bucket; of the host, there are no streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: list[torch.cuda.Stream] = []
+
+    def note(self) -> None:
+        """Note that the current stream has taken a gradient."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if stream not in self._streams:
+                self._streams.append(stream)
+
+    def join(self) -> None:
+        """Let what is queued next on the current stream wait for all of them; expect the next backward."""
+        if len(self._streams) > 1:
+            current = torch.cuda.current_stream(self._device)
+            for stream in self._streams:
+                if stream != current:
+                    current.wait_stream(stream)
+        self._streams = []
 
 
 class DeviceStaging:

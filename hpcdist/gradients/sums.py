@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpcdist.collectives.options import CommunicationImplementation
 from hpcdist.errors import DesyncError, GradientError, agreed
 from hpcdist.gradients.buckets import Buckets, PrivateBuckets
-from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
+from hpcdist.gradients.buffers import BufferRecord, average_buffers, find_changed, gather_changed
 from hpcdist.gradients.comm_hook import GradBucket
 from hpcdist.gradients.dense import DenseSlot
 from hpcdist.gradients.facts import (
@@ -186,7 +186,7 @@ class GradientSums:
         doubtful_rows = weight.doubtful_rows if is_mean else None
         if doubtful_rows is None and is_mean and has_crossed:
             doubtful_rows = int(weight.rows)
-        changed_buffers = [weight.rows > 0 and buffer.is_changed for buffer in self.buffers]
+        changed_buffers = find_changed(self.buffers) if weight.rows > 0 else [False] * len(self.buffers)
         loop = self._step_flags.loop
         return Contribution(
             is_touched=is_touched,

@@ -52,8 +52,17 @@ def have_same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     if one.is_sparse and other.is_sparse:
         pairs = (one._indices(), other._indices()), (one._values(), other._values())
         return one.shape == other.shape and all(have_same_bits(*pair) for pair in pairs)
-    is_alike = one.dtype == other.dtype and one.shape == other.shape and one.layout is other.layout
-    return is_alike and torch.equal(_bits(one), _bits(other))
+    return is_alike(one, other) and torch.equal(_bits(one), _bits(other))
+
+
+def is_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and layout."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.layout is other.layout
+
+
+def differ_in_bits(one: Tensor, other: Tensor) -> Tensor:
+    """Return whether two dense tensors that are alike differ in a bit, as a 0-d bool tensor on their device."""
+    return torch.ne(_bits(one), _bits(other)).any()
 
 
 def has_values(gradient: Tensor) -> bool:

@@ -3,6 +3,8 @@
 With a GPU for each rank sums go by NCCL. Where ranks share one they go through the memory of the host, and MPI.
 """
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hpcdist
-from hpcdist.errors import GradientError, UsageError
+from hpcdist.errors import CollectiveError, GradientError, UsageError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,7 +115,9 @@ def test_buckets_stay_on_the_device(comm, gpu):
     """A copy to the host for each parameter made steps of many small ones five times slower."""
     training = Training(comm, implementation="HIERARCHICAL")
     training.step(0)
-    assert training.strategy.reducer.device == gpu
+    reducer = training.strategy.reducer
+    assert reducer.device == gpu
+    assert reducer.route.is_on_device == bool(reducer.group.facts.has_nccl)
 
 
 @pytest.mark.parametrize("is_half_wire", [False, True])
@@ -296,6 +300,44 @@ def test_sync_batch_norm(comm, gpu):
     outputs = layer(rows_of_rank(comm, inputs))
     alone = nn.BatchNorm1d(N_INPUTS).to(strategy.device)
     torch.testing.assert_close(outputs, rows_of_rank(comm, alone(inputs)), rtol=1e-4, atol=1e-4)
+
+
+def test_buffers_are_averaged_on_the_device(comm, gpu):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Sequential(nn.BatchNorm1d(N_INPUTS), nn.Linear(N_INPUTS, 4), nn.BatchNorm1d(4))
+    inputs, _ = global_batch(1, strategy.device)
+    rows = rows_of_rank(comm, inputs)
+    (model(rows).square().sum() / N_ROWS).backward()
+    statistics = [0.1 * part.mean(0).cpu() for part in inputs.tensor_split(comm.size)]
+    torch.testing.assert_close(model[0].running_mean.cpu(), torch.stack(statistics).mean(0), rtol=1e-4, atol=1e-5)
+    assert_equal_on_ranks(comm, [buffer for buffer in model.buffers() if buffer.is_floating_point()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_scaled_in_float32(comm, gpu, dtype):
+    tensor = torch.arange(1, 1001, device=gpu).to(dtype)
+    hpcdist.all_reduce(tensor, prescale=1 / 3, postscale=7.0)
+    exact = torch.arange(1, 1001).to(dtype).float() / 3 * comm.size * 7
+    torch.testing.assert_close(tensor.cpu(), exact.to(dtype), rtol=0, atol=0 if comm.size == 1 else 8)
+
+
+def test_whole_numbers_are_not_scaled(comm, gpu):
+    with pytest.raises(CollectiveError, match="expected floats to be scaled, got int64"):
+        hpcdist.all_reduce(torch.ones(3, dtype=torch.int64, device=gpu), prescale=0.5)
+
+
+def test_waiting_for_a_late_rank_counts_as_communication(comm, gpu):
+    """On a GPU autograd has threads of its own, in which no time is counted."""
+    training = Training(comm)
+    training.step(0)
+    time_spent = training.strategy.world.time_spent
+    before_s = time_spent.communication_s
+    if comm.rank == 1:
+        time.sleep(0.5)
+    training.step(1)
+    if comm.size > 1 and comm.rank == 0:
+        assert time_spent.communication_s - before_s > 0.3
 
 
 def test_reentrant_activation_checkpointing_is_refused(comm, gpu):

@@ -300,18 +300,26 @@ def endless(cupy, monkeypatch):
     monkeypatch.setattr(cupy, "stream", types.SimpleNamespace(done=False, ptr=0, queue=[]))
 
 
-def test_a_peer_that_fails_is_reported(comm, cupy, monkeypatch, make_group):
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (cupy_stand_in.NcclError("NCCL_ERROR_REMOTE: peer left"), "NCCL_ERROR_REMOTE: peer left"),
+        (KeyError(6), "NCCL's error 6"),
+    ],
+    ids=["cupy 13.4", "cupy 13.3"],
+)
+def test_a_peer_that_fails_is_reported(comm, cupy, monkeypatch, make_group, error, text):
     group = make_group()
     communicator = nccl.communicator_of(group, group.comm, 0)
     inner, aborted = communicator._inner, []
 
     def failed():
-        raise cupy_stand_in.NcclError("NCCL_ERROR_REMOTE: peer left")
+        raise error
 
     monkeypatch.setattr(inner, "check_async_error", failed)
     monkeypatch.setattr(inner, "abort", lambda: aborted.append(True), raising=False)
     endless(cupy, monkeypatch)
-    with pytest.raises(CollectiveError, match=f"got NCCL_ERROR_REMOTE: peer left on rank {comm.rank}"):
+    with pytest.raises(CollectiveError, match=f"got {text} on rank {comm.rank}"):
         communicator.wait()
     assert aborted == [True]
 
@@ -351,10 +359,16 @@ def gpu_tensor(host):
     return cupy_stand_in.CudaTensor(host, host.dtype.name)
 
 
+@pytest.mark.parametrize("implementation", [Implementation.NCCL, Implementation.HIERARCHICAL])
 @pytest.mark.parametrize("ranks_per_host", [None, 1], ids=["one host", "a host each"])
-def test_buckets_are_summed_behind_their_gradients_and_beside_later_ones(comm, cupy, make_group, ranks_per_host):
+def test_buckets_are_summed_behind_their_gradients_and_beside_later_ones(
+    comm, cupy, make_group, ranks_per_host, implementation
+):
     """On a stream of the thread's own: what torch queues after a bucket is started runs meanwhile."""
-    reducer = Reducer(make_group(ranks_per_host or comm.size), CommunicationOptions(implementation=Implementation.NCCL))
+    group = make_group(ranks_per_host or comm.size)
+    options = CommunicationOptions(implementation=implementation)
+    reducer = Reducer(group, options, device=torch.device("cuda:0"))
+    assert reducer.route.is_on_device
     limits, order = reducer.begin_buckets(64 << 20), []
     if ranks_per_host is None:
         assert (limits.bucket_bytes, limits.last_bytes) == (25 << 20, 1 << 20)
@@ -375,6 +389,9 @@ def test_buckets_are_summed_behind_their_gradients_and_beside_later_ones(comm, c
         assert bucket.tolist() == [sum(rank + number for rank in range(comm.size))] * 100
         assert order[-1] == number, "what came later has not run, and was not waited for"
     assert cupy.stream.queue == [], "nothing is queued on the stream that torch uses"
+    by_lanes = implementation is Implementation.HIERARCHICAL and ranks_per_host == 1 and comm.size > 1
+    log = reducer._thread.group.kept(("nccl", "node" if by_lanes else "all"))._inner.log
+    assert log == (["reduceScatter", "allGather"] if by_lanes else ["allReduce"]) * 2
 
 
 @pytest.mark.parametrize(
@@ -399,6 +416,14 @@ def test_what_auto_takes_for_gradients(comm, monkeypatch, make_group, options, l
     assert (reducer.route.algorithm, reducer.route.is_on_device) == (chosen, chosen is Implementation.NCCL)
     are_all_on_gpus = last.get("device") != "cpu"
     assert reducer.device == (device if are_all_on_gpus else torch.device("cpu"))  # sums by others are staged
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_whole_numbers_on_a_device_are_not_scaled(comm, cupy, dtype):
+    array = cupy.array(np.ones(3, dtype))
+    with pytest.raises(CollectiveError, match=f"expected floats to be scaled, got {dtype}; convert them"):
+        calls.all_reduce(array, prescale=0.5)
+    assert array.host.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["cupy", "torch"])

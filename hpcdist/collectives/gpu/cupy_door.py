@@ -191,6 +191,20 @@ def _from_torch(cupy: Any, tensor: Any) -> tuple[Any, str]:
     return cupy.from_dlpack(tensor), dtype
 
 
+@contextmanager
+def in_float32(buffer: Any) -> Iterator[Any]:
+    """Yield a device buffer, or a float32 copy of one of half precision, whose values are rounded back at the end."""
+    if dtype_name(buffer) not in ("float16", "bfloat16"):
+        yield buffer
+        return
+    wide = buffer.float() if hasattr(buffer, "new_tensor") else buffer.astype(np.float32)
+    yield wide
+    if hasattr(buffer, "new_tensor"):
+        buffer.copy_(wide)
+    else:
+        buffer[...] = wide
+
+
 def handed_over(buffer: Any, stream: Any) -> DeviceArray:
     """Return a flat view of a device buffer that another thread may use; see `DeviceArray.ready`.
 

@@ -197,10 +197,11 @@ class NcclCommunicator:
     def _check_peers(self, waited_s: float) -> None:
         try:
             self._inner.check_async_error()
-        except self._nccl.NcclError as error:
+        except (self._nccl.NcclError, KeyError) as error:  # cupy before 13.4 does not know the code of a failed peer
             self._inner.abort()
+            text = f"NCCL's error {error}" if isinstance(error, KeyError) else str(error)
             raise CollectiveError(
-                f"nccl: expected all {self.size} ranks, got {error} on rank {self.rank}; look for the rank that "
+                f"nccl: expected all {self.size} ranks, got {text} on rank {self.rank}; look for the rank that "
                 f"failed first (NCCL_DEBUG=INFO prints more)."
             ) from error
         if waited_s > self._limit_s:

@@ -180,6 +180,20 @@ def test_device_buffers_go_by_nccl_where_it_can_carry_them(op, dtype):
     assert on_device(UNEVEN, "HIERARCHICAL").name == ("NCCL" if is_carried else "HIERARCHICAL")
 
 
+@pytest.mark.parametrize("placement", [ONE_HOST, TWO_HOSTS])
+def test_gradients_on_gpus_go_by_nccl_in_hosts_and_by_mpi_between_them(placement):
+    def on_gpus(placement=placement, asked="HIERARCHICAL", has_nccl=True, **options):
+        return gradients(placement, asked, has_nccl=has_nccl, device_dtype="any", **options)
+
+    assert on_gpus() == Route(Implementation.HIERARCHICAL, is_on_device=True, is_overlapped=True)
+    assert on_gpus(is_ordered=False).is_on_device
+    assert on_gpus(asked="AUTO").name == "NCCL"
+    assert not on_gpus(is_ordered=True).is_on_device
+    assert not on_gpus(wire_dtype="bfloat16").is_on_device
+    assert not on_gpus(has_nccl=False).is_on_device
+    assert not on_gpus(UNEVEN).is_on_device
+
+
 def test_nccl_asked_for_by_name_says_itself_what_it_cannot_carry():
     asked = route(asked="NCCL", has_nccl=False, device_dtype="complex64")
     assert asked == Route(Implementation.NCCL, is_on_device=True)
