@@ -262,7 +262,7 @@ class PrivateBuckets(Buckets):
         number = self._n_started
         self._n_started += 1
         has_counts = number == self.counts_bucket
-        self._streams[number].join()
+        self._streams[number].order_sum()
         self._handles.append(self._reducer.start(self.begin(number), number, is_exact=has_counts, divisor=divisor))
 
     def begin(self, number: int) -> Any:

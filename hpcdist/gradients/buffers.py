@@ -69,12 +69,9 @@ class BufferRecord:
 def find_changed(records: Sequence[BufferRecord]) -> list[bool]:
     """Return which buffers were changed since they were last averaged. Cost: one wait for a GPU, for all of them."""
     answers = [record.is_changed() for record in records]
-    waiting = [number for number, answer in enumerate(answers) if isinstance(answer, Tensor)]
-    if waiting:
-        known = torch.stack([torch.as_tensor(answers[number]) for number in waiting]).tolist()
-        for number, answer in zip(waiting, known, strict=True):
-            answers[number] = answer
-    return [bool(answer) for answer in answers]
+    flags = [answer for answer in answers if isinstance(answer, Tensor)]
+    values = iter(torch.stack(flags).tolist() if flags else ())
+    return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
 
 
 def gather_changed(records: Sequence[BufferRecord], takes_part: Sequence[bool]) -> list[Tensor | None]:

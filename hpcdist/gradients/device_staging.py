@@ -29,7 +29,7 @@ class ProducerStreams:
             if stream not in self._streams:
                 self._streams.append(stream)
 
-    def join(self) -> None:
+    def order_sum(self) -> None:
         """Let what is queued next on the current stream wait for all of them; expect the next backward."""
         if len(self._streams) > 1:
             current = torch.cuda.current_stream(self._device)

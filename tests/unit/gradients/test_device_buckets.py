@@ -35,18 +35,18 @@ def test_a_sum_waits_for_every_stream_that_has_taken_a_gradient(streams):
     for stream in (first, second, second, third):
         use(stream)
         producers.note()
-    producers.join()
+    producers.order_sum()
     assert third.waited_for == ["a", "b"]
     use(first)
     producers.note()
-    producers.join()
+    producers.order_sum()
     assert (first.waited_for, second.waited_for) == ([], [])
 
 
 def test_the_host_has_no_streams(streams):
     producers = ProducerStreams(torch.device("cpu"))
     producers.note()  # would raise without a current stream
-    producers.join()
+    producers.order_sum()
 
 
 def test_buffers_of_a_device_are_waited_for_once(monkeypatch):
