@@ -111,9 +111,9 @@ def _torch_array(tensor: Any) -> Iterator[Array]:
     if tensor.device.type == "cpu" and not is_half:  # such as bools, which are moved
         yield tensor.numpy()
         return
-    staged = (tensor.float() if is_half else tensor).cpu().numpy()
-    yield staged
-    tensor.copy_(tensor.new_tensor(staged))
+    staged = tensor.cpu().float() if is_half else tensor.cpu()  # on the host, so that halves are copied
+    yield staged.numpy()
+    tensor.copy_(staged.to(tensor.dtype))
 
 
 def to_host(given: Any, call: str) -> Array:

@@ -161,9 +161,11 @@ class PrivateBuckets(Buckets):
         self._hook = hook
         self.counts_bucket = plan.slots[0].bucket
         self._buckets: list[Bucket] = []
+        self._streams: list[ProducerStreams] = []
         for number, shape in enumerate(plan.buckets):
             # where the counts are alone in their bucket, the host reads them before anything else is summed
             is_read = number == self.counts_bucket and self.is_counted_first and not reducer.route.is_on_device
+            self._streams.append(ProducerStreams(device))
             self._buckets.append(Bucket(_new_memory(shape, torch.device("cpu") if is_read else device)))
         for number, (slot, place) in enumerate(zip(slots, plan.slots[1:], strict=True)):
             bucket = self._buckets[place.bucket]
@@ -173,7 +175,6 @@ class PrivateBuckets(Buckets):
         counts = self._buckets[self.counts_bucket].flat
         assert counts is not None, "counts are never direct"
         self._counts = counts[plan.slots[0].offset :][:n_counts]
-        self._streams = [ProducerStreams(device) for _ in self._buckets]
         self._handles: list[Any] = []
         self.reset()
 

@@ -71,7 +71,10 @@ def find_changed(records: Sequence[BufferRecord]) -> list[bool]:
     answers = [record.is_changed() for record in records]
     flags = [answer for answer in answers if isinstance(answer, Tensor)]
     values = iter(torch.stack(flags).tolist() if flags else ())
-    return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
+    changed: list[bool] = []
+    for answer in answers:
+        changed.append(next(values) if isinstance(answer, Tensor) else answer)
+    return changed
 
 
 def gather_changed(records: Sequence[BufferRecord], takes_part: Sequence[bool]) -> list[Tensor | None]:
