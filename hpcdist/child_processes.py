@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
 #: Signals that batch systems send, or can be configured to send, before they end a job; and Ctrl-C.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 @contextlib.contextmanager

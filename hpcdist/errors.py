@@ -4,10 +4,11 @@ HpcdistError                70  an internal fault, and the base of all below
 ├── UsageError               2  a call or command that makes no sense
 ├── ConfigurationError      78  roles, TF_CONFIG, launcher or options that do not add up
 ├── DataError               78  data of the wrong kind, shape or size
-├── GradientError           70  gradients that would differ between ranks
+├── GradientError            2  gradients that would differ between ranks
 ├── DesyncError             76  ranks that no longer run the same program; do not requeue
 ├── NoProgressError         76  attempts of a job made no progress; do not requeue
-├── CollectiveError         70  a collective called with what it cannot carry
+├── CollectiveError          2  a collective called with what it cannot carry
+│   └── CollectiveFailed    70  a collective that failed on the way: a peer, a network, memory
 ├── CollectiveTimeoutError  70  a rank did not arrive in time
 │   └── PSUnavailable       70  a parameter server does not answer
 ├── ClosureInputError       70  a resource that a closure needs cannot be built on its worker
@@ -73,6 +74,8 @@ class DataError(HpcdistError, ValueError):
 class GradientError(HpcdistError, RuntimeError):
     """Gradients that would differ between ranks."""
 
+    exit_code = ExitCode.USAGE
+
 
 class DesyncError(HpcdistError, RuntimeError):
     """Ranks that no longer run the same program."""
@@ -88,6 +91,14 @@ class NoProgressError(HpcdistError, RuntimeError):
 
 class CollectiveError(HpcdistError, ValueError):
     """A collective called with what it cannot carry."""
+
+    exit_code = ExitCode.USAGE
+
+
+class CollectiveFailed(CollectiveError):
+    """A collective that failed on the way: another try may succeed."""
+
+    exit_code = ExitCode.INTERNAL
 
 
 class CollectiveTimeoutError(HpcdistError, TimeoutError):

@@ -53,6 +53,15 @@ def state_of(job: str) -> BatchJobState | None:
     return next(iter(_states_of(job)), None)
 
 
+def cancel(job: str) -> bool:
+    """Cancel a job; return whether Slurm has taken the request."""
+    try:
+        done = subprocess.run(["scancel", job], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
 def _states_of(job: str) -> list[BatchJobState]:
     """Return what Slurm says of a job, or of each task of an array."""
     return _parse(_output_of("squeue", "--noheader", "--array", "--jobs", job, "--format", _FORMAT))

@@ -192,8 +192,8 @@ def _run(
 def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
     """Run a command; a signal that comes here asks it to save and to end. Return its exit code, and whether one came.
 
-    It has a session of its own, so that Ctrl-C does not reach it by itself: Open MPI's mpirun and srun end the ranks at
-    once for SIGINT and SIGTERM, and pass SIGUSR1 on. A second signal ends them.
+    It has a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it by itself: Open MPI's
+    mpirun and srun end the ranks at once for SIGINT and SIGTERM, and pass SIGUSR1 on. A second signal ends them.
     """
     process: subprocess.Popen[bytes] | None = None
     seen: list[int] = []
@@ -202,16 +202,20 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
         if process is None:
             return
         if len(seen) == 1 or number in (signal.SIGUSR1, signal.SIGUSR2):
-            process.send_signal(launcher.save_signal if number in (signal.SIGINT, signal.SIGTERM) else number)
+            process.send_signal(number if number in (signal.SIGUSR1, signal.SIGUSR2) else launcher.save_signal)
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM if len(seen) == 2 else signal.SIGKILL)
 
     def note(number: int, _: Any) -> None:
         seen.append(number)
+        if len(seen) == 1:
+            _say_what_came(number)
         pass_on(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
     earlier = {number: signal.signal(number, note) for number in numbers}
     try:
         process = subprocess.Popen(line, env=dict(environ), start_new_session=True)
@@ -225,6 +229,15 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+def _say_what_came(number: int) -> None:
+    """Say which signal came: the ranks get another one. Called in a signal handler."""
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the terminal is gone (SIGHUP)"}
+    name = names.get(signal.Signals(number), signal.Signals(number).name)
+    text = f"hpcdist run: {name}: the ranks are asked to save and to end; once more ends them at once\n"
+    with contextlib.suppress(OSError):  # there may be no terminal any more
+        os.write(2, text.encode())
 
 
 def read_decision(folder: Path) -> Decision | None:

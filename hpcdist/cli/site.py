@@ -28,6 +28,8 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
         "time": (str,),
     },
 }
+#: Most characters of a value that are quoted.
+_MAX_SAID = 60
 _VALUES = {
     "system": ("slurm", "pbs", "lsf"),
     "launcher": ("srun", "mpirun"),
@@ -77,14 +79,23 @@ def _table_of(path: Path, table: str) -> dict[str, Any]:
         wrong = [name for name in content if name not in _KEYS] or _wrong_keys(found, _KEYS[table])
     except ConfigurationError:
         raise
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigurationError(f"hpcdist {table}: expected TOML in {path}, got {error}; correct it.") from error
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        text = "values nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigurationError(
+            f"hpcdist {table}: expected TOML in {path}, got {text}; correct the file, or move it away."
+        ) from error
     if wrong:
         raise ConfigurationError(
             f"hpcdist {table}: expected tables {', '.join(_KEYS)}, and {', '.join(_KEYS[table])} under [{table}] in "
-            f"{path}, got {wrong[0]!r}; correct it."
+            f"{path}, got {wrong[0]!r} as {_said(content, found, wrong[0])}; see docs/command.md for what each takes."
         )
     return dict(found)
+
+
+def _said(content: Mapping[str, Any], found: Mapping[str, Any], name: str) -> str:
+    """Return what a file says under a name, cut to the length of a line."""
+    text = repr(found.get(name, content.get(name)))
+    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
 
 
 def _wrong_keys(found: Mapping[str, Any], keys: Mapping[str, tuple[type, ...]]) -> list[str]:
@@ -95,6 +106,6 @@ def _wrong_keys(found: Mapping[str, Any], keys: Mapping[str, tuple[type, ...]]) 
         if not isinstance(value, keys.get(key, ()))
         or isinstance(value, bool)
         or value not in _VALUES.get(key, (value,))
-        or (isinstance(value, float) and not 0 < value < float("inf"))
+        or (isinstance(value, int | float) and not 0 < value < float("inf"))
         or (isinstance(value, list) and not all(isinstance(one, str) for one in value))
     ]

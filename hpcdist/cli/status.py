@@ -13,11 +13,12 @@ import click
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.read import read_end
 from hpcdist.checkpoint.store import Saved, Store, use_one
-from hpcdist.cli.batch_jobs import own_jobs, run_folder, state_of
+from hpcdist.cli.batch_jobs import BatchJobState, cancel, own_jobs, run_folder, state_of
 from hpcdist.cli.output import echo
 from hpcdist.cli.run import read_decision
 from hpcdist.cli.run_records import SideError, read_side_errors
 from hpcdist.errors import CheckpointDamaged, UsageError
+from hpcdist.resilience.decision import FOR_GOOD
 from hpcdist.resilience.ledger import Attempt, Ledger
 
 #: The end of a file of metrics that is read first: most records are short.
@@ -43,7 +44,9 @@ def status(run: str | None, is_json: bool) -> None:
     if run is None:
         _list_jobs(is_json)
         return
-    facts = _facts_of(run_folder(run))
+    folder = run_folder(run)
+    batch = _batch_of(run)
+    facts = _facts_of(folder if batch is not None else _require_run(folder), batch)
     if is_json:
         echo(json.dumps(finite(facts), indent=1))
     else:
@@ -54,16 +57,22 @@ def status(run: str | None, is_json: bool) -> None:
 @click.command()
 @click.argument("run")
 @click.option("--wait", "limit_s", type=click.FloatRange(0), metavar="SECONDS", help="Wait until it has ended.")
-def stop(run: str, limit_s: float | None) -> int:
+@click.option("--for-good", "is_for_good", is_flag=True, help="It is not run again; a job that waits is cancelled.")
+def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     """Ask the job of a run folder, or of a job's number, to save after its step, and to end with exit code 75.
 
     Makes the file `stop` there, which the job removes when it has ended. A batch job of a recipe is requeued then, and
-    resumes later: to end it for good, cancel it, by scancel, afterwards.
+    resumes later; with --for-good it ends with exit code 76, and is not. The same command, submitted again, goes on.
 
     \b
     hpcdist stop runs/train --wait 60
+    hpcdist stop 1234 --for-good
     """
-    folder = _require_run(run_folder(run))
+    folder = run_folder(run)
+    batch = _batch_of(run)
+    if batch is not None and batch.state == "PENDING":
+        return _stop_waiting(batch, is_for_good)
+    _require_run(folder)
     path = folder / "stop"
     if limit_s is not None and math.isnan(limit_s):
         raise UsageError("hpcdist stop: expected --wait as seconds, got nan; give a number.")
@@ -73,14 +82,33 @@ def stop(run: str, limit_s: float | None) -> int:
             f"hpcdist stop: expected a run that is under way in {folder}, got one whose last attempt has ended "
             f"({attempts[-1].end}); the file `stop` would end the next one after its first step."
         )
-    durable.replace_text(durable.Disk(), path, "hpcdist stop\n")
-    echo(f"{path}: the job saves after its step, and ends")
+    durable.replace_text(durable.Disk(), path, f"hpcdist stop {FOR_GOOD if is_for_good else ''}\n")
+    echo(f"{path}: the job saves after its step, and ends{', and is not run again' if is_for_good else ''}")
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while deadline is not None and path.exists():
         if time.monotonic() > deadline:
             echo(f"hpcdist stop: expected the job to end within {limit_s:g} s, got {path}, which is there", err=True)
             return 1
         time.sleep(_POLL_S)
+    return 0
+
+
+def _batch_of(run: str) -> BatchJobState | None:
+    """Return what Slurm says of a job that is given by its number, if it waits or runs."""
+    return None if Path(run).exists() else state_of(run)
+
+
+def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
+    """Cancel a job that waits, or say that there is nothing to save; return the exit code."""
+    if not is_for_good:
+        raise UsageError(
+            f"hpcdist stop: expected a job that runs, got {batch.job}, which waits ({batch.reason}); add --for-good to "
+            f"cancel it, or scancel {batch.job}."
+        )
+    if not cancel(batch.job):
+        echo(f"hpcdist stop: expected scancel {batch.job} to succeed, got a failure; run it to see why", err=True)
+        return 1
+    echo(f"job {batch.job} waited, and is cancelled; what {batch.run_dir} has saved stays")
     return 0
 
 
@@ -92,14 +120,15 @@ def _require_run(folder: Path) -> Path:
     """
     if not (folder / "checkpoints").is_dir() and not (folder / "decision.json").exists():
         raise UsageError(
-            f"expected a run folder, with checkpoints or a decision.json, got {str(folder)!r}; correct it."
+            f"expected a run folder, with checkpoints or a decision.json, got {str(folder)!r}; give the folder that "
+            f"--run-dir names in the job."
         )
     return folder
 
 
-def _facts_of(folder: Path) -> dict[str, Any]:
-    """Return what is known of a run, for JSON."""
-    store = Store(_require_run(folder) / "checkpoints")
+def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
+    """Return what is known of a run, for JSON; of a batch job that waits there may be no folder yet."""
+    store = Store(folder / "checkpoints")
     attempts, decision, saved = Ledger(store).attempts(), read_decision(folder), store.saved()
     last = attempts[-1] if attempts else None
     return {
@@ -110,7 +139,7 @@ def _facts_of(folder: Path) -> dict[str, Any]:
         "attempt": None if last is None else _facts_of_attempt(last),
         "checkpoint": _newest(store, saved) if saved else None,
         "metrics": _last_record(folder / "metrics.jsonl"),
-        "batch": None if last is None or last.job is None else _batch_state(last.job),
+        "batch": _batch_state(batch, last),
         "errors": [dataclasses.asdict(error) for error in read_side_errors(folder)],
         "is_asked_to_stop": (folder / "stop").exists(),
     }
@@ -170,9 +199,11 @@ def finite(facts: Any) -> Any:
     return None if isinstance(facts, float) and not math.isfinite(facts) else facts
 
 
-def _batch_state(job: str) -> str | None:
-    found = state_of(job)
-    return None if found is None else str(found)
+def _batch_state(batch: BatchJobState | None, last: Attempt | None) -> str | None:
+    """Return what Slurm says of the job that was asked for, or of that of the last attempt."""
+    if batch is None and last is not None and last.job is not None:
+        batch = state_of(last.job)
+    return None if batch is None else str(batch)
 
 
 def _list_jobs(is_json: bool) -> None:
@@ -187,13 +218,15 @@ def _list_jobs(is_json: bool) -> None:
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"run         {facts['folder']}" + (", asked to stop" if facts["is_asked_to_stop"] else "")
-    if facts["decision"]:
-        yield f"if it ends  {facts['decision']}: {facts['reason']}"
     attempt = facts["attempt"]
+    if facts["decision"]:
+        yield _what_follows(facts["decision"], facts["reason"], bool(attempt and attempt["end"]))
     if attempt:
         began = "a new run" if attempt["resumed_step"] is None else f"from step {attempt['resumed_step']}"
         where = f" in job {attempt['job']}" if attempt["job"] else ""
-        end = f"{attempt['end']}: {attempt['reason']}" if attempt["end"] else "runs, or died without notice"
+        is_running = (facts["batch"] or "").startswith("RUNNING")
+        state = "runs" if is_running else "runs, or died without notice"
+        end = f"{attempt['end']}: {attempt['reason']}" if attempt["end"] else state
         nodes = ", ".join(attempt["nodes"]) or "an unknown host"
         yield f"attempt     {attempt['number']}{where} on {nodes}, {began}; {end}"
     if facts["batch"]:
@@ -205,6 +238,16 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"checkpoint  step {checkpoint['step']}, {_ago(time.time() - checkpoint['time_s'])} ago"
     if facts["metrics"]:
         yield "metrics     " + "  ".join(f"{name} {_short(value)}" for name, value in facts["metrics"].items())
+
+
+def _what_follows(decision: str, reason: str, has_ended: bool) -> str:
+    """Return the line that says whether a run is to go on."""
+    if decision == "finished":
+        return "to follow   nothing: it has finished"
+    follows = "it is to be run again" if decision == "requeue" else "it is not to be run again"
+    if has_ended:
+        return f"to follow   {follows}: {reason}"
+    return f"if it dies  {follows}" + (f": {reason}" if decision == "stop" else "")
 
 
 def _ago(seconds: float) -> str:

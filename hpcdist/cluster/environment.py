@@ -60,6 +60,8 @@ class Launcher:
     name: str
     size: int
     rank: int
+    size_variable: str
+    rank_variable: str
 
 
 def read_environment() -> Mapping[str, str]:
@@ -106,6 +108,8 @@ def _names_launch(name: str) -> bool:
     return name in _LAUNCH_NAMES or (name.startswith(_LAUNCH_PREFIXES) and not is_place_of_library)
 
 
+#: Three years: longer than any job, and short enough for the timers of the operating system.
+_LONGEST_S = 1e8
 #: Says of a connection to the launcher that there is none, though the variables name one.
 _CLOSED = "closed"
 
@@ -128,6 +132,11 @@ def _connection_of(environ: Mapping[str, str]) -> str:
     except OSError:
         return _CLOSED
     return str(status.st_ino) if stat.S_ISSOCK(status.st_mode) else _CLOSED
+
+
+def has_lost_launcher(environ: Mapping[str, str]) -> bool:
+    """Return whether variables name a connection to a PMI launcher that there is not, as inherited ones do."""
+    return _connection_of(environ) == _CLOSED
 
 
 def check_names(environ: Mapping[str, str]) -> None:
@@ -153,9 +162,10 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     for size_name, rank_name, name in LAUNCHER_VARIABLES:
         size, rank = environ.get(size_name, ""), environ.get(rank_name, "")
         if size.isdecimal() and rank.isdecimal():
-            found = found or Launcher(name, int(size), int(rank))
-            if int(size) > 1:
-                return Launcher(name, int(size), int(rank))
+            launcher = Launcher(name, int(size), int(rank), size_name, rank_name)
+            found = found or launcher
+            if launcher.size > 1:
+                return launcher
     return found
 
 
@@ -202,7 +212,7 @@ def timeout_s(environ: Mapping[str, str]) -> float:
         raise ConfigurationError(
             f"environment: expected HPCDIST_TIMEOUT_S as seconds above 0, got {text!r}; write a number such as 600."
         )
-    return value
+    return min(value, _LONGEST_S)
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:

@@ -1,6 +1,8 @@
 """TFConfigClusterResolver: the cluster described by TF_CONFIG."""
 
+import difflib
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +11,8 @@ from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.errors import ConfigurationError
+
+logger = logging.getLogger("hpcdist")
 
 #: Valid keys of TF_CONFIG; the last two are TensorFlow's and are ignored.
 KEYS = ("cluster", "task", "rpc_layer", "environment")
@@ -40,9 +44,10 @@ def parse_tf_config(text: str) -> tuple[ClusterSpec, Task | None]:
 def _parse_object(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text or "{}", object_pairs_hook=_object_without_repeats)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigurationError(
-            f"TF_CONFIG: expected a JSON object, got {text[:60]!r} ({error}); check quotes and commas."
+            f"TF_CONFIG: expected a JSON object, got {text[:60]!r} ({why}); check quotes and commas."
         ) from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"TF_CONFIG: expected a JSON object, got {text[:60]!r}; write {{...}}.")
@@ -59,9 +64,17 @@ def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_keys(found: dict[str, Any], valid: tuple[str, ...], where: str) -> None:
+    """Raise ConfigurationError for a key that is a misspelt one; warn of others, which TensorFlow ignores, too."""
+    missing = [key for key in valid if key not in found]
     for key in found:
-        if key not in valid:
-            raise ConfigurationError(f"{where}: expected keys of {', '.join(valid)}, got {key!r}; remove it.")
+        if key in valid:
+            continue
+        meant = difflib.get_close_matches(key, missing, 1, 0.7)
+        if meant:
+            raise ConfigurationError(
+                f"{where}: expected keys of {', '.join(valid)}, got {key!r}; write {meant[0]!r}."
+            )
+        logger.warning("%s: expected keys of %s, got %r, which is ignored.", where, ", ".join(valid), key)
 
 
 def _parse_task(task: Any, spec: ClusterSpec) -> Task:

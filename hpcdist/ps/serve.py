@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import CollectiveTimeoutError
 from hpcdist.ps.messages import Message
 from hpcdist.ps.server import Server
@@ -21,7 +22,6 @@ _MAX_SLEEP_S = 5e-5
 CROWDED_YIELDS = 200
 #: How long it looks for messages before it looks at everything else.
 _LOOK_S = 0.2
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 class StopSignals:
@@ -38,11 +38,11 @@ class StopSignals:
         self._before: list[Any] = []
 
     def __enter__(self) -> "StopSignals":
-        self._before = [signal.signal(number, self._note) for number in _STOP_SIGNALS]
+        self._before = [signal.signal(number, self._note) for number in STOP_SIGNALS]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in zip(_STOP_SIGNALS, self._before, strict=True):
+        for number, handler in zip(STOP_SIGNALS, self._before, strict=True):
             signal.signal(number, handler)
         if end_of_training() is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to the slower ranks

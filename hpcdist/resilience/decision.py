@@ -5,6 +5,7 @@
 | has finished                                             | finished | 0         |
 | found ranks that differ                                  | stop     | 76        |
 | was refused: another model, a newer format               | stop     | 78        |
+| was stopped by a person, for good                        | stop     | 76        |
 | was stopped, third in a row without progress             | stop     | 76        |
 | was stopped otherwise                                    | requeue  | 75        |
 | would be the fourth in a row without progress            | stop     | 76        |
@@ -28,6 +29,8 @@ from hpcdist.checkpoint import durable
 from hpcdist.errors import CheckpointError, ExitCode
 from hpcdist.resilience.ledger import Attempt
 
+#: Ends the reason of a stop after which the job is not run again: what the stop file holds then.
+FOR_GOOD = "for good"
 #: Consecutive attempts without progress. The next one does not start.
 MAX_WITHOUT_PROGRESS = 3
 
@@ -67,6 +70,8 @@ def decide(attempts: Sequence[Attempt], is_counted: bool) -> Decision:
     if n > MAX_WITHOUT_PROGRESS and not this.end:
         reason = f"{n - 1} attempts in a row without progress"
         return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
+    if this.end == "stopped" and this.reason.endswith(FOR_GOOD):
+        return Decision(Verdict.STOP, this.reason, ExitCode.DO_NOT_REQUEUE)
     if this.end == "stopped" and n >= MAX_WITHOUT_PROGRESS and not this.is_excused:
         reason = f"{n} attempts in a row made no progress; this one was stopped by {this.reason}"
         return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)

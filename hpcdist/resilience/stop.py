@@ -20,6 +20,7 @@ from hpcdist.checkpoint.durable import Disk
 from hpcdist.child_processes import STOP_SIGNALS, obey_only
 from hpcdist.errors import UsageError
 from hpcdist.forks import make_lock
+from hpcdist.resilience.decision import FOR_GOOD
 
 logger = logging.getLogger("hpcdist")
 
@@ -27,6 +28,8 @@ logger = logging.getLogger("hpcdist")
 FILE_LOOK_S = 2.0
 #: Longest wait for that check in the training thread, and the time after which a check without an answer is reported.
 FILE_WAIT_S, SILENCE_S = 0.001, 60.0
+#: Characters of a stop file that are read.
+_MAX_REQUEST = 200
 #: Least seconds between two calls of the user's function.
 WATCHER_LOOK_S = 1.0
 
@@ -90,7 +93,7 @@ class StopFlag:
         self._signals = SignalFlag(clock)
         self._file_looked_at = self._watcher_looked_at = -float("inf")
         self._looker = BackgroundThread("hpcdist-stop-file")
-        self._look: Future[bool] | None = None
+        self._look: Future[str | None] | None = None
         self._looking = make_lock()
         self._has_warned = False
         self.since: float | None = None
@@ -129,32 +132,34 @@ class StopFlag:
         if self._reason is None and received is not None:
             self._set_reason(f"{received.name} on {self._place}")
             self.since = self._signals.received_at
-        elif self._reason is None and self._is_file_there():
-            self._set_reason(f"stop file {self._file}")
+        elif self._reason is None:
+            request = self._request_in_file()
+            if request is not None:
+                suffix = f", {FOR_GOOD}" if FOR_GOOD in request else ""
+                self._set_reason(f"stop file {self._file}{suffix}")
         return self._reason
 
     def _set_reason(self, reason: str) -> None:
         self._reason, self.since = reason, self._clock()
 
-    def _is_file_there(self) -> bool:
-        """Return whether the last look has found the stop file; start the next look, in a thread, if it is time.
+    def _request_in_file(self) -> str | None:
+        """Return what the stop file held at the last look, None without it; start the next look, if it is time.
 
-        A file server that hangs stops that thread, and not training.
+        A file server that hangs stops the thread that looks, and not training.
         """
         if self._file is None:
-            return False
+            return None
         with self._looking:
             return self._look_for_file(self._file)
 
-    def _look_for_file(self, file: Path) -> bool:
+    def _look_for_file(self, file: Path) -> str | None:
         now = self._clock()
         if self._look is None and now - self._file_looked_at >= FILE_LOOK_S:
             self._file_looked_at, self._has_warned = now, False
-            # False on an I/O error too, where Path.exists would raise
-            self._look = self._looker.submit(functools.partial(os.path.exists, file))
+            self._look = self._looker.submit(functools.partial(_text_of_request, file))
             wait([self._look], FILE_WAIT_S)
         if self._look is None:
-            return False
+            return None
         if self._look.done():
             look, self._look = self._look, None
             return look.result()
@@ -165,7 +170,7 @@ class StopFlag:
                 file.parent,
                 SILENCE_S,
             )
-        return False
+        return None
 
     def _is_watcher_alarmed(self) -> bool:
         if self._watcher is None or self._clock() - self._watcher_looked_at < WATCHER_LOOK_S:
@@ -182,6 +187,17 @@ class StopFlag:
         if self._file is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._disk.remove(self._file)
+
+
+def _text_of_request(file: Path) -> str | None:
+    """Return the first characters of a stop file; "" of one that cannot be read, None without one."""
+    if not os.path.exists(file):  # False on an I/O error too, where Path.exists would raise
+        return None
+    try:
+        with open(file, encoding="utf-8", errors="replace") as stream:
+            return stream.read(_MAX_REQUEST)
+    except OSError:
+        return ""
 
 
 class SignalFlag:
@@ -218,8 +234,9 @@ class SignalFlag:
                 f"{threading.current_thread().name}; make it there."
             )
         for number in signals:
-            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # a job in the background, which Ctrl-C is not meant for
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN
+            if number in (signal.SIGINT, signal.SIGHUP) and is_ignored:
+                continue  # a job in the background, or under nohup, which a terminal is not meant to end
             self._earlier[number] = signal.signal(number, self._handler)
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _reset(this()))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from hpcdist.cluster.environment import (
+    has_lost_launcher,
     is_child_of_rank,
     launcher_of,
     leave_launch,
@@ -81,6 +82,13 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
             "world: expected a launcher that speaks PMI, got one that speaks PMIx only, for the MPICH wheel; start by "
             "the mpirun of the environment that mpich is installed in, or by srun --mpi=pmi2."
         )
+    if _MPICH_WHEEL in library and has_lost_launcher(environ):
+        error = ConfigurationError(
+            f"world: expected the connection to the launcher that PMI_FD={environ['PMI_FD']} names, got none that is "
+            f"open: the launcher's variables are inherited from another program; unset PMI_FD, PMI_RANK and PMI_SIZE."
+        )
+        error.is_reporter = True  # there may be no rank 0
+        raise error
 
 
 _load()

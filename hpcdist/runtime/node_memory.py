@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpcdist.errors import CollectiveError
+from hpcdist.errors import CollectiveFailed
 from hpcdist.forks import make_lock
 from hpcdist.runtime.waiting import YIELDS, late, wait_until
 
@@ -40,7 +40,7 @@ class NodeWindow:
         pieces: each rank's memory, by local rank.
 
     Raises:
-        CollectiveError: when the node has too little memory, or forbids sharing it; on every rank of the node.
+        CollectiveFailed: when the node has too little memory, or forbids sharing it; on every rank of the node.
     """
 
     def __init__(self, node_comm: "MPI.Comm", nbytes: int, world: "World") -> None:
@@ -66,7 +66,7 @@ def create_memory(nbytes: int) -> int:
     """Return a file descriptor of memory without a name, whose pages are not allocated yet.
 
     Raises:
-        CollectiveError: when it is forbidden; on this rank only. So do the next two functions.
+        CollectiveFailed: when it is forbidden; on this rank only. So do the next two functions.
     """
     fd = -1
     try:
@@ -104,8 +104,8 @@ def open_memory(path: str) -> int:
         raise _refused(error) from error
 
 
-def _refused(error: OSError) -> CollectiveError:
-    return CollectiveError(
+def _refused(error: OSError) -> CollectiveFailed:
+    return CollectiveFailed(
         f"shared memory: expected memory that the ranks of a node can share, got {error}; raise the memory limit "
         f"of the job, or let sums go by MPI."
     )
@@ -123,7 +123,7 @@ class OwnMemory:
         memory: the bytes, zero at first. path: what others give to `map_memory`.
 
     Raises:
-        CollectiveError: when the node has too little memory, or forbids sharing it; on this rank only.
+        CollectiveFailed: when the node has too little memory, or forbids sharing it; on this rank only.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -138,7 +138,7 @@ def map_memory(path: str) -> memoryview:
     """Return the memory of another process of this node; see `OwnMemory`.
 
     Raises:
-        CollectiveError: when it cannot be reached, as across container boundaries; on this rank only.
+        CollectiveFailed: when it cannot be reached, as across container boundaries; on this rank only.
     """
     fd = open_memory(path)
     try:

@@ -15,6 +15,7 @@ import xxhash
 from hpcdist.cluster.assignment import NONE, RankFacts, assign_tasks
 from hpcdist.cluster.environment import (
     DEBUG_NAMES,
+    Launcher,
     check_names,
     debug_names,
     launcher_of,
@@ -37,6 +38,26 @@ from hpcdist.runtime.waiting import late, wait_until
 
 #: Longest sleep while ranks wait for each other outside of steps.
 MAX_SLEEP_S = 0.005
+
+
+def _alone(launcher: Launcher) -> ConfigurationError:
+    """Return the error of a process that a launcher has started as one of several, and that is a world of its own.
+
+    They are so of another MPI library's launcher; rank 0 says so at length. A single one has inherited variables.
+    """
+    if launcher.rank == 0:
+        return ConfigurationError(
+            f"world: expected {launcher.size} ranks as started by {launcher.name}, got a world of 1 with "
+            f"{library_name()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
+            f"or --mpi=pmix (Open MPI)."
+        )
+    error = ConfigurationError(
+        f"world: expected {launcher.size} ranks as started by {launcher.name}, got a world of 1 for rank "
+        f"{launcher.rank}; see what rank 0 says. If there is none, the launcher's variables are inherited from another "
+        f"program: unset {launcher.size_variable} and {launcher.rank_variable}."
+    )
+    error.is_reporter = True
+    return error
 
 
 class World:
@@ -168,6 +189,8 @@ class World:
         agreed.is_agreed = True
         if self.size > 1:  # in a world of one, the launcher says which rank prints: there may be many such worlds
             agreed.is_reporter = comm.rank == 0
+        elif error is not None:
+            agreed.is_reporter = error.is_reporter
         raise agreed from error
 
     def _raise_other_call(self, call: str, comm: MPI.Comm) -> None:
@@ -255,11 +278,7 @@ class World:
             logs_json(environ)
             launcher = launcher_of(environ)
             if launcher and launcher.size > 1 and MPI.COMM_WORLD.size == 1:
-                raise ConfigurationError(
-                    f"world: expected {launcher.size} ranks as started by {launcher.name}, got a world of 1 with "
-                    f"{library_name()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
-                    f"or --mpi=pmix (Open MPI)."
-                )
+                raise _alone(launcher)
             if (n_tasks := unused_tasks(environ)) > 1 and MPI.COMM_WORLD.size == 1:
                 raise ConfigurationError(
                     f"world: expected {n_tasks} ranks, one for each task of this Slurm job, got a program that no "

@@ -223,7 +223,12 @@ def test_estimators_as_on_the_page(clone, clean_environ):
 def test_the_command_as_on_its_page(clone, clean_environ):
     """In the order of the page: each shows what the one before has left."""
     (block,) = blocks(ROOT / "docs" / "command.md", "sh")
-    expected = ("ok    world          2 ranks", "test accuracy 0.", "if it ends  finished", "step-00000046-0001.h5")
+    expected = (
+        "ok    world          2 ranks",
+        "test accuracy 0.",
+        "to follow   nothing: it has finished",
+        "step-00000046-0001.h5",
+    )
     expected += ("runs/first/report/report.html, and ", "steps of 2 ranks; open it", "#SBATCH --time=8:00:00")
     for command, text in zip(block.splitlines(), expected, strict=True):
         output, seconds = run(command, clone, clean_environ, 60)
@@ -238,7 +243,7 @@ def test_the_quickstart(clone, clean_environ):
     install, *commands = first_block.splitlines()
     extras = re.search(r"\[(.*)\]", install)[1]
     assert f"--editable '.[{extras}]'" in (ROOT / "Makefile").read_text().partition("train.installed: ")[2][:300]
-    expected = ("ok    world ", "epoch 300/300", "if it ends  finished", "report.html, and ")
+    expected = ("ok    world ", "epoch 300/300", "to follow   nothing: it has finished", "report.html, and ")
     for command, text in zip(commands, expected, strict=True):
         output, seconds = run(command, clone, clean_environ, 120)
         assert text in output, output[-2000:]

@@ -22,7 +22,7 @@ from hpcdist.collectives.gpu.cupy_door import (
 from hpcdist.collectives.gpu.nccl_setup import join
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
-from hpcdist.errors import CollectiveError
+from hpcdist.errors import CollectiveError, CollectiveFailed
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import YIELDS, late, wait_until
 
@@ -200,7 +200,7 @@ class NcclCommunicator:
         except (self._nccl.NcclError, KeyError) as error:  # cupy before 13.4 does not know the code of a failed peer
             self._inner.abort()
             text = f"NCCL's error {error}" if isinstance(error, KeyError) else str(error)
-            raise CollectiveError(
+            raise CollectiveFailed(
                 f"nccl: expected all {self.size} ranks, got {text} on rank {self.rank}; look for the rank that "
                 f"failed first (NCCL_DEBUG=INFO prints more)."
             ) from error

@@ -10,7 +10,7 @@ import numpy as np
 from hpcdist.cluster.environment import nccl_may_share_devices, read_environment, visible_gpus
 from hpcdist.collectives.gpu.cupy_door import load_nccl, use_device, visible_devices
 from hpcdist.collectives.group import Group
-from hpcdist.errors import CollectiveError, ConfigurationError, HpcdistError
+from hpcdist.errors import CollectiveFailed, ConfigurationError, HpcdistError
 from hpcdist.plan.devices import plan_devices, shared_devices
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import late, wait_until
@@ -82,7 +82,7 @@ def join(group: Group, comm: MPI.Comm, device: int, limit_s: float) -> Any:
 
     Raises:
         ConfigurationError: without cupy, NCCL or GPU, and for two ranks on one GPU; on every rank alike.
-        CollectiveError: when NCCL fails on a rank, or one does not arrive; on every rank alike.
+        CollectiveFailed: when NCCL fails on a rank, or one does not arrive; on every rank alike.
     """
     identity, error = "", None
     try:
@@ -134,8 +134,8 @@ def unpack_unique_id(packed: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
     return packed[1:].tobytes() if packed[0] else tuple(packed[1:].view(np.int8).tolist())
 
 
-def _failure(comm: MPI.Comm, error: Exception) -> CollectiveError:
-    return CollectiveError(
+def _failure(comm: MPI.Comm, error: Exception) -> CollectiveFailed:
+    return CollectiveFailed(
         f"nccl: expected a communicator of {comm.size} ranks, got {error} on rank {comm.rank}; run again with "
         f"NCCL_DEBUG=INFO, which names the call that failed."
     )

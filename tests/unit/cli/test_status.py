@@ -35,7 +35,7 @@ def test_status(run_dir, hpcdist):
     code, out, _ = hpcdist("status", run_dir)
     assert code == 0
     for text in (
-        "if it ends  requeue: died without notice, after a newer checkpoint",
+        "if it dies  it is to be run again\n",
         "from step 3; runs, or died without notice",
         "checkpoint  step 5, ",
         "metrics     step 5  loss 0.25",
@@ -50,7 +50,10 @@ def test_an_attempt_that_has_ended(run_dir, hpcdist):
     ledger = Ledger(store)
     store.attempt = 2
     ledger.end("stopped", "SIGTERM on rank 1")
-    assert "; stopped: SIGTERM on rank 1\n" in hpcdist("status", run_dir)[1]
+    DecisionFile(run_dir).write(decide(ledger.attempts(), False), 5)
+    said = hpcdist("status", run_dir)[1]
+    assert "; stopped: SIGTERM on rank 1\n" in said
+    assert "to follow   it is to be run again: SIGTERM on rank 1\n" in said
     code, _, error = hpcdist("stop", run_dir)
     assert (code, error.count("\n")) == (2, 1)
     assert "got one whose last attempt has ended (stopped)" in error
@@ -68,10 +71,48 @@ def test_the_state_of_a_batch_job(run_dir, hpcdist, monkeypatch):
     monkeypatch.setattr(subprocess, "run", squeue)
     out = hpcdist("status", run_dir)[1]
     assert "attempt     2 in job 17 on " in out
+    assert "; runs\n" in out, "Slurm says so"
     assert "Slurm       RUNNING, 58:00 left, n1\n" in out
     assert hpcdist("status", 17)[1] == out, "the job's comment names its run folder"
     assert hpcdist("stop", 17)[0] == 0
     assert (run_dir / "stop").exists()
+
+
+@pytest.mark.feature("slurm.status-log-cancel")
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_job_that_waits(tmp_path, run_dir, hpcdist, monkeypatch, has_begun):
+    """It may never have begun, so that it has no folder, or wait to go on."""
+    folder = run_dir if has_begun else tmp_path / "other"
+    cancelled = []
+
+    def slurm(command, **options):
+        if command[0] == "scancel":
+            cancelled.append(command[1])
+        line = f"31\tN/A\tPENDING\t8:00:00\t(Priority)\thpcdist:{folder}\n"
+        return subprocess.CompletedProcess(command, 0, line if command[0] == "squeue" else "", "")
+
+    monkeypatch.setattr(subprocess, "run", slurm)
+    code, out, _ = hpcdist("status", 31)
+    assert code == 0
+    assert f"run         {folder}\n" in out
+    assert "Slurm       PENDING, 8:00:00 left, (Priority)\n" in out
+    assert ("checkpoint  step 5" in out) == has_begun
+    assert json.loads(hpcdist("status", 31, "--json")[1])["n_attempts"] == 2 * has_begun
+    code, _, error = hpcdist("stop", 31)
+    assert code == 2
+    assert "expected a job that runs, got 31, which waits ((Priority)); add --for-good to cancel it" in error
+    assert not cancelled
+    code, out, _ = hpcdist("stop", 31, "--for-good")
+    assert (code, cancelled) == (0, ["31"])
+    assert f"job 31 waited, and is cancelled; what {folder} has saved stays" in out
+    assert not (folder / "stop").exists()
+
+
+def test_a_stop_for_good_is_said_in_the_file(run_dir, hpcdist):
+    code, out, _ = hpcdist("stop", run_dir, "--for-good")
+    assert code == 0
+    assert "ends, and is not run again" in out
+    assert "for good" in (run_dir / "stop").read_text()
 
 
 ARRAY = "21_1\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n21_2\t2\tPENDING\t10:00\t(Resources)\thpcdist:/r/a-{task}\n"

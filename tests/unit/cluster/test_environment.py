@@ -22,7 +22,9 @@ from hpcdist.errors import ConfigurationError
 
 def test_launchers():
     assert launcher_of({}) is None
-    assert launcher_of({"PMI_SIZE": "2", "PMI_RANK": "1"}) == Launcher("an MPICH-like mpirun or srun --mpi=pmi2", 2, 1)
+    assert launcher_of({"PMI_SIZE": "2", "PMI_RANK": "1"}) == Launcher(
+        "an MPICH-like mpirun or srun --mpi=pmi2", 2, 1, "PMI_SIZE", "PMI_RANK"
+    )
     both = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "4", "PMI_RANK": "3"}
     assert launcher_of(both).size == 4
     assert launcher_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the shell of a batch script

@@ -107,7 +107,8 @@ def test_host_names_that_tell_tasks_apart():
         ('{"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}', "'type' as text"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "x"}}', "got 'x'"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": true}}', "got True"),
-        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0, "x": 1}}', "got 'x'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "indx": 0}}', "got 'indx'; write 'index'"),
+        ("[" * 20_000, "nested too deeply"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "from 0 to 0, got 1"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}', "got 'worker' -1"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}', "got 'ps'"),
@@ -120,3 +121,11 @@ def test_refuses(text, expected):
     assert expected in str(caught.value)
     assert "expected" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_tensorflow_ignores_is_warned_of(caplog):
+    text = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0, "trial": "1"}, "job": {}}'
+    spec, task = parse_tf_config(text)
+    assert (spec.num_tasks("worker"), task) == (1, Task("worker", 0))
+    assert "got 'job', which is ignored" in caplog.text
+    assert "got 'trial', which is ignored" in caplog.text

@@ -27,7 +27,7 @@ LIMITS = {
     "hpcdist/pytest_plugin": (0, 0, 23, 46, 0, 6.8),
     "hpcdist/replicas": (11, 13, 11, 26, 0, 5.9),
     "hpcdist/resilience": (28, 20, 33, 29, 3, 6.5),
-    "hpcdist/runtime": (12, 11, 26, 21, 2, 6.3),
+    "hpcdist/runtime": (12, 11, 24, 21, 2, 6.3),
     "hpcdist/storage": (0, 0, 19, 38, 0, 6.9),
     "hpcdist/strategy": (31, 14, 33, 47, 13, 6.5),
     "hpcdist/tf_compat": (32, 33, 39, 27, 4, 7.3),

@@ -111,6 +111,29 @@ def test_the_file_is_looked_for_at_most_every_two_seconds(tmp_path):
     assert StopFlag("rank 0", file=tmp_path / "stop", clock=clock).reason is None
 
 
+@pytest.mark.parametrize(
+    ("text", "suffix"),
+    [("", ""), ("hpcdist stop\n", ""), ("hpcdist stop for good\n", ", for good"), ("\udcff" * 3, "")],
+)
+def test_what_the_file_says(tmp_path, text, suffix):
+    path = tmp_path / "stop"
+    path.write_text(text, errors="surrogateescape")
+    assert StopFlag("rank 0", file=path, clock=Clock()).reason == f"stop file {path}{suffix}"
+
+
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["a terminal that is gone", "under nohup"])
+def test_the_end_of_a_terminal_is_a_request(is_ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    flag = StopFlag("rank 2")
+    try:
+        flag.watch_signals()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert flag.reason == (None if is_ignored else "SIGHUP on rank 2")
+    finally:
+        flag.close()
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_file_server_that_hangs_does_not_stop_training(tmp_path, monkeypatch, caplog):
     """It is asked from a thread, once at a time; that it does not answer is said once."""
     clock = Clock()
