@@ -1,5 +1,8 @@
-"""The statistics of every benchmark: order of blocks, paired ratios, their interval, and the gate. Pure."""
+"""The statistics of every benchmark: order of blocks, paired ratios, their interval, and the gate."""
 
+import os
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +10,8 @@ import numpy as np
 
 #: The same code on both sides must come out within these, else nothing of the case may be quoted.
 GATE_LOW, GATE_HIGH = 0.97, 1.03
+#: Seconds after which it is said how far the rounds are, and again.
+SILENCE_S = 10.0
 #: What the second side of the gate is called: the name of the first and this.
 AGAIN = " (A/A)"
 
@@ -40,16 +45,27 @@ def run_rounds(
 
     Collective where the contenders are: every rank runs the same blocks in the same order.
     """
+    began_at = said_at = time.monotonic()
     wall: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     cpu: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(n_rounds):
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for name in block_order(list(contenders), number):
+            if time.monotonic() - said_at > SILENCE_S:
+                said_at = time.monotonic()
+                say(f"round {number + 1} of {n_rounds}, {name}; {said_at - began_at:.0f} s so far")
             taken[name].append(contenders[name]())
         for name, ((wall_1, cpu_1), (wall_2, cpu_2)) in taken.items():
             wall[name].append((wall_1, wall_2))
             cpu[name].append((cpu_1, cpu_2))
     return wall, cpu
+
+
+def say(text: str) -> None:
+    """Print a line for whoever waits, on one rank, between blocks, where no time is taken."""
+    rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if rank == "0":
+        print(text, file=sys.stderr, flush=True)
 
 
 def per_round(samples: Sequence[tuple[float, float]]) -> np.ndarray:

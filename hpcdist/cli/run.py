@@ -141,7 +141,11 @@ def _settings(roles: str | None, environ: Mapping[str, str]) -> dict[str, str]:
         added["TF_CONFIG"] = ""
     of_file = {f"HPCDIST_{key.upper()}": f"{value}" for key, value in site_defaults("run").items()}
     of_file = {name: value for name, value in of_file.items() if name not in added and not environ.get(name)}
-    return {**added, **of_file, **({"HPCDIST_FROM_FILE": ",".join(of_file)} if of_file else {})}
+    if of_file:
+        added["HPCDIST_FROM_FILE"] = ",".join(of_file)
+    if sys.stdout.isatty():
+        added["HPCDIST_TERMINAL_COLUMNS"] = f"{shutil.get_terminal_size().columns}"
+    return {**added, **of_file}
 
 
 def _rendezvous(hosts: str | None, environ: Mapping[str, str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ HPCDIST_VARIABLES = {
     "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",
     "HPCDIST_RANK_PROCESS": "process and launch of the rank that has started this process; ranks set it",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
+    "HPCDIST_TERMINAL_COLUMNS": "columns of the terminal that the job prints to; set by hpcdist run",
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
     "HPCDIST_TRACE": "steps recorded one by one in the run folder: some, the default, all, or off for no records",
 }
@@ -213,6 +214,12 @@ def timeout_s(environ: Mapping[str, str]) -> float:
             f"environment: expected HPCDIST_TIMEOUT_S as seconds above 0, got {text!r}; write a number such as 600."
         )
     return min(value, _LONGEST_S)
+
+
+def terminal_columns(environ: Mapping[str, str]) -> int:
+    """Return the columns of the terminal behind the launcher's pipe, as `hpcdist run` says; 0 where there is none."""
+    text = environ.get("HPCDIST_TERMINAL_COLUMNS", "")
+    return int(text) if text.isdecimal() and len(text) <= 5 else 0
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:

@@ -71,9 +71,7 @@ def _check_keys(found: dict[str, Any], valid: tuple[str, ...], where: str) -> No
             continue
         meant = difflib.get_close_matches(key, missing, 1, 0.7)
         if meant:
-            raise ConfigurationError(
-                f"{where}: expected keys of {', '.join(valid)}, got {key!r}; write {meant[0]!r}."
-            )
+            raise ConfigurationError(f"{where}: expected keys of {', '.join(valid)}, got {key!r}; write {meant[0]!r}.")
         logger.warning("%s: expected keys of %s, got %r, which is ignored.", where, ", ".join(valid), key)
 
 

@@ -70,7 +70,7 @@ def find_changed(records: Sequence[BufferRecord]) -> list[bool]:
     """Return which buffers were changed since they were last averaged. Cost: one wait for a GPU, for all of them."""
     answers = [record.is_changed() for record in records]
     flags = [answer for answer in answers if isinstance(answer, Tensor)]
-    values = iter(torch.stack(flags).tolist() if flags else ())
+    values = iter(torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else ())
     changed: list[bool] = []
     for answer in answers:
         changed.append(next(values) if isinstance(answer, Tensor) else answer)

@@ -304,18 +304,21 @@ class GradientSums:
         """
         group = self.reducer.group
         number = self.n_sums
-        own_digests = [self.states.digest_at(number), self.copies.digest_at(number)]
-        own_numbers = [self.states.n_compared, len(self.copies.are_alive())]
-        digests = np.empty((group.size, 4), np.int64)
-        group.wait([group.comm.Iallgather(np.array([*own_digests, *own_numbers]), digests)])
-        has_freed = [self._forget_freed(self.states)]
-        if not np.ptp(digests[:, 3]):
-            has_freed.append(self._forget_freed(self.copies))
-        if any(has_freed) or np.ptp(digests[:, 2]):
-            return
-        odd = odd_ranks(digests[:, 0].tolist())
+        of_settings, of_slice = self.states.last_digests
+        of_copies = self.copies.digest_at(number)
+        of_rank = [of_settings, of_slice, of_copies, self.states.n_compared, self.copies.n_parameters]
+        everyones = np.empty((group.size, len(of_rank)), np.int64)
+        group.wait([group.comm.Iallgather(np.array(of_rank, np.int64), everyones)])
+        has_freed = self._forget_freed(self.states)
+        if not np.ptp(everyones[:, 4]) and self._forget_freed(self.copies):
+            everyones[:, 2] = 0
+        odd: list[int] = []
+        if not np.ptp(everyones[:, 3]):
+            odd = odd_ranks(everyones[:, 0].tolist())
+        if not odd and not has_freed:
+            odd = odd_ranks(everyones[:, 1].tolist())
         if not odd:
-            self._warn_of_copies(odd_ranks(digests[:, 1].tolist()))
+            self._warn_of_copies(odd_ranks(everyones[:, 2].tolist()))
             return
         self.is_broken = True
         self.states.note_report()
@@ -330,15 +333,17 @@ class GradientSums:
     def _forget_freed(self, states: StateDigests) -> bool:
         """Leave out parameters that are gone on some ranks; return whether there were any. Collective: all ranks."""
         group = self.reducer.group
-        are_alive = states.are_alive()
+        held = states.hold()
+        are_alive = np.array([parameter is not None for parameter in held], np.uint8)
         group.wait([group.comm.Iallreduce(MPI.IN_PLACE, are_alive, MPI.MIN)])
         if are_alive.all():
             return False
-        states.keep(are_alive.tolist())
+        states.keep(held, are_alive.tolist())
         return True
 
     def _warn_of_copies(self, odd: Sequence[int]) -> None:
-        self.copies = StateDigests()
+        if odd:
+            self.copies = StateDigests()
         if self.reducer.group.rank == 0 and odd:
             logger.warning(
                 "backward: expected copies of the model that are trained to be equal on all ranks, got others on rank "

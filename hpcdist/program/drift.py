@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -74,6 +73,7 @@ class StateDigests:
             tells whether somebody has loaded others since.
         is_reported: whether a difference was reported.
         n_compared: number of optimizers whose settings the last digest is of.
+        last_digests: of settings, and of a slice of the parameters, as the last sum has carried them.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,8 @@ class StateDigests:
         self._slices: list[list[Piece]] = []
         self._steppers: IdentitySet[Optimizer] = IdentitySet()
         self._pending: list[Tensor] = []
-        self._last = (-1, 0)
+        self._last_number = -1
+        self.last_digests = (0, 0)
         self._numbers: list[float] | None = None  # the settings that were digested last
         self._digest_of_numbers = 0
         self.n_changes = -1
@@ -101,34 +102,40 @@ class StateDigests:
         self._slices = plan_slices(sizes, [parameter.element_size() for _, parameter in parameters])
         self._steppers = IdentitySet()
         self._pending = []
-        self._last = (-1, 0)
+        self._last_number = -1
+        self.last_digests = (0, 0)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that are compared and still exist, by name."""
         pairs = [(name, reference()) for name, reference in zip(self._names, self._parameters, strict=True)]
         return [(name, parameter) for name, parameter in pairs if parameter is not None]
 
-    def are_alive(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return 1 for each parameter that still exists, and 0 for each that is gone."""
-        return np.array([reference() is not None for reference in self._parameters], np.uint8)
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters that are compared, those that are gone included."""
+        return len(self._parameters)
 
-    def keep(self, are_kept: Sequence[int]) -> None:
+    def hold(self) -> list[nn.Parameter | None]:
+        """Return all parameters, None for each that is gone. Those of the list do not go while ranks agree on them."""
+        return [reference() for reference in self._parameters]
+
+    def keep(self, held: Sequence[nn.Parameter | None], are_kept: Sequence[int]) -> None:
         """Go on with the parameters that all ranks still have.
 
         Args:
+            held: what `hold` has returned.
             are_kept: 1 for each that is compared, on all ranks alike; 0 for the others, of which some rank has none.
         """
-        parameters = [(name, reference()) for name, reference in zip(self._names, self._parameters, strict=True)]
         kept: list[tuple[str, nn.Parameter]] = []
-        for (name, parameter), is_kept in zip(parameters, are_kept, strict=True):
+        for name, parameter, is_kept in zip(self._names, held, are_kept, strict=True):
             if is_kept and parameter is not None:
                 kept.append((name, parameter))
         self.watch(kept)
 
     @property
-    def n_alive(self) -> int:
-        """Number of parameters and of optimizers that are compared and still exist."""
-        return len(self.parameters()) + len(list(self._steppers))
+    def n_steppers(self) -> int:
+        """Number of optimizers that have made a step since the last comparison, and still exist."""
+        return len(list(self._steppers))
 
     @property
     def n_sums_of_rotation(self) -> int:
@@ -155,13 +162,16 @@ class StateDigests:
         """
         if number % SUMS_PER_SETTINGS or not self._parameters:
             return 0
-        if self._last[0] != number:
-            digest = self.digest_of_settings()
+        if self._last_number != number:
+            of_settings = self.digest_of_settings()
             self._steppers = IdentitySet()
+            of_slice = 0
             if not number % SUMS_PER_SLICE and self._slices:
-                digest ^= self._digest_of_slice(number // SUMS_PER_SLICE % len(self._slices))
-            self._last = (number, digest)
-        return self._last[1]
+                of_slice = self._digest_of_slice(number // SUMS_PER_SLICE % len(self._slices))
+            self.last_digests = (of_settings, of_slice)
+            self._last_number = number
+        of_settings, of_slice = self.last_digests
+        return of_settings ^ of_slice
 
     def digest_of_settings(self) -> int:
         """Return a digest of the numbers among the settings of the optimizers that have made a step, of 63 bits."""

@@ -43,16 +43,19 @@ class _Comparison:
         settings = sum(state.digest_of_settings() % (1 << 31) for state in states)
         parameters = sum(state.digest_of_all() % (1 << 31) for state in states)
         is_changed = any(state.is_changed_since_step for state in states)
-        n_alive = len(states) + sum(state.n_alive for state in states)
-        own = np.array([n_alive, settings, parameters, is_changed], np.int64)
-        everyones = np.empty((world.role_comm.size, len(own)), np.int64)
-        world.wait(world.role_comm.Iallgather(own, everyones))
-        has_same_models = not np.ptp(everyones[:, 0])  # else ranks have freed some, and sums say nothing
-        if not has_same_models or world.role_comm.rank != 0:
+        n_optimizers = sum(state.n_steppers for state in states)
+        n_parameters = sum(len(state.parameters()) for state in states)
+        of_rank = np.array([n_optimizers, settings, n_parameters, parameters, is_changed], np.int64)
+        everyones = np.empty((world.role_comm.size, len(of_rank)), np.int64)
+        world.wait(world.role_comm.Iallgather(of_rank, everyones))
+        if world.role_comm.rank != 0:
             return
-        _warn("the settings of optimizers", odd_ranks(everyones[:, 1].tolist()))
-        if not everyones[:, 3].any():  # somebody may have loaded the best weights for a last evaluation
-            _warn("parameters", odd_ranks(everyones[:, 2].tolist()))
+        # where ranks have freed other objects, sums say nothing
+        if not np.ptp(everyones[:, 0]):
+            _warn("the settings of optimizers", odd_ranks(everyones[:, 1].tolist()))
+        is_any_changed = everyones[:, 4].any()  # somebody may have loaded the best weights for a last evaluation
+        if not np.ptp(everyones[:, 2]) and not is_any_changed:
+            _warn("parameters", odd_ranks(everyones[:, 3].tolist()))
 
 
 def _warn(what: str, ranks: list[int]) -> None:

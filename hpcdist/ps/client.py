@@ -32,7 +32,7 @@ from hpcdist.ps.layout import (
 from hpcdist.ps.messages import Kind, Message
 from hpcdist.ps.server import COPY
 from hpcdist.ps.transport import Mailbox
-from hpcdist.ps.updates import ELEMENTWISE, check_optimizer
+from hpcdist.ps.updates import check_optimizer, is_elementwise
 from hpcdist.runtime.node_memory import map_memory
 from hpcdist.runtime.step_flags import Request
 
@@ -199,7 +199,7 @@ class Client:
         self._optimizers[number] = (optimizer, settings)
         self.clock += 1
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        part_bytes = self.chunk_bytes if type(optimizer) in ELEMENTWISE else None
+        part_bytes = self.chunk_bytes if is_elementwise(type(optimizer)) else None
         text = json.dumps(settings) if has_new_settings else ""
         requests: list[tuple[int, dict[str, Any]]] = []
         for server, held in enumerate(self._shards):
@@ -349,7 +349,7 @@ class Client:
         for number, optimizer in optimizers.items():
             firsts: set[tuple[int, ...]] = set()
             for index, one in enumerate(self._shards[server]):
-                is_first = one.spec.key not in firsts or type(optimizer) in ELEMENTWISE
+                is_first = one.spec.key not in firsts or is_elementwise(type(optimizer))
                 firsts.add(one.spec.key)
                 for name, value in optimizer.state.get(one.variable, {}).items():
                     is_of_rows = isinstance(value, Tensor) and value.shape == one.variable.shape

@@ -36,7 +36,7 @@ from hpcdist.ps.layout import (
     state_to_text,
 )
 from hpcdist.ps.messages import Bytes, Kind, Message, Numbers, answer
-from hpcdist.ps.updates import ELEMENTWISE, Parts, Updater, sum_of
+from hpcdist.ps.updates import Parts, Updater, is_elementwise, sum_of
 from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.runtime.step_flags import Request
 
@@ -266,7 +266,7 @@ class Server:
 
     def _parameters_of(self, kind: type[Optimizer], shards: Sequence[int]) -> list[Parts]:
         """Return the parameters of an optimizer of some shards, each with the numbers of what it consists of."""
-        if kind in ELEMENTWISE:
+        if is_elementwise(kind):
             return [(self._shards[number].values, [number]) for number in shards]
         groups = [list(group) for _, group in itertools.groupby(shards, lambda number: self._shards[number].spec.key)]
         return [(self._joined(group), group) for group in groups]

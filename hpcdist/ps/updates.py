@@ -40,6 +40,11 @@ _CHANGES_ROWS_ALONE: dict[type[Optimizer], tuple[str, ...]] = {
 Parts = tuple[nn.Parameter, list[int]]
 
 
+def is_elementwise(kind: type[Optimizer]) -> bool:
+    """Return whether a class updates each element by this element alone: one of torch's, or one that says so itself."""
+    return kind in ELEMENTWISE or bool(getattr(kind, "is_elementwise", False))
+
+
 def check_optimizer(kind: type[Optimizer], is_split: bool) -> None:
     """Raise UsageError for an optimizer that cannot run on servers, or not on a part of a variable.
 
@@ -49,11 +54,12 @@ def check_optimizer(kind: type[Optimizer], is_split: bool) -> None:
     """
     if issubclass(kind, torch.optim.LBFGS):
         raise UsageError("step: expected an optimizer without a closure on parameter servers, got LBFGS; use another.")
-    if is_split and kind not in ELEMENTWISE and not getattr(kind, "is_elementwise", False):
+    if is_split and not is_elementwise(kind):
         names = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
         raise UsageError(
             f"step: expected an optimizer that works element by element for a variable in several shards, one of "
-            f"{names}, got {kind.__name__}, which needs it whole; leave variable_partitioner out."
+            f"{names}, or a class with is_elementwise = True, got {kind.__name__}, which needs it whole; leave "
+            f"variable_partitioner out."
         )
 
 

@@ -2,7 +2,8 @@
 
 Both libraries draw by a Mersenne Twister of 624 words. Its position and its first word change with every draw. They are
 read from memory where that looks as expected: to ask a library for its whole state costs about 25 us. A mark is taken
-for every part of a batch, and the state for every run of a fixed number of replicas.
+for every part of a batch, and the state for every run of a fixed number of replicas. numpy's number that was drawn
+ahead is in no memory that is known, so numpy is asked.
 """
 
 import ctypes
@@ -179,7 +180,6 @@ class _NumpyNumbers(Library):
         self._bits = self._generator._bit_generator
         self._seed_as_numpy = np.random.seed
         was_seeded = getattr(self._bits, "_seed_seq", None) is None  # a seed of the program leaves no sequence
-        self._last_state: dict[str, Any] | None = None
         super().__init__("numpy")
         self.n_seeds = int(was_seeded)
 
@@ -189,26 +189,12 @@ class _NumpyNumbers(Library):
         self._seed_as_numpy(high ^ low)
 
     def state(self) -> dict[str, Any]:
-        if self._last_state is not None and self._is_still(self._last_state):
-            return dict(self._last_state)
         state: Any = self._generator.get_state()
         has_gauss = state[3]
         gauss = None
         if has_gauss:
             gauss = state[4]
-        self._last_state = {"words": state[1], "position": int(state[2]), "gauss": gauss}
-        return dict(self._last_state)
-
-    def _is_still(self, state: dict[str, Any]) -> bool:
-        """Return whether a state is the current one, which memory tells unless a number was drawn ahead."""
-        if self._words is None or state["gauss"] is not None:
-            return False
-        position, _ = self._words.mark()
-        return position == state["position"] and self._words.are(state["words"])
-
-    def note_seed(self) -> None:
-        self._last_state = None
-        super().note_seed()
+        return {"words": state[1], "position": int(state[2]), "gauss": gauss}
 
     def set_state(self, state: dict[str, Any]) -> None:
         words = np.asarray(state["words"], np.uint32)

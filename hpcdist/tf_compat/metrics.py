@@ -287,7 +287,7 @@ class _Confusion(Metric):
 
         Args:
             y_true: truths: what is not 0 is true.
-            y_pred: predictions from 0 to 1 of the same shape, compared as float32; NaN is above no threshold.
+            y_pred: predictions from 0 to 1 of the same shape, compared as float32; NaN counts as 0.
             sample_weight: a number, or one weight for each value or row.
 
         Raises:
@@ -295,8 +295,9 @@ class _Confusion(Metric):
                 not fit.
         """
         truth, scores = in_one_shape(to_array(y_true) != 0, to_array(y_pred).astype(np.float32))
+        scores = np.nan_to_num(scores)
         if ((scores < 0) | (scores > 1)).any():
-            raise misfit(f"predictions from 0 to 1, got {np.nanmin(scores):g} to {np.nanmax(scores):g}")
+            raise misfit(f"predictions from 0 to 1, got {scores.min():g} to {scores.max():g}")
         weights = weigh(np.ones(scores.shape), sample_weight)[1]
         if weights.ndim < scores.ndim:
             n_missing = scores.ndim - weights.ndim
@@ -413,7 +414,7 @@ class AUC(_Confusion):
     def _weights_above(self, scores: Array, weights: Array) -> Array:
         """Return what the base class does, by the interval that a score is in, rounded as Keras rounds it."""
         n_intervals = len(self._thresholds) - 1
-        intervals = np.ceil(np.nan_to_num(scores) * np.float32(n_intervals)) - 1
+        intervals = np.ceil(scores * np.float32(n_intervals)) - 1
         numbers = np.maximum(intervals, 0).astype(np.int64)
         of_intervals = np.bincount(numbers, weights, minlength=n_intervals)
         above = np.cumsum(of_intervals[::-1])[::-1]

@@ -167,7 +167,7 @@ class _States:
             one.load_state_dict(own)
 
     def _kinds(self) -> list[str]:
-        return [type(one).__name__ for one in self._callbacks]
+        return [callback.kind for callback in self._callbacks]
 
 
 @dataclass(frozen=True)

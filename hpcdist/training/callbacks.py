@@ -50,6 +50,11 @@ class Callback:
     model: "Model"
     params: dict[str, Any]
 
+    @property
+    def kind(self) -> str:
+        """The name of its class, by which ranks, and a run that goes on, know that callbacks are the same."""
+        return type(self).__name__
+
     def set_model(self, model: "Model") -> None:
         """Take the model; fit calls it first."""
         self.model = model
@@ -174,10 +179,15 @@ class _ForeignCallback(Callback):
             if _does_something(callback, name):
                 vars(self)[name] = _with_plain_logs(getattr(callback, name))
 
+    @property
+    def kind(self) -> str:
+        """The name of the object's class."""
+        return type(self._callback).__name__
+
     def set_model(self, model: "Model") -> None:
-        """Hand the model on."""
+        """Hand the model on, with the optimizer as Keras has it."""
         super().set_model(model)
-        self._hand_on("set_model", "model", model)
+        self._hand_on("set_model", "model", _ForeignModel(model))
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Hand on what fit was given."""
@@ -204,6 +214,58 @@ class _ForeignCallback(Callback):
         """Hand the state of an earlier run on."""
         if self._has_state:
             self._callback.load_state_dict(state)
+
+
+class _ForeignModel:
+    """A model as callbacks of other libraries see it: its optimizer has what Keras' have."""
+
+    def __init__(self, model: "Model") -> None:
+        vars(self)["_model"] = model
+
+    @property
+    def optimizer(self) -> "_ForeignOptimizer":
+        """The optimizer, with learning_rate, iterations and get_config."""
+        return _ForeignOptimizer(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+
+class _ForeignOptimizer:
+    """The optimizer of a model, with what Keras' optimizers have, and all that torch's has."""
+
+    def __init__(self, model: "Model") -> None:
+        self._model = model
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the first group; setting it scales the others in proportion."""
+        return self._model.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._model.learning_rate = float(rate)
+
+    @property
+    def iterations(self) -> int:
+        """The steps that the first parameter has made."""
+        states = self._model.optimizer.state.values()
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings, as plain numbers and texts, and the name."""
+        optimizer = self._model.optimizer
+        config: dict[str, Any] = {"name": type(optimizer).__name__, "learning_rate": self.learning_rate}
+        for name, value in optimizer.defaults.items():
+            if name != "lr" and isinstance(value, (bool, int, float, str, tuple)):
+                config[name] = value
+        return config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model.optimizer, name)
 
 
 def _does_something(callback: Any, name: str) -> bool:

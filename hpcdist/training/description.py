@@ -9,6 +9,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -140,6 +141,8 @@ def _describe_nest(given: Any) -> Any:
     if isinstance(given, (list, tuple)):
         items = [_describe_nest(value) for value in given]
         return {"list": items} if all(item is not None for item in items) else None
+    if isinstance(given, np.number):
+        given = given.item()
     if isinstance(given, (str, int, float)):
         return {"plain": given}
     kind = type(given).__name__
@@ -212,7 +215,9 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
             f"{compiled['lost']} of the program's own; give a factory that makes the model and compiles it."
         )
     with model.strategy.scope():  # metrics belong to it
-        nests = {name: _make_nest(compiled[name]) for name in ("loss", "metrics", "weighted_metrics", "loss_weights")}
+        nests = {
+            name: _make_nest(compiled.get(name)) for name in ("loss", "metrics", "weighted_metrics", "loss_weights")
+        }
     model.compile(lambda parameters: kind(parameters, **defaults), **nests, **compiled["options"])
 
 

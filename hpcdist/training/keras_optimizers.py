@@ -19,7 +19,10 @@ Closure = Callable[[], Any]
 
 
 class _StepCounts:
-    """How many steps an optimizer has made of each parameter, without waiting for a GPU that counts them."""
+    """How many steps an optimizer has made of each parameter.
+
+    What the host counts is read; what a GPU counts only where it is not known, as it would be waited for.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, int]] = {}  # by the id of the parameter: torch's counter, and its value
@@ -27,16 +30,18 @@ class _StepCounts:
     def next_number(self, parameter: nn.Parameter, state: dict[str, Any]) -> int:
         """Return the number of the step that is made now, from 1; called once for each step of a parameter."""
         counter = state.get("step")
-        known = self._known.get(id(parameter))
         if counter is None:
-            n_made = 0
-        elif known is not None and known[0] is counter:
-            n_made = known[1]
-        else:
-            n_made = int(counter)
-        if counter is not None:
-            self._known[id(parameter)] = (counter, n_made + 1)
+            return 1
+        if not counter.is_cuda:
+            return int(counter) + 1
+        known = self._known.get(id(parameter))
+        n_made = known[1] if known is not None and known[0] is counter else int(counter)
+        self._known[id(parameter)] = (counter, n_made + 1)
         return n_made + 1
+
+    def forget(self) -> None:
+        """Read all counters at the next step: this one may not count, as where a GradScaler finds an overflow."""
+        self._known = {}
 
 
 def _groups_by_step(optimizer: Optimizer, counts: _StepCounts) -> Iterator[tuple[dict[str, Any], int]]:
@@ -84,6 +89,8 @@ class _ScalesEpsilon(_Counting):
     def step(self, closure: Closure | None = None) -> Any:
         """Make a step; return what the closure returns."""
         loss = _loss_of(closure)
+        if getattr(self, "found_inf", None) is not None:
+            self._counts.forget()
         groups = self.param_groups
         try:
             for group, number in _groups_by_step(self, self._counts):

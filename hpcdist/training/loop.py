@@ -206,7 +206,7 @@ class Fit:
         strategy = self._model.strategy
         if isinstance(strategy, MultiWorkerMirroredStrategy):
             # a hook after batches makes fit ask all ranks whether to stop
-            kinds = ", ".join(f"{type(one).__name__}{' (after batches)' * one.has_batch_hook()}" for one in self._given)
+            kinds = ", ".join(f"{one.kind}{' (after batches)' * one.has_batch_hook()}" for one in self._given)
             strategy.world.require_same(
                 kinds,
                 strategy.world.role_comm,

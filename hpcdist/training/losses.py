@@ -99,7 +99,7 @@ class Loss:
             return values
         weights = torch.as_tensor(sample_weight, device=values.device).to(values.dtype)
         if weights.dim() in (0, values.dim()):
-            fits = weights.dim() == 0 or weights.shape == values.shape
+            fits = weights.shape[:1] == values.shape[: weights.dim()][:1] and _may_broadcast(weights, values)
         else:
             fits = len(values) == weights.numel()
             weights = weights.reshape(-1, *[1] * (values.dim() - 1))
@@ -134,6 +134,12 @@ class Loss:
 
     def check(self, y_pred: Tensor) -> None:
         """Raise UsageError if predictions are surely not what `from_logits` says. Cost: they are read once."""
+
+
+def _may_broadcast(weights: Tensor, values: Tensor) -> bool:
+    """Return whether each size of weights is that of values, or 1."""
+    sizes = zip(reversed(weights.shape), reversed(values.shape), strict=False)
+    return all(size in (1, whole) for size, whole in sizes)
 
 
 class MeanSquaredError(Loss):

@@ -333,7 +333,8 @@ class Model(nn.Module):
     def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
         """Return this replica's part of the loss of a step: the parts of all replicas add up to the mean over all rows.
 
-        It is added to the metric "loss", the mean over the rows of an epoch.
+        It is added to the metric "loss", the mean over the rows of an epoch. Collective where a loss leaves out labels
+        (`ignore_class`): all replicas count them together, those without rows, too.
 
         Raises:
             UsageError: when outputs, labels and losses do not fit together.
@@ -355,15 +356,23 @@ class Model(nn.Module):
     def _counts_of(self, y: Any) -> Mapping[Any, tuple[float, float]]:
         """Return how many labels of a batch count for each loss that leaves out some; see `Objective.counts`.
 
-        Collective if a loss does: all replicas. On asynchronous parameter servers: of this worker's part.
+        Collective if a loss does: all replicas.
+
+        Raises:
+            UsageError: on parameter servers, whose workers do not see each other's batches.
         """
         objective = self.require_compiled("compute_loss")
         if not objective.ignores_labels or y is None:
             return {}
         counts = objective.counts(y)
         replica = get_replica_context()
-        if replica is None or isinstance(self.strategy, ParameterServerStrategy):
+        if replica is None:
             return counts
+        if isinstance(self.strategy, ParameterServerStrategy):
+            raise UsageError(
+                f"{self.name}: expected no ignore_class with parameter servers, where no worker knows how many labels "
+                f"of the others count, got it; give these labels a sample_weight of 0."
+            )
         of_replica = torch.tensor(list(counts.values()), dtype=torch.float64)
         return dict(zip(counts, replica.all_reduce(ReduceOp.SUM, of_replica).tolist(), strict=True))
 

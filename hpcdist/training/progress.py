@@ -1,4 +1,7 @@
-"""What fit prints: a bar on a terminal, a line for each epoch in a batch log, on the chief alone."""
+"""What fit prints: a bar on a terminal, a line for each epoch in a batch log, on the chief alone.
+
+Ranks write to a pipe of their launcher. `hpcdist run` tells them of the terminal behind it; otherwise they print lines.
+"""
 
 import sys
 import time
@@ -7,18 +10,20 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hpcdist.cluster.environment import read_environment, terminal_columns
 from hpcdist.errors import UsageError
 from hpcdist.training.callbacks import Callback, Logs
 
-#: In a batch log an epoch that takes long is reported this often.
-_REPORT_S = 30.0
+#: In a batch log an epoch that takes long is reported after this time, and then this often.
+_FIRST_REPORT_S = 10.0
+_REPORT_S = 60.0
 
 
 class Progress(Callback):
     """Prints how fit goes. Values within an epoch are those of the chief's replicas; at its end they are of all.
 
     Args:
-        verbose: 0: nothing; 1: a bar; 2: lines; "auto": a bar on a terminal, else lines.
+        verbose: 0: nothing; 1 or "auto": a bar on a terminal, else lines; 2: lines.
         next_save: returns when fit saves next, as a text; "" where it does not.
 
     Raises:
@@ -27,12 +32,17 @@ class Progress(Callback):
 
     def __init__(self, verbose: int | str, next_save: Callable[[], str] = lambda: "") -> None:
         if verbose not in (0, 1, 2, "auto"):
-            raise UsageError(f"fit: expected verbose 0, 1, 2 or 'auto', got {verbose!r}; correct it.")
-        self._verbose = (1 if sys.stdout.isatty() else 2) if verbose == "auto" else int(verbose)
+            raise UsageError(f"fit: expected verbose 0, 1, 2 or 'auto', got {verbose!r}; leave it out for 'auto'.")
+        self._n_columns = terminal_columns(read_environment())
+        has_terminal = sys.stdout.isatty() or self._n_columns > 0
+        self._verbose = 0 if verbose == 0 else 2
+        if verbose in (1, "auto") and has_terminal:
+            self._verbose = 1
         self._next_save = next_save
         self._bar: Any = None
         self._is_in_fit = False
         self._began_at = self._reported_at = self._stepped_at = 0.0
+        self._has_reported = False
         self._n_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,12 +70,13 @@ class Progress(Callback):
                 epoch = f"epoch {self._epoch + 1}/{self.params['epochs']}"
                 begun_at = max(0, batch + 1 - self.steps_until(batch))  # not 0 where a run resumes
                 total = self.params["steps"]
-                self._bar = tqdm(total=total, desc=epoch, file=sys.stdout, leave=False, initial=begun_at)
+                ncols = self._n_columns or None  # of the terminal that tqdm finds by itself
+                self._bar = tqdm(total=total, desc=epoch, file=sys.stdout, leave=False, initial=begun_at, ncols=ncols)
             self._bar.update(batch + 1 - self._bar.n)
             if now - self._reported_at > 0.5:
                 self._bar.set_postfix_str("  ".join(filter(None, (_text_of(logs), self._next_save()))), refresh=False)
                 self._reported_at = now
-        elif self._verbose == 2 and now - self._reported_at > _REPORT_S:
+        elif self._verbose == 2 and now - self._reported_at > (_REPORT_S if self._has_reported else _FIRST_REPORT_S):
             rate = self._n_steps / (now - self._began_at)
             total = self.params["steps"]
             left = f", {(total - batch - 1) / rate:.0f} s left in the epoch" if total else ""
@@ -73,6 +84,7 @@ class Progress(Callback):
             texts = [f"epoch {self._epoch + 1}", f"step {batch + 1}{of}", f"{rate:.3g} steps/s{left}"]
             self.model.print_once("  ".join([*texts, f"{_text_of(logs)} (this rank)", self._next_save()]).rstrip())
             self._reported_at = now
+            self._has_reported = True
 
     @property
     def _epoch(self) -> int:
@@ -90,6 +102,7 @@ class Progress(Callback):
         step_s = max(0.0, self._stepped_at - self._began_at) / max(1, self._n_steps)
         pace = f"{self._n_steps} steps  {now - self._began_at:.1f} s  {step_s * 1e3:.3g} ms/step"
         self.model.print_once(f"epoch {epoch + 1}/{self.params['epochs']}  {pace}  {_text_of(logs)}")
+        self._has_reported = True
 
     def on_test_end(self, logs: Logs) -> None:
         """Print the line of an evaluation that is not fit's."""

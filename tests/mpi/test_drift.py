@@ -145,6 +145,19 @@ def test_an_old_optimizer_that_one_rank_still_has_is_no_drift(comm, caplog, loca
     assert not [record.getMessage() for record in caplog.records if "equal on all" in record.getMessage()]
 
 
+@pytest.mark.feature("semantics.ranks-that-drift")
+def test_a_rank_that_makes_no_more_steps_is_found(comm):
+    """Others still compare settings; what tells are the parameters."""
+    program = Program()
+    for _ in range(3):
+        program.step()
+    step = program.optimizer.step
+    program.optimizer.step = (lambda: None) if comm.rank == 1 else step
+    number, text = program.steps_until_found(2 * SUMS_PER_SLICE)
+    assert number is not None
+    assert "the parameters" in text
+
+
 def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(comm, caplog):
     program = Program()
     with program.strategy.scope():

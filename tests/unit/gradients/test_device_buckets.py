@@ -9,6 +9,7 @@ from torch import nn
 from hpcdist.gradients.buffers import BufferRecord, find_changed
 from hpcdist.gradients.device_staging import ProducerStreams
 from hpcdist.program.model_plan import ModelBuffer
+from hpcdist.program.tensors import differ_in_bits
 
 
 class FakeStream:
@@ -64,6 +65,21 @@ def test_buffers_of_a_device_are_waited_for_once(monkeypatch):
     monkeypatch.setattr(torch, "stack", lambda flags: Answers())
     assert find_changed(records) == [False, True]
     assert waits == [True]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "is_other"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], False),
+        ([1.0, 2.0], [1.0, 3.0], True),
+        ([0.0], [-0.0], True),
+        ([float("nan")],) * 2 + (False,),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_what_is_compared_on_a_device_is_bits(left, right, is_other, dtype):
+    tensors = [torch.tensor(values, dtype=dtype) for values in (left, right)]
+    assert differ_in_bits(*tensors).item() is is_other
 
 
 def test_buffers_of_the_host_are_compared_bit_by_bit():

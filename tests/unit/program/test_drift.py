@@ -87,8 +87,10 @@ def test_settings_of_an_optimizer_that_makes_no_more_steps_do_not_count():
 def test_what_is_kept_is_compared_and_the_rest_is_not():
     model, _ = a_model()
     digests = watched(model)
-    assert digests.are_alive().tolist() == [1, 1, 1, 1]
-    digests.keep([1, 1, 0, 1])
+    held = digests.hold()
+    assert [parameter is not None for parameter in held] == [True] * 4
+    digests.keep(held, [1, 1, 0, 1])
+    assert digests.n_parameters == 3
     before = digests.digest_of_all()
     with torch.no_grad():
         model[1].weight += 1

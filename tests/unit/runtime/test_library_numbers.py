@@ -22,7 +22,7 @@ def take_ahead(library):
     """Take a normal number that was drawn before, so that position and words stay as they are."""
     state = library.state()
     library.set_state({**state, "gauss": 0.25})
-    library.state()
+    assert library.state()["gauss"] == 0.25
     random.gauss(0, 1) if library is PYTHON else np.random.randn()
 
 
@@ -59,6 +59,20 @@ def test_a_state_is_what_the_library_says(library, change):
             assert (state["words"].tolist(), state["position"], state["gauss"]) == says()
     finally:
         library.set_state(before)
+
+
+def test_numpy_s_number_drawn_ahead_is_known_where_words_and_position_are_the_same():
+    before = NUMPY.state()
+    try:
+        NUMPY.seed(3)
+        start = NUMPY.state()
+        np.random.randn(4)
+        assert NUMPY.state()["gauss"] is None
+        NUMPY.set_state(start)
+        np.random.randn(3)
+        assert NUMPY.state()["gauss"] == numpy_says()[2] is not None
+    finally:
+        NUMPY.set_state(before)
 
 
 def test_another_seed_is_seen_though_position_and_first_word_are_the_same():

@@ -12,6 +12,7 @@ from torch import nn
 import hpcdist
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.training import keras_optimizers, optimizers
+from hpcdist.training.callbacks import as_callbacks
 from hpcdist.training.inputs import table_of_classes, weights_of_classes
 
 X = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
@@ -67,6 +68,29 @@ def test_an_optimizer_by_name_steps_by_the_formula_of_keras(name, formula, scale
         parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
     assert parameter.item() == pytest.approx(formula(gradients, 0.001), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_a_step_that_a_scaler_takes_back_is_not_counted(name):
+    def moved(n_overflows):
+        parameter = nn.Parameter(torch.zeros(1))
+        optimizer = optimizers.get(name, [parameter])
+        for number in range(5):
+            parameter.grad = torch.full_like(parameter, 1e-7)
+            optimizer.found_inf = torch.full((), float(number < n_overflows))
+            optimizer.grad_scale = torch.ones(())
+            optimizer.step()
+        return parameter.item()
+
+    def moved_alone(n_steps):
+        parameter = nn.Parameter(torch.zeros(1))
+        optimizer = optimizers.get(name, [parameter])
+        for _ in range(n_steps):
+            parameter.grad = torch.full_like(parameter, 1e-7)
+            optimizer.step()
+        return parameter.item()
+
+    assert moved(2) == pytest.approx(moved_alone(3), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "adamax"])
@@ -125,16 +149,26 @@ def test_losses_of_sequences(reduction):
     torch.testing.assert_close(loss, due[reduction])
 
 
-@pytest.mark.parametrize("weight", [2.0, np.float32(2.0), np.full(3, 2.0), np.full((3, 4), 2.0)])
+@pytest.mark.parametrize("weight", [2.0, np.float32(2.0), np.full(3, 2.0), np.full((3, 4), 2.0), np.full((3, 1), 2.0)])
 def test_weights_of_a_loss_may_be_one_number_or_of_rows_or_of_elements(weight):
     loss = hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True)
     labels, predicted = torch.zeros(3, 4, dtype=torch.long), torch.randn(3, 4, 2)
     torch.testing.assert_close(loss(labels, predicted, weight), 2 * loss(labels, predicted))
 
 
-def test_weights_that_do_not_fit():
-    with pytest.raises(UsageError, match=r"expected a weight for each of 3 rows, got \(4,\)"):
-        hpcdist.losses.MeanSquaredError()(torch.ones(3, 2), torch.ones(3, 2), np.ones(4))
+@pytest.mark.parametrize("shape", [(4,), (2, 1), (1,), (3, 3)])
+def test_weights_that_do_not_fit(shape):
+    loss = hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with pytest.raises(UsageError, match="expected a weight for each of 3 rows"):
+        loss(torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2, 4), np.ones(shape))
+
+
+def test_a_weight_for_each_row_may_be_a_column():
+    predicted = torch.randn(3, 4, 5)
+    weight = np.array([[1.0], [2.0], [0.0]])
+    loss = hpcdist.losses.MeanSquaredError(reduction="none")
+    due = predicted.square().mean(-1) * torch.tensor(weight, dtype=torch.float32)
+    torch.testing.assert_close(loss(torch.zeros(3, 4, 5), predicted, weight), due)
 
 
 def test_no_label_counts():
@@ -247,7 +281,7 @@ class Foreign:
 
     def on_epoch_end(self, epoch, logs=None):
         logs["own"] = 7.0
-        self.seen.append(("epoch", epoch, type(self.model).__name__))
+        self.seen.append(("epoch", epoch, self.model.metrics_names))
         self.model.stop_training = epoch == 1
 
     def on_train_end(self, logs=None):
@@ -262,11 +296,34 @@ def test_a_callback_of_another_library():
         ("params", 5),
         ("begin", {}),
         ("batch", 0, ["loss"]),
-        ("epoch", 0, "Model"),
+        ("epoch", 0, ["loss"]),
         ("batch", 0, ["loss"]),
-        ("epoch", 1, "Model"),
+        ("epoch", 1, ["loss"]),
         ("end", ["loss", "own"]),
     ]
+
+
+def test_a_callback_of_another_library_sees_the_optimizer_as_keras_has_it():
+    seen = []
+
+    class Logger:
+        def on_epoch_end(self, epoch, logs=None):
+            optimizer = self.model.optimizer
+            seen.append((optimizer.learning_rate, optimizer.iterations, optimizer.get_config()["name"]))
+            optimizer.learning_rate = 0.5
+
+    model = made(optimizer="adam")
+    model.fit(X, Y, epochs=2, batch_size=4, verbose=0, callbacks=[Logger()])
+    assert seen == [(0.001, 3, "Adam"), (0.5, 6, "Adam")]
+    assert model.learning_rate == 0.5
+
+
+def test_foreign_callbacks_are_told_apart_by_their_classes():
+    class Other(Foreign):
+        pass
+
+    kinds = [callback.kind for callback in as_callbacks([Foreign(), Other(), hpcdist.callbacks.TerminateOnNaN()])]
+    assert kinds == ["Foreign", "Other", "TerminateOnNaN"]
 
 
 @pytest.mark.parametrize("given", ["EarlyStoping", 3, Foreign, object()])

@@ -63,6 +63,21 @@ def read_all(descriptor):
             return b"".join(parts).decode()
 
 
+def test_a_bar_through_the_pipe_of_a_launcher(model, capsys, monkeypatch):
+    """As `hpcdist run` on a terminal says."""
+    monkeypatch.setenv("HPCDIST_TERMINAL_COLUMNS", "100")
+    model.fit(torch.ones(12, 4), torch.ones(12), batch_size=4, epochs=1)
+    assert re.search(r"epoch 1/1: +0%\|.*0/3 \[", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("verbose", [1, 2, "auto"])
+def test_a_file_holds_no_control_characters(model, capsys, verbose):
+    model.fit(torch.ones(12, 4), torch.ones(12), batch_size=4, epochs=2, verbose=verbose)
+    text = capsys.readouterr().out
+    assert text.count("\n") == 2
+    assert not [character for character in text if ord(character) < 32 and character != "\n"]
+
+
 @pytest.fixture
 def model():
     made = hpcdist.Model(nn.Linear(4, 1))
@@ -84,6 +99,9 @@ def test_a_batch_log_has_a_line_for_each_epoch(model, capsys):
 
 @pytest.mark.feature("training.progress-for-batch-logs")
 def test_an_epoch_that_takes_long_is_reported_meanwhile(model, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_FIRST_REPORT_S", 0.0)
+    fit(model)
+    assert len(capsys.readouterr().out.splitlines()) == 3, "one report, before the first epoch's line"
     monkeypatch.setattr(progress, "_REPORT_S", 0.0)
     fit(model)
     lines = capsys.readouterr().out.splitlines()
