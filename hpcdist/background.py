@@ -58,8 +58,15 @@ class BackgroundThread:
 def _run(submitted: _Queue) -> None:
     while (item := submitted.get()) is not None:
         call, future = item
+        result: Any = None
+        failure: BaseException | None = None
         try:
-            future.set_result(call())
+            result = call()
         except BaseException as error:  # noqa: BLE001  raised where the result is awaited
-            future.set_exception(error)
-        del item, call, future  # do not keep alive what they refer to until the next call
+            failure = error
+        del item, call  # before whoever waits goes on: what they refer to must be free by then, on all ranks alike
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
+        del future, result, failure

@@ -104,7 +104,7 @@ def main():
             scaler.update()
             schedule.step()
             ema.update_parameters(model)
-        writer.add_scalar("loss", loss.item(), epoch)
+            writer.add_scalar("loss", loss.item(), schedule.last_epoch)
 
     def train():
         for epoch in range(loader.epoch, args.epochs):

@@ -18,7 +18,7 @@ from hpcdist.program.torch_hooks import StorageName
 from hpcdist.runtime.parts import Part
 
 #: Number of known tensors and arrays from which on freed ones are removed.
-_MAX_KNOWN = 256
+_MAX_KNOWN = 64
 #: Parts of one memory, such as windows of a recording, that are known at a time.
 _MAX_RANGES = 64
 #: Tensors of a batch that are looked at, and how deep they may lie in it.

@@ -87,7 +87,8 @@ def test_memory_threads_and_descriptors_stay(start, tmp_path, kind, n_fits):
         early, late = (entry for entry in facts if entry["rank"] == rank)
         assert late["threads"] <= early["threads"]
         assert late["descriptors"] <= early["descriptors"]
-        assert late["objects"] - early["objects"] <= 12 * (n_fits - 10), "small ones that record the end of each"
+        n_new = late["objects"] - early["objects"]  # 13 record the end of each; memory of batches is known for a while
+        assert n_new <= 13 * (n_fits - 10) + 250, facts
         assert late["resident_mb"] - early["resident_mb"] < 30, "a fit holds 15 MB, and its saves as much"
     if kind != "loop":
         decisions = [json.loads(path.read_text()) for path in tmp_path.glob("run-*/decision.json")]

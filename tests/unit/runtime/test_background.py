@@ -1,6 +1,7 @@
 import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -28,3 +29,32 @@ def test_the_thread_ends_with_its_owner():
     while thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not thread.is_alive()
+
+
+class Held:
+    def write(self):
+        return 7
+
+    def fail(self):
+        raise OSError("full")
+
+
+@pytest.mark.parametrize("name", ["write", "fail"])
+def test_whoever_waits_for_a_call_finds_nothing_alive_that_it_held(name):
+    """Ranks plan by what the garbage collector leaves; the chief alone has just written."""
+    writer = BackgroundThread("hpcdist-test")
+    held = Held()
+    reference = weakref.ref(held)
+    seen = []
+    gate = threading.Event()
+    writer.submit(lambda: gate.wait(10))
+    future = writer.submit(getattr(held, name))
+    future.add_done_callback(lambda done: seen.append(reference() is None))  # called as soon as the result is there
+    del held
+    gate.set()
+    future.exception(10)
+    assert seen == [name == "write"], "an error's traceback holds its frames"
+    del future
+    gc.collect()
+    writer.submit(lambda: None).result(10)
+    assert reference() is None
