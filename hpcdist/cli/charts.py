@@ -28,11 +28,17 @@ COLOURS = {
     "--series-5": "#e34948",
 }
 SERIES = [value for name, value in COLOURS.items() if name.startswith("--series")]
-_WIDTH_IN, _LINE_WIDTH_IN = 7.2, 5.2
+#: All pictures are as wide, and fill a card of one width, so that type has one size.
+_WIDTH_IN = 5.2
+_FONT_SIZE = 10.5
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hpcdist",
-    "font.size": 9.5,
+    "font.size": _FONT_SIZE,
+    "axes.labelsize": _FONT_SIZE,
+    "xtick.labelsize": _FONT_SIZE,
+    "ytick.labelsize": _FONT_SIZE,
+    "legend.fontsize": _FONT_SIZE,
     "text.parse_math": False,
     "text.color": COLOURS["--text"],
     "axes.labelcolor": COLOURS["--text"],
@@ -100,7 +106,7 @@ def line_chart(
         is_log: whether values are drawn by their logarithm.
     """
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_LINE_WIDTH_IN, 2.6), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_IN, 2.6), layout="constrained")
         plot = figure.subplots()
         for (label, points), colour in zip(lines.items(), SERIES, strict=False):
             is_single = len(points) == 1
@@ -118,7 +124,7 @@ def line_chart(
             plot.yaxis.set_major_formatter("{x:g}")
             plot.yaxis.set_minor_formatter(NullFormatter())
         if len(lines) > 1 or marks:
-            figure.legend(loc="outside upper right", ncols=6, fontsize=8.5)
+            figure.legend(loc="outside upper right", ncols=4)
     return Chart(name, title, figure)
 
 
@@ -133,7 +139,7 @@ def bar_chart(name: str, title: str, unit: str, rows: Mapping[str, Mapping[str, 
     """
     parts = list(next(iter(rows.values())))
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 1.1 + 0.3 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_IN, 1.2 + 0.2 * (len(parts) // 2) + 0.3 * len(rows)), layout="constrained")
         plot = figure.subplots()
         left = [0.0] * len(rows)
         for part, colour in zip(parts, _part_colours(len(parts)), strict=True):
@@ -143,7 +149,7 @@ def bar_chart(name: str, title: str, unit: str, rows: Mapping[str, Mapping[str, 
         plot.invert_yaxis()
         plot.grid(visible=False, axis="y")
         plot.set(xlabel=unit)
-        figure.legend(loc="outside upper left", ncols=len(parts) if len(parts) < 6 else 4, fontsize=8.5)
+        figure.legend(loc="outside upper left", ncols=3 if max(map(len, parts)) < 16 else 2)
     return Chart(name, title, figure)
 
 

@@ -100,7 +100,8 @@ def _code_of(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         where = f" for {error.filename}" if error.filename else ""
         text = (
-            f"hpcdist: expected files that can be read and written, got {error.strerror or error}{where}; correct it."
+            f"hpcdist: expected files that can be read and written, got {error.strerror or error}{where}; look at its "
+            f"path and mode."
         )
         return _fail(_one_line(text), ExitCode.CHECKPOINT_IO)
     return code if isinstance(code, int) else ExitCode.DONE

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcdist.checkpoint import durable
+from hpcdist.cli.other_metrics import read_curves
 from hpcdist.cli.output import echo
 from hpcdist.cli.run_facts import Goodput, StepClock, goodput_of, stragglers_of
 from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, Run, read_run
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
 #: Ranks that a picture shows: those with the longest own part of a step come first where there are more.
 _N_RANKS = 32
-#: Metrics that are drawn, each in a picture of its own.
+#: Metrics that are drawn, each in a picture of its own; and those of tables and events.
 _N_METRICS = 8
+_N_CURVES = 12
 #: Points of a line about step times: windows are joined.
 _N_POINTS = 400
 _DARK = {
@@ -115,7 +117,8 @@ def _tiles(run: Run, goodput: Goodput) -> list[tuple[str, str]]:
 
 def sections_of(run: Run, goodput: Goodput) -> list[Section]:
     """Return the parts of the page that there are records for."""
-    found = [_metrics_section(run), _ranks_section(run.last_trained), _time_section(goodput), _pace_section(run)]
+    found = [_metrics_section(run), _curves_section(run)]
+    found += [_ranks_section(run.last_trained), _time_section(goodput), _pace_section(run)]
     found += [_checkpoints_section(run), _attempts_section(run), _settings_section(run)]
     return [one for one in found if one is not None]
 
@@ -140,6 +143,21 @@ def _metrics_section(run: Run) -> Section | None:
             charts.append(line_chart(f"{file}-time", f"{name} against time", axes, by_time, marks))
     more = f" {len(run.metrics) - _N_METRICS} more are in metrics.jsonl." if len(run.metrics) > _N_METRICS else ""
     return Section("Metrics", f"From metrics.jsonl. Dotted lines: restarts.{more}", charts)
+
+
+def _curves_section(run: Run) -> Section | None:
+    from hpcdist.cli.charts import line_chart
+
+    curves = read_curves(run.folder)
+    if not curves:
+        return None
+    charts = []
+    for number, curve in enumerate(curves[:_N_CURVES]):
+        file = _file(curve.name, number).replace("metric", "curve")
+        title = f"{curve.name} of {curve.origin}"
+        charts.append(line_chart(file, title, (curve.against, curve.name), {curve.name: curve.points}))
+    more = f" {len(curves) - _N_CURVES} more are there." if len(curves) > _N_CURVES else ""
+    return Section("Tables and events", f"From files of CSVLogger and TensorBoard in the run folder.{more}", charts)
 
 
 def _ranks_section(attempt: AttemptRecords | None) -> Section | None:

@@ -122,11 +122,11 @@ def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
         return (sys.executable, "-m", name, *arguments)
     if name.endswith(".py"):
         if not Path(name).is_file():
-            raise UsageError(f"expected a program, got {name!r}, which is not there; correct its path.")
+            raise UsageError(f"expected a program, got {name!r}, which is not there; look at its path.")
         return (sys.executable, name, *arguments)
     if shutil.which(name) is None:
         raise UsageError(
-            f"expected a program that ends in .py, or one that can be run, got {name!r}; correct its path."
+            f"expected a program that ends in .py, or one that can be run, got {name!r}; look at its path and mode."
         )
     return tuple(program)
 

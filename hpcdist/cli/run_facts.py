@@ -79,7 +79,7 @@ def _kept_and_lost(attempt: AttemptRecords, limit: int | None) -> tuple[float, f
 def stragglers_of(ranks: Sequence[RankRecords]) -> list[str]:
     """Return a line for each rank for which others wait: its own part of the steps takes longer than the median's."""
     counted = [one for one in ranks if one.n_steps]
-    if len(counted) < 2:
+    if len(counted) < 3:  # of two, none is usual
         return []
     found = []
     for part in ("compute", "input"):

@@ -236,7 +236,8 @@ def read_run(folder: Path, steps_of: int | None = None) -> Run:
     traces = {int(one.name): one for one in (folder / "trace").glob("*") if _is_number(one) and one.is_dir()}
     if not ledgers and not traces:
         raise UsageError(
-            f"expected the folder of a run, with checkpoints/attempts or trace, got {str(folder)!r}; correct it."
+            f"expected the folder of a run, with checkpoints/attempts or trace, got {str(folder)!r}; "
+            f"give what --run-dir names in the job."
         )
     attempts = []
     for number in sorted({*ledgers, *traces}):

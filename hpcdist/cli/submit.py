@@ -187,7 +187,7 @@ def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: di
     for option in chosen:
         if not (option.startswith("--") and _VALUE.fullmatch(option) if is_slurm else _SPACED.fullmatch(option)):
             what = "of sbatch such as --partition=gpu, without spaces and quotes" if is_slurm else "such as '-q long'"
-            raise UsageError(f"hpcdist submit: expected options {what}, got {option!r}; correct it.")
+            raise UsageError(f"hpcdist submit: expected options {what}, got {option!r}; write each as one word.")
     if not is_slurm:
         _check_other_system(options, chosen, system)
     for argument in program:
@@ -212,7 +212,8 @@ def _check_other_system(options: dict[str, Any], chosen: Sequence[str], system: 
         )
     if options["time"] and not _LIMIT.fullmatch(options["time"]):
         raise UsageError(
-            f"hpcdist submit: expected a time limit such as 8:00:00 for {system}, got {options['time']!r}; correct it."
+            f"hpcdist submit: expected a time limit such as 8:00:00 for {system}, got {options['time']!r}; "
+            f"write hours:minutes:seconds."
         )
 
 

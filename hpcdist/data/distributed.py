@@ -143,7 +143,7 @@ class DistributedInput(ABC):
             DataError: for a count below 1.
         """
         if count < 1:
-            raise DataError(f"take: expected a count of at least 1 batch, got {count}; correct it.")
+            raise DataError(f"take: expected a count of at least 1 batch, got {count}; leave take out for all batches.")
         return FirstBatches(self, count)
 
     def _elements(self, limit: float = math.inf) -> Generator[Any, None, None]:

@@ -104,7 +104,7 @@ class Elements(Pipeline):
             DataError: below -1; after a `shuffle` without a seed.
         """
         if count < -1:
-            raise DataError(f"skip: expected a count of at least 0, or -1, got {count}; correct it.")
+            raise DataError(f"skip: expected a count of at least 0, or -1, got {count}; -1 skips all.")
         rows = self._rows()
         if rows is not None:
             start = rows.n_rows if count == -1 else min(count, rows.n_rows)
@@ -206,7 +206,7 @@ class Elements(Pipeline):
         if min(cycle_length, block_length) < 1:
             raise DataError(
                 f"interleave: expected cycle_length and block_length of at least 1, got {cycle_length} and "
-                f"{block_length}; correct them."
+                f"{block_length}; 1 takes one element of one stream at a time."
             )
         stream = self._stream("interleave")
 

@@ -33,7 +33,7 @@ from hpcdist.gradients.shared_buckets import ShareSums, WholeSums
 from hpcdist.gradients.slot import Slot
 from hpcdist.gradients.sparse import SparseSlot, sum_sparse
 from hpcdist.gradients.weights import GradientOp, RowWeights
-from hpcdist.program.drift import StateDigests, odd_ranks
+from hpcdist.program.drift import StateDigests, are_there, odd_ranks
 from hpcdist.program.part_weights import Weight
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.step_flags import StepFlags
@@ -333,12 +333,12 @@ class GradientSums:
     def _forget_freed(self, states: StateDigests) -> bool:
         """Leave out parameters that are gone on some ranks; return whether there were any. Collective: all ranks."""
         group = self.reducer.group
-        held = states.hold()
-        are_alive = np.array([parameter is not None for parameter in held], np.uint8)
+        parameters = states.hold()
+        are_alive = are_there(parameters)
         group.wait([group.comm.Iallreduce(MPI.IN_PLACE, are_alive, MPI.MIN)])
         if are_alive.all():
             return False
-        states.keep(held, are_alive.tolist())
+        states.keep(parameters, are_alive.tolist())
         return True
 
     def _warn_of_copies(self, odd: Sequence[int]) -> None:

@@ -179,7 +179,7 @@ def rows_of_shards(variable: VariableSpec, partitioner: Callable[..., Any] | Non
     if not is_list or found[0] < 1 or any(one != 1 for one in found[1:]):
         raise UsageError(
             f"variable_partitioner: expected a list of numbers of shards, the first at least 1, the others 1, got "
-            f"{found!r} for {variable.name!r} of shape {variable.shape}; correct it."
+            f"{found!r} for {variable.name!r} of shape {variable.shape}; return a number of shards for each dimension."
         )
     n_shards = min(found[0], max(1, variable.shape[0]))
     return [block_bounds(variable.shape[0], n_shards, index) for index in range(n_shards)]
@@ -200,5 +200,5 @@ def _itemsize(dtype: Any, bytes_per_string: int) -> int:
 
 def _positive(name: str, value: int) -> int:
     if value < 1:
-        raise UsageError(f"Partitioner: expected {name} of at least 1, got {value}; correct it.")
+        raise UsageError(f"Partitioner: expected {name} of at least 1, got {value}; leave it out for its default.")
     return value

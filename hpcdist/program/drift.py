@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -244,6 +245,11 @@ def _sum_of_bits(values: Tensor) -> Tensor:
     """Return the sum of the bits of values, as whole numbers, on their device."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.int64)
     return values.contiguous().view(whole).sum(dtype=torch.int64)
+
+
+def are_there(parameters: Sequence[nn.Parameter | None]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return 1 for each parameter that there is, and 0 for each None."""
+    return np.array([parameter is not None for parameter in parameters], np.uint8)
 
 
 def odd_ranks(digests: Sequence[int]) -> list[int]:

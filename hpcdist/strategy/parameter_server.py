@@ -122,7 +122,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         checks = (
             (tasks.has_tasks("ps"), "ps tasks", tasks, roles),
             (n_workers > 0, "worker tasks", tasks, roles),
-            (least >= 0, "max_staleness of at least 0", least, "correct it"),
+            (least >= 0, "max_staleness of at least 0", least, "0 waits for every worker"),
             (not (is_bounded and rules.is_synchronous), "max_staleness or synchronous", "both", "leave one out"),
             (self._placement in ("round_robin", "bytes"), "round_robin or bytes", self._placement, "correct placement"),
             (self._non_finite in ("reject", "skip"), "reject or skip", self._non_finite, "correct non_finite"),

@@ -401,7 +401,7 @@ class AUC(_Confusion):
         if not is_known or num_thresholds < 2:
             raise UsageError(
                 f"AUC: expected the curve ROC or PR, interpolation, minoring or majoring, and at least 2 thresholds, "
-                f"got {curve!r}, {summation_method!r} and {num_thresholds}; correct them."
+                f"got {curve!r}, {summation_method!r} and {num_thresholds}; AUC() has the defaults."
             )
         between = [(one + 1) / (num_thresholds - 1) for one in range(num_thresholds - 2)]
         super().__init__([-_EPSILON, *between, 1 + _EPSILON], name)

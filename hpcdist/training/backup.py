@@ -57,7 +57,10 @@ class BackupAndRestore(Callback):
         schedule: SaveSchedule | None = None,
     ) -> None:
         if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
-            raise UsageError(f"BackupAndRestore: expected save_freq 'epoch' or steps, got {save_freq!r}; correct it.")
+            raise UsageError(
+                f"BackupAndRestore: expected save_freq 'epoch' or steps, got {save_freq!r}; "
+                f"give a number of steps, or a SaveSchedule."
+            )
         self._folder = Path(backup_dir).absolute()  # the program may change its folder
         self._save_freq = save_freq
         self._schedule = schedule

@@ -356,7 +356,7 @@ class _Monitor(Callback):
 
     def __init__(self, monitor: str, mode: str, best: float | None, min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
-            raise UsageError(f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; correct it.")
+            raise UsageError(f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; min is for losses.")
         self.monitor, self.mode, self.best, self.min_delta = monitor, mode, best, abs(min_delta)
 
     def _is_better(self, value: float, than: float | None) -> bool:
@@ -496,7 +496,7 @@ class ReduceLROnPlateau(_Monitor):
     ) -> None:
         super().__init__(monitor, mode, None, min_delta)
         if factor >= 1:
-            raise UsageError(f"ReduceLROnPlateau: expected a factor below 1, got {factor}; correct it.")
+            raise UsageError(f"ReduceLROnPlateau: expected a factor below 1, got {factor}; 0.1 is usual.")
         self.factor, self.patience, self.verbose = factor, patience, verbose
         self.cooldown, self.min_lr = cooldown, min_lr
         self.wait = self.cooldown_counter = 0

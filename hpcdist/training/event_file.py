@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, written at once and by no thread: an error comes where it can be handled.
+"""Event files for TensorBoard: read, and written at once and by no thread, so that errors come where they are handled.
 
 The record format, and the events, are those of the packages tensorboard and torch.
 """
@@ -166,6 +166,24 @@ class _Events:
         if self._waiting:
             self._try_to_write()
         self._abandon()
+
+
+def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the numbers in the event files of a folder, by tag, with their steps, as TensorBoard shows them.
+
+    Of a file that is cut off, what comes before counts. Without the package tensorboard there are none.
+    """
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+    except ImportError:
+        return {}
+    accumulator = EventAccumulator(str(folder), size_guidance={SCALARS: 0})
+    with contextlib.suppress(Exception):
+        accumulator.Reload()
+    scalars: dict[str, list[tuple[int, float]]] = {}
+    for tag in accumulator.Tags()[SCALARS]:
+        scalars[tag] = [(event.step, event.value) for event in accumulator.Scalars(tag)]
+    return scalars
 
 
 def require_tensorboard() -> None:

@@ -56,7 +56,9 @@ class Loss:
         self.reduction = str(reduction).lower().replace("auto", "sum_over_batch_size")
         self.name = name or snake_case(type(self).__name__)
         if self.reduction not in _REDUCTIONS:
-            raise UsageError(f"{self.name}: expected reduction of {_REDUCTIONS}, got {reduction!r}; correct it.")
+            raise UsageError(
+                f"{self.name}: expected reduction of {_REDUCTIONS}, got {reduction!r}; leave it out for the mean."
+            )
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values: the loss of each row, or of each element of it."""

@@ -42,7 +42,9 @@ class ModelCheckpoint(_Monitor):
     ) -> None:
         super().__init__(monitor, mode, initial_value_threshold)
         if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
-            raise UsageError(f"ModelCheckpoint: expected save_freq 'epoch' or steps, got {save_freq!r}; correct it.")
+            raise UsageError(
+                f"ModelCheckpoint: expected save_freq 'epoch' or steps, got {save_freq!r}; leave it out for 'epoch'."
+            )
         self._filepath = os.fspath(filepath)
         self._folder = Path().absolute()  # the program may change it
         self.verbose, self.save_best_only, self.save_weights_only = verbose, save_best_only, save_weights_only

@@ -22,7 +22,9 @@ def dtype_of(policy: str) -> torch.dtype | None:
         UsageError: for an unknown name.
     """
     if policy not in POLICIES:
-        raise UsageError(f"compile: expected dtype_policy of {', '.join(POLICIES)}, got {policy!r}; correct it.")
+        raise UsageError(
+            f"compile: expected dtype_policy of {', '.join(POLICIES)}, got {policy!r}; leave it out for float32."
+        )
     return POLICIES[policy]
 
 

@@ -34,7 +34,8 @@ class TensorBoard(Callback):
         steps = {"epoch": 0, "batch": 1}.get(update_freq, update_freq) if isinstance(update_freq, str) else update_freq
         if not isinstance(steps, int) or steps < 0:
             raise UsageError(
-                f"TensorBoard: expected update_freq 'epoch', 'batch' or steps, got {update_freq!r}; correct it."
+                f"TensorBoard: expected update_freq 'epoch', 'batch' or steps, got {update_freq!r}; "
+                f"leave it out for 'epoch'."
             )
         require_tensorboard()
         self._folder = Path(log_dir).absolute()  # the program may change its folder

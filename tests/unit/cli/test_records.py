@@ -120,9 +120,10 @@ def test_one_rank_is_no_straggler():
     assert stragglers_of([]) == []
 
 
-def test_of_two_ranks_the_slow_one_is_named():
+def test_of_two_ranks_none_is_a_straggler():
+    """There is no usual one that the other could be compared with."""
     ranks = [rank(n, [window(0, 10, (1, 100), compute=8 + 2 * n, communication=2 - 2 * n)]) for n in range(2)]
-    assert stragglers_of(ranks) == ["rank 1 on n1 computes 100 ms a step, the median 80 ms"]
+    assert stragglers_of(ranks) == []
 
 
 # -- times of steps ----------------------------------------------------------------------------------------------------

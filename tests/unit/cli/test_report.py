@@ -295,3 +295,12 @@ def test_a_browser_shows_it_light_and_dark(run_dir, hpcdist, tmp_path):
         assert blue.sum() > 3000, f"{name}: lines and the first part of the bars"
         assert green.sum() > 200, f"{name}: the second part of the bars"
     assert np.abs(shown["light"] - shown["dark"]).mean() > 0.5
+
+
+def test_tables_of_fit_are_drawn_too(run_dir, hpcdist):
+    (run_dir / "log.csv").write_text("epoch,loss\n0,2.5\n1,1.5\n")
+    assert hpcdist("report", run_dir)[0] == 0
+    page = (run_dir / "report" / "report.html").read_text()
+    assert "Tables and events" in page
+    assert "loss of log.csv" in page
+    assert (run_dir / "report" / "curve-1-loss.png").exists()

@@ -15,7 +15,7 @@ from legibility import Figures
 LIMITS = {
     "hpcdist": (28, 0, 18, 24, 3, 5.1),
     "hpcdist/checkpoint": (28, 17, 19, 42, 3, 7.1),
-    "hpcdist/cli": (76, 17, 78, 82, 12, 7.4),
+    "hpcdist/cli": (73, 16, 78, 82, 12, 7.4),
     "hpcdist/cluster": (22, 8, 65, 79, 11, 7.0),
     "hpcdist/collectives": (27, 18, 33, 42, 7, 6.9),
     "hpcdist/data": (16, 10, 33, 34, 5, 6.7),
@@ -32,7 +32,7 @@ LIMITS = {
     "hpcdist/strategy": (31, 14, 33, 47, 13, 6.5),
     "hpcdist/tf_compat": (32, 33, 39, 27, 4, 7.3),
     "hpcdist/torch_backend": (54, 25, 24, 31, 0, 7.5),
-    "hpcdist/training": (51, 14, 49, 39, 10, 6.8),
+    "hpcdist/training": (51, 14, 49, 39, 8, 6.8),
     "slurm": (12, 7, 31, 23, 0, 6.5),
     "jobs": (5, 17, 22, 11, 0, 7.1),
     "benchmarks": (31, 16, 17, 63, 8, 7.5),
