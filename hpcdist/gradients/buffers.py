@@ -68,8 +68,13 @@ class BufferRecord:
 
 def find_changed(records: Sequence[BufferRecord]) -> list[bool]:
     """Return which buffers were changed since they were last averaged. Cost: one wait for a GPU, for all of them."""
-    answers = [record.is_changed() for record in records]
-    flags = [answer for answer in answers if isinstance(answer, Tensor)]
+    answers: list[bool | Tensor] = []
+    flags: list[Tensor] = []
+    for record in records:
+        answer = record.is_changed()
+        answers.append(answer)
+        if isinstance(answer, Tensor):
+            flags.append(answer)
     values = iter(torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else ())
     changed: list[bool] = []
     for answer in answers:
