@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness import say
 from report import case, picture
 
 HERE = Path(__file__).resolve().parent
@@ -54,8 +55,9 @@ def job(args, n_ranks, *options, servers=1, chief=""):
 def compare(contenders, args, baseline):
     """Run contenders in turn, and print steps per second, and how many times those of the baseline."""
     found = {name: [] for name in contenders}
-    for _ in range(args.rounds):
+    for number in range(args.rounds):
         for name, contender in contenders.items():
+            say(f"round {number + 1} of {args.rounds}, {name}")
             found[name].append(contender()["steps_per_s"])
     for name, rates in found.items():
         ratios = [own / other for own, other in zip(rates, found[baseline], strict=True)]
