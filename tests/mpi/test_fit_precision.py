@@ -122,6 +122,20 @@ def test_pieces_with_servers(comm, rows):
     on_workers(comm, train)
 
 
+def test_labels_that_do_not_count_are_refused_with_servers(comm):
+    """No worker knows how many of the others' labels count."""
+
+    def train(strategy):
+        with strategy.scope():
+            model = hpcdist.Model(nn.Linear(2, 3))
+            loss = hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+            model.compile("sgd", loss)
+        with pytest.raises(UsageError, match="expected no ignore_class with parameter servers.*sample_weight of 0"):
+            model.fit(torch.eye(2).repeat(4, 1), torch.arange(8) % 3, batch_size=4, verbose=0, shuffle=False)
+
+    on_workers(comm, train)
+
+
 @pytest.mark.feature("training.mixed-precision")
 @pytest.mark.parametrize(
     ("policy", "dtype"), [("mixed_bfloat16", torch.bfloat16), ("mixed_float16", torch.float16)], ids=str
