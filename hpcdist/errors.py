@@ -7,6 +7,7 @@ HpcdistError                70  an internal fault, and the base of all below
 ├── GradientError            2  gradients that would differ between ranks
 ├── DesyncError             76  ranks that no longer run the same program; do not requeue
 ├── NoProgressError         76  attempts of a job made no progress; do not requeue
+│   └── NotFiniteError      70  gradients that are not finite
 ├── CollectiveError          2  a collective called with what it cannot carry
 │   └── CollectiveFailed    70  a collective that failed on the way: a peer, a network, memory
 ├── CollectiveTimeoutError  70  a rank did not arrive in time
@@ -75,6 +76,12 @@ class GradientError(HpcdistError, RuntimeError):
     """Gradients that would differ between ranks."""
 
     exit_code = ExitCode.USAGE
+
+
+class NotFiniteError(GradientError):
+    """Gradients that are not finite: the data, the rate or a node may be the reason."""
+
+    exit_code = ExitCode.INTERNAL
 
 
 class DesyncError(HpcdistError, RuntimeError):

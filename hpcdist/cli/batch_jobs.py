@@ -27,13 +27,18 @@ class BatchJobState(NamedTuple):
         return f"{self.state}, {self.left} left, {self.reason}"
 
 
+def is_job_number(given: str) -> bool:
+    """Return whether a job of Slurm is meant, or a task of an array, and not a folder."""
+    return bool(_JOB.match(given)) and not Path(given).exists()
+
+
 def run_folder(given: str) -> Path:
     """Return the run folder that is meant: a folder, or that of a job of Slurm by its number.
 
     Raises:
         UsageError: if Slurm does not know the job, if `hpcdist submit` has not made it, or if it is a whole array.
     """
-    if not _JOB.match(given) or Path(given).exists():
+    if not is_job_number(given):
         return Path(given)
     known = _states_of(given)
     if len(known) > 1:
@@ -54,9 +59,11 @@ def state_of(job: str) -> BatchJobState | None:
 
 
 def cancel(job: str) -> bool:
-    """Cancel a job; return whether Slurm has taken the request."""
+    """Cancel a job if it still waits; return whether Slurm has taken the request."""
     try:
-        done = subprocess.run(["scancel", job], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S)
+        done = subprocess.run(
+            ["scancel", "--state=PENDING", job], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

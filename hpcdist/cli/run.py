@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from hpcdist.cluster.slurm import node_names
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
 from hpcdist.restart_rule import RESTART, RUN, Launch, Situation, action_after, is_of_signal
 
+#: Longest wait, once the launcher has ended, for what it has printed.
+_COPY_S = 5.0
 #: Longest decision.json that is read.
 _MAX_DECISION_BYTES = 1 << 20
 
@@ -93,7 +96,7 @@ def command(
         echo(as_text(line, added))
         return ExitCode.DONE
     folder = run_dir or run_dir_of(program) or (Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None)
-    return _run(launcher, line, {**environ, **added}, as_text(line, added), folder, restarts)
+    return _run(launcher, line, {**environ, **added, **_terminal()}, as_text(line, added), folder, restarts)
 
 
 def n_ranks_on(hosts: str) -> int:
@@ -143,9 +146,13 @@ def _settings(roles: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     of_file = {name: value for name, value in of_file.items() if name not in added and not environ.get(name)}
     if of_file:
         added["HPCDIST_FROM_FILE"] = ",".join(of_file)
-    if sys.stdout.isatty():
-        added["HPCDIST_TERMINAL_COLUMNS"] = f"{shutil.get_terminal_size().columns}"
     return {**added, **of_file}
+
+
+def _terminal() -> dict[str, str]:
+    """Return what tells ranks of the terminal behind their pipes; of none, also where one was inherited."""
+    columns = f"{shutil.get_terminal_size().columns}" if sys.stdout.isatty() else ""
+    return {"HPCDIST_TERMINAL_COLUMNS": columns}
 
 
 def _rendezvous(hosts: str | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -197,7 +204,9 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
     """Run a command; a signal that comes here asks it to save and to end. Return its exit code, and whether one came.
 
     It has a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it by itself: Open MPI's
-    mpirun and srun end the ranks at once for SIGINT and SIGTERM, and pass SIGUSR1 on. A second signal ends them.
+    mpirun and srun end the ranks at once for SIGINT and SIGTERM, and pass SIGUSR1 on. A second signal ends them; not a
+    second SIGHUP, as one terminal that goes sends several. What is printed on a terminal goes through a pipe, so that
+    the launcher does not meet one that is gone.
     """
     process: subprocess.Popen[bytes] | None = None
     seen: list[int] = []
@@ -212,6 +221,8 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
                 os.killpg(process.pid, signal.SIGTERM if len(seen) == 2 else signal.SIGKILL)
 
     def note(number: int, _: Any) -> None:
+        if number == signal.SIGHUP and seen:
+            return
         seen.append(number)
         if len(seen) == 1:
             _say_what_came(number)
@@ -222,10 +233,15 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
         numbers.append(signal.SIGHUP)
     earlier = {number: signal.signal(number, note) for number in numbers}
     try:
-        process = subprocess.Popen(line, env=dict(environ), start_new_session=True)
+        pipes = [subprocess.PIPE if os.isatty(descriptor) else None for descriptor in (1, 2)]
+        process = subprocess.Popen(line, env=dict(environ), start_new_session=True, stdout=pipes[0], stderr=pipes[1])
+        copying = _copy_on(process)
         for number in seen:  # before it had started
             pass_on(number)
-        return process.wait(), bool(seen)
+        code = process.wait()
+        for thread in copying:
+            thread.join(_COPY_S)
+        return code, bool(seen)
     except OSError as error:
         raise ConfigurationError(
             f"hpcdist run: expected {line[0]} to start, got {error.strerror}; look at it, or at PATH."
@@ -233,6 +249,27 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+def _copy_on(process: "subprocess.Popen[bytes]") -> list[threading.Thread]:
+    """Copy what a launcher writes to its pipes to the terminal, in threads.
+
+    What a terminal that is gone does not take is dropped.
+    """
+    threads: list[threading.Thread] = []
+    for stream, descriptor in ((process.stdout, 1), (process.stderr, 2)):
+        if stream is not None:
+            thread = threading.Thread(target=_copy, args=(stream.fileno(), descriptor), daemon=True)
+            thread.start()
+            threads.append(thread)
+    return threads
+
+
+def _copy(source: int, target: int) -> None:
+    while piece := os.read(source, 1 << 16):
+        with contextlib.suppress(OSError):
+            while piece:
+                piece = piece[os.write(target, piece) :]
 
 
 def _say_what_came(number: int) -> None:

@@ -13,13 +13,13 @@ import click
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.read import read_end
 from hpcdist.checkpoint.store import Saved, Store, use_one
-from hpcdist.cli.batch_jobs import BatchJobState, cancel, own_jobs, run_folder, state_of
+from hpcdist.cli.batch_jobs import BatchJobState, cancel, is_job_number, own_jobs, run_folder, state_of
 from hpcdist.cli.output import echo
 from hpcdist.cli.run import read_decision
 from hpcdist.cli.run_records import SideError, read_side_errors
 from hpcdist.errors import CheckpointDamaged, UsageError
-from hpcdist.resilience.decision import FOR_GOOD
 from hpcdist.resilience.ledger import Attempt, Ledger
+from hpcdist.resilience.stop import STOP_FOR_GOOD
 
 #: The end of a file of metrics that is read first: most records are short.
 _TAIL_BYTES = 64 << 10
@@ -45,7 +45,7 @@ def status(run: str | None, is_json: bool) -> None:
         _list_jobs(is_json)
         return
     folder = run_folder(run)
-    batch = _batch_of(run)
+    batch = _batch_of(run, folder)
     facts = _facts_of(folder if batch is not None else _require_run(folder), batch)
     if is_json:
         echo(json.dumps(finite(facts), indent=1))
@@ -69,7 +69,7 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     hpcdist stop 1234 --for-good
     """
     folder = run_folder(run)
-    batch = _batch_of(run)
+    batch = _batch_of(run, folder)
     if batch is not None and batch.state == "PENDING":
         return _stop_waiting(batch, is_for_good)
     _require_run(folder)
@@ -82,7 +82,7 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
             f"hpcdist stop: expected a run that is under way in {folder}, got one whose last attempt has ended "
             f"({attempts[-1].end}); the file `stop` would end the next one after its first step."
         )
-    durable.replace_text(durable.Disk(), path, f"hpcdist stop {FOR_GOOD if is_for_good else ''}\n")
+    durable.replace_text(durable.Disk(), path, f"{STOP_FOR_GOOD if is_for_good else 'hpcdist stop'}\n")
     echo(f"{path}: the job saves after its step, and ends{', and is not run again' if is_for_good else ''}")
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while deadline is not None and path.exists():
@@ -93,22 +93,30 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     return 0
 
 
-def _batch_of(run: str) -> BatchJobState | None:
-    """Return what Slurm says of a job that is given by its number, if it waits or runs."""
-    return None if Path(run).exists() else state_of(run)
+def _batch_of(run: str, folder: Path) -> BatchJobState | None:
+    """Return what Slurm says of a job that waits or runs: of a number, or of the last attempt in a run folder."""
+    if is_job_number(run):
+        return state_of(run)
+    attempts = Ledger(Store(folder / "checkpoints")).attempts()
+    job = attempts[-1].job if attempts else None
+    return None if job is None else state_of(job)
 
 
 def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
     """Cancel a job that waits, or say that there is nothing to save; return the exit code."""
     if not is_for_good:
         raise UsageError(
-            f"hpcdist stop: expected a job that runs, got {batch.job}, which waits ({batch.reason}); add --for-good to "
+            f"hpcdist stop: expected a job that runs, got {batch.job}, which waits {batch.reason}; add --for-good to "
             f"cancel it, or scancel {batch.job}."
         )
     if not cancel(batch.job):
         echo(f"hpcdist stop: expected scancel {batch.job} to succeed, got a failure; run it to see why", err=True)
         return 1
-    echo(f"job {batch.job} waited, and is cancelled; what {batch.run_dir} has saved stays")
+    after = state_of(batch.job)
+    if after is not None and after.state not in ("PENDING", "COMPLETING", "CANCELLED"):
+        echo(f"hpcdist stop: job {batch.job} has begun meanwhile, and is {after.state}; ask again", err=True)
+        return 1
+    echo(f"job {batch.job} waited, and is cancelled; what it has saved stays")
     return 0
 
 
@@ -139,7 +147,7 @@ def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
         "attempt": None if last is None else _facts_of_attempt(last),
         "checkpoint": _newest(store, saved) if saved else None,
         "metrics": _last_record(folder / "metrics.jsonl"),
-        "batch": _batch_state(batch, last),
+        "batch": None if batch is None else str(batch),
         "errors": [dataclasses.asdict(error) for error in read_side_errors(folder)],
         "is_asked_to_stop": (folder / "stop").exists(),
     }
@@ -199,13 +207,6 @@ def finite(facts: Any) -> Any:
     return None if isinstance(facts, float) and not math.isfinite(facts) else facts
 
 
-def _batch_state(batch: BatchJobState | None, last: Attempt | None) -> str | None:
-    """Return what Slurm says of the job that was asked for, or of that of the last attempt."""
-    if batch is None and last is not None and last.job is not None:
-        batch = state_of(last.job)
-    return None if batch is None else str(batch)
-
-
 def _list_jobs(is_json: bool) -> None:
     jobs = own_jobs()
     if is_json:
@@ -224,8 +225,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     if attempt:
         began = "a new run" if attempt["resumed_step"] is None else f"from step {attempt['resumed_step']}"
         where = f" in job {attempt['job']}" if attempt["job"] else ""
-        is_running = (facts["batch"] or "").startswith("RUNNING")
-        state = "runs" if is_running else "runs, or died without notice"
+        has_died = (facts["batch"] or "").startswith("PENDING")
+        state = "died without notice" if has_died else "runs, or died without notice"
         end = f"{attempt['end']}: {attempt['reason']}" if attempt["end"] else state
         nodes = ", ".join(attempt["nodes"]) or "an unknown host"
         yield f"attempt     {attempt['number']}{where} on {nodes}, {began}; {end}"

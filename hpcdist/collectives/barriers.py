@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist.collectives.group import Group, group_of, thread_of
-from hpcdist.errors import CollectiveError, CollectiveTimeoutError
+from hpcdist.errors import CollectiveFailed, CollectiveTimeoutError
 from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import late, wait_until
@@ -153,7 +153,7 @@ def first_rank_first(group: Group, per_host: bool, timeout_s: float) -> Iterator
             _tell_whether_failed(has_failed, ranks, group, timeout_s)
         return
     if _tell_whether_failed(False, ranks, group, timeout_s):
-        raise CollectiveError(
+        raise CollectiveFailed(
             f"rank_zero_first: expected the block to end on the first rank, got an error there, on {group.world}; see "
             f"the first rank's message."
         )

@@ -21,6 +21,7 @@ from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import RunAttempt, RunRecord
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.deadline import BatchEnd, Calls, Deadline, Durations
+from hpcdist.resilience.decision import FOR_GOOD
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.running_clock import RunningClock
 from hpcdist.resilience.saves import AttemptSaves
@@ -341,17 +342,19 @@ class PreemptionCheckpointHandler:
         return reason
 
     def leave_at_once(self, reason: str) -> NoReturn:
-        """Record that the job was stopped, save nothing, and end all ranks with code 75. From any thread.
+        """Record that the job was stopped, save nothing, and end all ranks with code 75 or 76. From any thread.
 
         The last save counts. Not collective.
         """
         self._is_done = True
+        if self._flag.is_for_good() and not reason.endswith(FOR_GOOD):
+            reason += FOR_GOOD
         log(f"{reason}: stopped without a save, as the work in progress does not end; the last one counts")
         recording = threading.Thread(target=self._record_stop, args=(reason,), daemon=True)
         recording.start()
         recording.join(_RECORD_S)  # a file server that hangs must not keep the job
         time.sleep(_PRINT_S)
-        end_job("", int(ExitCode.RUN_AGAIN))
+        end_job("", int(ExitCode.DO_NOT_REQUEUE if reason.endswith(FOR_GOOD) else ExitCode.RUN_AGAIN))
 
     def _record_stop(self, reason: str) -> None:
         """Record a stop without a save, and remove the stop file, so that the next attempt runs."""
@@ -591,6 +594,8 @@ class PreemptionCheckpointHandler:
             self._count_down(self._config.grace_period)
             return
         self._is_done = True
+        if self._agreement.any_rank(self._flag.is_for_good()) and not reason.endswith(FOR_GOOD):
+            reason += FOR_GOOD
         is_too_late = self._agreement.any_rank(self._is_too_late)  # the chief knows what a save costs
         last_step = self._manager.saved_step
         is_tried = is_too_late and not self._saves_no_more and not self._agreement.any_rank(self._manager.is_saving)
@@ -609,7 +614,9 @@ class PreemptionCheckpointHandler:
             tries = ", which it tries" if is_tried else ""
             saved = f"too late for a save{tries}; the last one is step {last_step}"
         self._log(f"{reason}: stopped after step {self.step}, {saved} in {self._manager.directory}")
-        if code is ExitCode.DO_NOT_REQUEUE:
+        if reason.endswith(FOR_GOOD):
+            self._log("it is not run again, as a person has asked for; the same command, started again, goes on")
+        elif code is ExitCode.DO_NOT_REQUEUE:
             self._log(f"do not run again: {why}; allow time for a save, or look at what takes so long")
         if self._config.exit_fn is not None:
             self._config.exit_fn()

@@ -28,6 +28,8 @@ logger = logging.getLogger("hpcdist")
 FILE_LOOK_S = 2.0
 #: Longest wait for that check in the training thread, and the time after which a check without an answer is reported.
 FILE_WAIT_S, SILENCE_S = 0.001, 60.0
+#: What a stop file says after whose request the job is not run again.
+STOP_FOR_GOOD = "hpcdist stop --for-good"
 #: Characters of a stop file that are read.
 _MAX_REQUEST = 200
 #: Least seconds between two calls of the user's function.
@@ -135,8 +137,7 @@ class StopFlag:
         elif self._reason is None:
             request = self._request_in_file()
             if request is not None:
-                suffix = f", {FOR_GOOD}" if FOR_GOOD in request else ""
-                self._set_reason(f"stop file {self._file}{suffix}")
+                self._set_reason(f"stop file {self._file}{FOR_GOOD if request == STOP_FOR_GOOD else ''}")
         return self._reason
 
     def _set_reason(self, reason: str) -> None:
@@ -178,6 +179,10 @@ class StopFlag:
         self._watcher_looked_at = self._clock()
         return bool(self._watcher())
 
+    def is_for_good(self) -> bool:
+        """Return whether the stop file asks for an end for good, by a look at it now: it may have come late."""
+        return self._file is not None and _text_of_request(self._file) == STOP_FOR_GOOD
+
     def remove_file(self) -> None:
         """Remove the stop file, if this rank checks one, so that the next attempt runs.
 
@@ -190,12 +195,12 @@ class StopFlag:
 
 
 def _text_of_request(file: Path) -> str | None:
-    """Return the first characters of a stop file; "" of one that cannot be read, None without one."""
+    """Return what a stop file says; "" of one that cannot be read, None without one."""
     if not os.path.exists(file):  # False on an I/O error too, where Path.exists would raise
         return None
     try:
         with open(file, encoding="utf-8", errors="replace") as stream:
-            return stream.read(_MAX_REQUEST)
+            return stream.read(_MAX_REQUEST).strip()
     except OSError:
         return ""
 

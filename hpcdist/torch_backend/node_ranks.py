@@ -18,7 +18,7 @@ from hpcdist.collectives.buffers import host_array, shared_array
 from hpcdist.collectives.ops import MEAN, Op
 from hpcdist.collectives.shared_memory import NodeSums, stage_bytes
 from hpcdist.collectives.staging import add_rows
-from hpcdist.errors import CollectiveError, CollectiveTimeoutError, agreed
+from hpcdist.errors import CollectiveError, CollectiveFailed, CollectiveTimeoutError, agreed
 from hpcdist.plan.replicas import plan_row_additions
 from hpcdist.runtime.node_memory import (
     CELLS,
@@ -336,7 +336,7 @@ def _share(store: Store, rank: int, size: int, nbytes: int, timeout_s: float) ->
             os.close(fd)
     texts = [store.get(f"mapped/{one}").decode() for one in range(size)]
     if any(texts):
-        raise agreed(CollectiveError(next(filter(None, texts))))
+        raise agreed(CollectiveFailed(next(filter(None, texts))))
     return pieces
 
 

@@ -18,7 +18,7 @@ from hpcdist.resilience.side_errors import SideErrors
 from hpcdist.retries import Retries
 from hpcdist.runtime.process import call_when_done
 from hpcdist.strategy.base import Strategy
-from hpcdist.training.callbacks import Callback
+from hpcdist.training.callbacks import Callback, kind_of
 
 #: Resolved paths of the folders of this program's fits. On the chief alone, whose paths count.
 _used: list[Path] = []
@@ -170,7 +170,7 @@ class _States:
             one.load_state_dict(own)
 
     def _kinds(self) -> list[str]:
-        return [callback.kind for callback in self._callbacks]
+        return [kind_of(callback) for callback in self._callbacks]
 
 
 @dataclass(frozen=True)

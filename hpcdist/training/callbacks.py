@@ -50,11 +50,6 @@ class Callback:
     model: "Model"
     params: dict[str, Any]
 
-    @property
-    def kind(self) -> str:
-        """The name of its class, by which ranks, and a run that goes on, know that callbacks are the same."""
-        return type(self).__name__
-
     def set_model(self, model: "Model") -> None:
         """Take the model; fit calls it first."""
         self.model = model
@@ -166,6 +161,11 @@ def _no_callback(callback: Any) -> UsageError:
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
+def kind_of(callback: Callback) -> str:
+    """Return the name of a class, by which ranks, and a run that goes on, know that callbacks are the same."""
+    return callback.name_of_kind if isinstance(callback, _ForeignCallback) else type(callback).__name__
+
+
 class _ForeignCallback(Callback):
     """A callback of another library: an object with some of Keras' hooks, such as those of W&B and MLflow.
 
@@ -180,7 +180,7 @@ class _ForeignCallback(Callback):
                 vars(self)[name] = _with_plain_logs(getattr(callback, name))
 
     @property
-    def kind(self) -> str:
+    def name_of_kind(self) -> str:
         """The name of the object's class."""
         return type(self._callback).__name__
 
@@ -227,15 +227,22 @@ class _ForeignModel:
         """The optimizer, with learning_rate, iterations and get_config."""
         return _ForeignOptimizer(self._model)
 
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._model(*inputs, **named)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_model"], name)
+        if name == "_model":  # of one that is being copied
+            raise AttributeError(name)
+        return getattr(self._model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._model, name, value)
 
 
 class _ForeignOptimizer:
-    """The optimizer of a model, with what Keras' optimizers have, and all that torch's has."""
+    """The optimizer of a model, with what Keras' optimizers have, and all that torch's has. Settings are torch's."""
+
+    __slots__ = ("_model",)
 
     def __init__(self, model: "Model") -> None:
         self._model = model
@@ -251,7 +258,7 @@ class _ForeignOptimizer:
 
     @property
     def iterations(self) -> int:
-        """The steps that the first parameter has made."""
+        """The steps that were made, as far as the optimizer counts them: SGD of torch does not."""
         states = self._model.optimizer.state.values()
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 

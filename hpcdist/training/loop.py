@@ -18,7 +18,7 @@ from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training.backup import BackupAndRestore
-from hpcdist.training.callbacks import Callback
+from hpcdist.training.callbacks import Callback, kind_of
 from hpcdist.training.inputs import by_name, rows_of_batches
 from hpcdist.training.progress import Progress
 
@@ -206,7 +206,7 @@ class Fit:
         strategy = self._model.strategy
         if isinstance(strategy, MultiWorkerMirroredStrategy):
             # a hook after batches makes fit ask all ranks whether to stop
-            kinds = ", ".join(f"{one.kind}{' (after batches)' * one.has_batch_hook()}" for one in self._given)
+            kinds = ", ".join(f"{kind_of(one)}{' (after batches)' * one.has_batch_hook()}" for one in self._given)
             strategy.world.require_same(
                 kinds,
                 strategy.world.role_comm,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcdist.errors import GradientError, UsageError
+from hpcdist.errors import NotFiniteError, UsageError
 
 #: Policy -> the dtype in which layers that gain by it compute; None: that of their parameters.
 POLICIES = {"float32": None, "mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
@@ -61,13 +61,13 @@ class LossScale:
         """Choose the scale of the next step, once for all replicas of the rank; nothing while gradients accumulate.
 
         Raises:
-            GradientError: when gradients are not finite without any scale; on all ranks.
+            NotFiniteError: when gradients are not finite without any scale; on all ranks.
         """
         if not self._is_removed:
             return
         self._is_removed = False
         if self._has_overflow and self.scale <= 1:
-            raise GradientError(
+            raise NotFiniteError(
                 "fit: expected finite gradients, got infinite or NaN ones with a loss scale of 1: it is no overflow of "
                 "float16; look at the data, or take a smaller learning rate."
             )

@@ -3,6 +3,8 @@
 Ranks write to a pipe of their launcher. `hpcdist run` tells them of the terminal behind it; otherwise they print lines.
 """
 
+import os
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +36,7 @@ class Progress(Callback):
         if verbose not in (0, 1, 2, "auto"):
             raise UsageError(f"fit: expected verbose 0, 1, 2 or 'auto', got {verbose!r}; leave it out for 'auto'.")
         self._n_columns = terminal_columns(read_environment())
-        has_terminal = sys.stdout.isatty() or self._n_columns > 0
+        has_terminal = sys.stdout.isatty() or (self._n_columns > 0 and _is_pipe(sys.stdout))
         self._verbose = 0 if verbose == 0 else 2
         if verbose in (1, "auto") and has_terminal:
             self._verbose = 1
@@ -108,6 +110,14 @@ class Progress(Callback):
         """Print the line of an evaluation that is not fit's."""
         if not self._is_in_fit and self._verbose:
             self.model.print_once(f"evaluation  {_text_of(logs)}")
+
+
+def _is_pipe(stream: Any) -> bool:
+    """Return whether a stream writes to a pipe, as to a launcher, and not to a file that a program has opened."""
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # of a stream in memory
+        return False
 
 
 def _text_of(logs: Logs) -> str:

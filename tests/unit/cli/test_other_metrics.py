@@ -33,8 +33,12 @@ def test_events_for_tensorboard(tmp_path):
     assert curve.points == [(0, 1.0), (1, 0.5), (2, 0.25)]
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 40, b"epoch,\xff\n0,1\n", b'epoch,a\n0,"1\n'])
-def test_broken_files_are_left_out_or_read_as_far_as_they_go(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "n_curves"), [(b"", 0), (b"\x00" * 40, 0), (b"epoch,\xff\n0,1\n", 1), (b'epoch,a\n0,"1\n', 1)]
+)
+def test_broken_files_are_left_out_or_read_as_far_as_they_go(tmp_path, content, n_curves):
     (tmp_path / "events.out.tfevents.1").write_bytes(content)
     (tmp_path / "log.csv").write_bytes(content)
-    assert all(curve.points for curve in read_curves(tmp_path))
+    curves = read_curves(tmp_path)
+    assert len(curves) == n_curves
+    assert all(curve.points == [(0, 1.0)] for curve in curves)

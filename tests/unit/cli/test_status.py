@@ -71,7 +71,7 @@ def test_the_state_of_a_batch_job(run_dir, hpcdist, monkeypatch):
     monkeypatch.setattr(subprocess, "run", squeue)
     out = hpcdist("status", run_dir)[1]
     assert "attempt     2 in job 17 on " in out
-    assert "; runs\n" in out, "Slurm says so"
+    assert "; runs, or died without notice\n" in out
     assert "Slurm       RUNNING, 58:00 left, n1\n" in out
     assert hpcdist("status", 17)[1] == out, "the job's comment names its run folder"
     assert hpcdist("stop", 17)[0] == 0
@@ -87,7 +87,8 @@ def test_a_job_that_waits(tmp_path, run_dir, hpcdist, monkeypatch, has_begun):
 
     def slurm(command, **options):
         if command[0] == "scancel":
-            cancelled.append(command[1])
+            assert command[1] == "--state=PENDING"
+            cancelled.append(command[2])
         line = f"31\tN/A\tPENDING\t8:00:00\t(Priority)\thpcdist:{folder}\n"
         return subprocess.CompletedProcess(command, 0, line if command[0] == "squeue" else "", "")
 
@@ -100,11 +101,11 @@ def test_a_job_that_waits(tmp_path, run_dir, hpcdist, monkeypatch, has_begun):
     assert json.loads(hpcdist("status", 31, "--json")[1])["n_attempts"] == 2 * has_begun
     code, _, error = hpcdist("stop", 31)
     assert code == 2
-    assert "expected a job that runs, got 31, which waits ((Priority)); add --for-good to cancel it" in error
+    assert "expected a job that runs, got 31, which waits (Priority); add --for-good to cancel it" in error
     assert not cancelled
     code, out, _ = hpcdist("stop", 31, "--for-good")
     assert (code, cancelled) == (0, ["31"])
-    assert f"job 31 waited, and is cancelled; what {folder} has saved stays" in out
+    assert "job 31 waited, and is cancelled; what it has saved stays" in out
     assert not (folder / "stop").exists()
 
 
@@ -112,7 +113,30 @@ def test_a_stop_for_good_is_said_in_the_file(run_dir, hpcdist):
     code, out, _ = hpcdist("stop", run_dir, "--for-good")
     assert code == 0
     assert "ends, and is not run again" in out
-    assert "for good" in (run_dir / "stop").read_text()
+    assert (run_dir / "stop").read_text() == "hpcdist stop --for-good\n"
+
+
+def test_a_run_folder_whose_job_waits_to_go_on(run_dir, hpcdist, monkeypatch):
+    path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
+    path.write_text(path.read_text().replace('"job": null', '"job": "17"'))
+    cancelled = []
+
+    def slurm(command, **options):
+        cancelled.extend(command[2:] if command[0] == "scancel" else [])
+        line = f"17\tN/A\tPENDING\t8:00:00\t(BeginTime)\thpcdist:{run_dir}\n"
+        return subprocess.CompletedProcess(command, 0, line if command[0] == "squeue" else "", "")
+
+    monkeypatch.setattr(subprocess, "run", slurm)
+    assert "; died without notice\n" in hpcdist("status", run_dir)[1]
+    assert hpcdist("stop", run_dir)[0] == 2
+    assert hpcdist("stop", run_dir, "--for-good")[0] == 0
+    assert cancelled == ["17"]
+
+
+@pytest.mark.parametrize("given", ["12,13", "31+0", "21_[1-5]"])
+def test_what_is_no_job_number_cancels_nothing(hpcdist, monkeypatch, given):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: pytest.fail(f"{command} was run"))
+    assert hpcdist("stop", given, "--for-good")[0] == 2
 
 
 ARRAY = "21_1\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n21_2\t2\tPENDING\t10:00\t(Resources)\thpcdist:/r/a-{task}\n"

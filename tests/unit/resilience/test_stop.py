@@ -113,7 +113,13 @@ def test_the_file_is_looked_for_at_most_every_two_seconds(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "suffix"),
-    [("", ""), ("hpcdist stop\n", ""), ("hpcdist stop for good\n", ", for good"), ("\udcff" * 3, "")],
+    [
+        ("", ""),
+        ("hpcdist stop\n", ""),
+        ("hpcdist stop --for-good\n", ", for good"),
+        ("stop, but not for good\n", ""),
+        ("\udcff" * 3, ""),
+    ],
 )
 def test_what_the_file_says(tmp_path, text, suffix):
     path = tmp_path / "stop"

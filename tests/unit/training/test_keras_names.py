@@ -12,7 +12,7 @@ from torch import nn
 import hpcdist
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.training import keras_optimizers, optimizers
-from hpcdist.training.callbacks import as_callbacks
+from hpcdist.training.callbacks import as_callbacks, kind_of
 from hpcdist.training.inputs import table_of_classes, weights_of_classes
 
 X = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
@@ -322,7 +322,7 @@ def test_foreign_callbacks_are_told_apart_by_their_classes():
     class Other(Foreign):
         pass
 
-    kinds = [callback.kind for callback in as_callbacks([Foreign(), Other(), hpcdist.callbacks.TerminateOnNaN()])]
+    kinds = [kind_of(callback) for callback in as_callbacks([Foreign(), Other(), hpcdist.callbacks.TerminateOnNaN()])]
     assert kinds == ["Foreign", "Other", "TerminateOnNaN"]
 
 

@@ -66,12 +66,14 @@ def read_all(descriptor):
 def test_a_bar_through_the_pipe_of_a_launcher(model, capsys, monkeypatch):
     """As `hpcdist run` on a terminal says."""
     monkeypatch.setenv("HPCDIST_TERMINAL_COLUMNS", "100")
+    monkeypatch.setattr(progress, "_is_pipe", lambda stream: True)
     model.fit(torch.ones(12, 4), torch.ones(12), batch_size=4, epochs=1)
     assert re.search(r"epoch 1/1: +0%\|.*0/3 \[", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("verbose", [1, 2, "auto"])
-def test_a_file_holds_no_control_characters(model, capsys, verbose):
+def test_a_file_holds_no_control_characters(model, capsys, monkeypatch, verbose):
+    monkeypatch.setenv("HPCDIST_TERMINAL_COLUMNS", "100")  # as of a launcher on a terminal; the program has a file
     model.fit(torch.ones(12, 4), torch.ones(12), batch_size=4, epochs=2, verbose=verbose)
     text = capsys.readouterr().out
     assert text.count("\n") == 2
