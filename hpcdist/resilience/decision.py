@@ -29,7 +29,7 @@ from hpcdist.checkpoint import durable
 from hpcdist.errors import CheckpointError, ExitCode
 from hpcdist.resilience.ledger import Attempt
 
-#: Ends the reason of a stop after which the job is not run again: what the stop file holds then.
+#: How the reason of a stop ends after which the job is not run again.
 FOR_GOOD = ", for good"
 #: Consecutive attempts without progress. The next one does not start.
 MAX_WITHOUT_PROGRESS = 3

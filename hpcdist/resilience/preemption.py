@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hpcdist.background import BackgroundThread
 from hpcdist.cluster.environment import job_end, launcher_of, read_environment
 from hpcdist.cluster.slurm import time_left_s
 from hpcdist.diagnostics.logs import FailureLog, log_file
@@ -347,20 +349,26 @@ class PreemptionCheckpointHandler:
         The last save counts. Not collective.
         """
         self._is_done = True
-        if self._flag.is_for_good() and not reason.endswith(FOR_GOOD):
-            reason += FOR_GOOD
         log(f"{reason}: stopped without a save, as the work in progress does not end; the last one counts")
-        recording = threading.Thread(target=self._record_stop, args=(reason,), daemon=True)
-        recording.start()
-        recording.join(_RECORD_S)  # a file server that hangs must not keep the job
+        recording = BackgroundThread("hpcdist-stop").submit(functools.partial(self._record_stop, reason))
+        wait([recording], _RECORD_S)  # a file server that hangs must not keep the job
+        if recording.done() and recording.exception() is None:
+            reason = recording.result()
         time.sleep(_PRINT_S)
         end_job("", int(ExitCode.DO_NOT_REQUEUE if reason.endswith(FOR_GOOD) else ExitCode.RUN_AGAIN))
 
-    def _record_stop(self, reason: str) -> None:
-        """Record a stop without a save, and remove the stop file, so that the next attempt runs."""
+    def _record_stop(self, reason: str) -> str:
+        """Record a stop without a save, and remove the stop file, so that the next attempt runs.
+
+        Returns:
+            The reason, with what the stop file adds to it.
+        """
+        if self._flag.is_for_good():
+            reason = _for_good(reason)
         with contextlib.suppress(OSError):  # the next attempt stops at once, and says why
             self._flag.remove_file()
         self._attempt.record_stop(reason, is_excused=reason.startswith("SIGTERM "))
+        return reason
 
     # -- between steps --------------------------------------------------------------------------------------------
 
@@ -594,8 +602,6 @@ class PreemptionCheckpointHandler:
             self._count_down(self._config.grace_period)
             return
         self._is_done = True
-        if self._agreement.any_rank(self._flag.is_for_good()) and not reason.endswith(FOR_GOOD):
-            reason += FOR_GOOD
         is_too_late = self._agreement.any_rank(self._is_too_late)  # the chief knows what a save costs
         last_step = self._manager.saved_step
         is_tried = is_too_late and not self._saves_no_more and not self._agreement.any_rank(self._manager.is_saving)
@@ -604,6 +610,8 @@ class PreemptionCheckpointHandler:
         elif not is_too_late and not self._saves_no_more:
             self._saves.save(self.step, True, *args, **kwargs)
             last_step = self.step
+        if self._agreement.any_rank(self._flag.is_for_good()):  # asked now, as a save takes its time
+            reason = _for_good(reason)
         self._remove_stop_file()
         is_excused = (
             reason.startswith("SIGTERM ") and not is_urgent
@@ -745,6 +753,11 @@ def _unsafe_loop_error(loop: LoopState) -> UsageError:
         f"the loop, if it polls less often), and begin it at handler.step, or train on "
         f"strategy.experimental_distribute_dataset(loader)."
     )
+
+
+def _for_good(reason: str) -> str:
+    """Return the reason of a stop after which the job is not run again."""
+    return reason if reason.endswith(FOR_GOOD) else f"{reason}{FOR_GOOD}"
 
 
 def _note_uncaught(failure_log: FailureLog, side_errors: SideErrors | None, what: str, report: str) -> None:

@@ -180,7 +180,10 @@ class StopFlag:
         return bool(self._watcher())
 
     def is_for_good(self) -> bool:
-        """Return whether the stop file asks for an end for good, by a look at it now: it may have come late."""
+        """Return whether the stop file asks for an end for good, by a look at it now: it may have come late.
+
+        Cost: waits for the file server, however long it hangs.
+        """
         return self._file is not None and _text_of_request(self._file) == STOP_FOR_GOOD
 
     def remove_file(self) -> None:

@@ -19,7 +19,10 @@ from hpcdist.checkpoint.read import CheckpointFile
 from hpcdist.checkpoint.store import Store
 from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import CheckpointMismatch, DesyncError, ExitCode, NoProgressError, UsageError
+from hpcdist.resilience import preemption
+from hpcdist.resilience import stop as stop_module
 from hpcdist.resilience.deadline import MIN_SLACK_S, Deadline
+from hpcdist.resilience.stop import STOP_FOR_GOOD
 from hpcdist.runtime.step_flags import Request
 
 pytestmark = pytest.mark.mpi
@@ -87,9 +90,13 @@ def make_job(shared_path):
         job.handler.close()
 
 
+def told_of(path, name="run"):
+    return json.loads((path / name / "decision.json").read_text())
+
+
 def decision(comm, path, name="run"):
     comm.Barrier()
-    return json.loads((path / name / "decision.json").read_text())
+    return told_of(path, name)
 
 
 def raise_on(rank, comm, at, number=signal.SIGTERM):
@@ -580,6 +587,49 @@ def test_a_second_signal_while_saving(comm, shared_path, make_job):
     job.manager.save = save_slowly
     assert stopped(comm, lambda: job.train(2, raise_on(0, comm, 1, signal.SIGUSR1))) == 75
     assert decision(comm, shared_path)["reason"] == "SIGUSR1 on rank 0"
+
+
+def test_a_request_for_good_counts_while_the_job_saves(comm, shared_path, make_job):
+    job = make_job()
+    save = job.manager.save
+
+    def ask_meanwhile(*args, **kwargs):
+        saved = save(*args, **kwargs)
+        if comm.rank == 0:
+            (shared_path / "run" / "stop").write_text(f"{STOP_FOR_GOOD}\n")
+        return saved
+
+    job.manager.save = ask_meanwhile
+    assert stopped(comm, lambda: job.train(2, raise_on(0, comm, 1, signal.SIGTERM))) == 76
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["reason"]) == ("stop", "SIGTERM on rank 0, for good")
+    assert not (shared_path / "run" / "stop").exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["the file server answers", "it hangs"])
+def test_a_stop_without_a_save_waits_for_no_file_server(comm, shared_path, make_job, monkeypatch, is_there):
+    job = make_job()
+    answer = threading.Event()
+    if is_there:
+        answer.set()
+    look = stop_module._text_of_request
+    monkeypatch.setattr(stop_module, "_text_of_request", lambda file: look(file) if answer.wait(60) else None)
+    monkeypatch.setattr(preemption, "_RECORD_S", 10 if is_there else 0.2)
+    monkeypatch.setattr(preemption, "end_job", lambda text, code: sys.exit(code))
+    if comm.rank == 0:
+        (shared_path / "run" / "stop").write_text(f"{STOP_FOR_GOOD}\n")
+    comm.Barrier()
+    started = time.monotonic()
+    with pytest.raises(SystemExit) as leaving:
+        job.handler.leave_at_once("SIGTERM on rank 0")
+    assert time.monotonic() - started < 30
+    assert leaving.value.code == (76 if is_there and comm.rank == 0 else 75)  # the chief looks for the file
+    answer.set()
+    deadline = time.monotonic() + 30
+    while told_of(shared_path)["decision"] != "stop" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert told_of(shared_path)["reason"] == "SIGTERM on rank 0, for good"
+    assert not (shared_path / "run" / "stop").exists()
 
 
 def test_signals_do_not_end_a_process_that_is_leaving(comm, make_job):
