@@ -5,9 +5,9 @@ HpcdistError                70  an internal fault, and the base of all below
 ├── ConfigurationError      78  roles, TF_CONFIG, launcher or options that do not add up
 ├── DataError               78  data of the wrong kind, shape or size
 ├── GradientError            2  gradients that would differ between ranks
+│   └── NotFiniteError      70  gradients that are not finite
 ├── DesyncError             76  ranks that no longer run the same program; do not requeue
 ├── NoProgressError         76  attempts of a job made no progress; do not requeue
-│   └── NotFiniteError      70  gradients that are not finite
 ├── CollectiveError          2  a collective called with what it cannot carry
 │   └── CollectiveFailed    70  a collective that failed on the way: a peer, a network, memory
 ├── CollectiveTimeoutError  70  a rank did not arrive in time

@@ -276,7 +276,7 @@ def _say_what_came(number: int) -> None:
     """Say which signal came: the ranks get another one. Called in a signal handler."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the terminal is gone (SIGHUP)"}
     name = names.get(signal.Signals(number), signal.Signals(number).name)
-    text = f"hpcdist run: {name}: the ranks are asked to save and to end; once more ends them at once\n"
+    text = f"hpcdist run: {name}: the ranks are asked to save and to end; Ctrl-C now ends them at once\n"
     with contextlib.suppress(OSError):  # there may be no terminal any more
         os.write(2, text.encode())
 

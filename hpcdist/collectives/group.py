@@ -191,7 +191,7 @@ class Group:
         """The barrier among the ranks of this host.
 
         Raises:
-            CollectiveError: when they cannot share memory; on each of them.
+            CollectiveFailed: when they cannot share memory; on each of them.
         """
         if self._no_board is not None:
             raise self._no_board

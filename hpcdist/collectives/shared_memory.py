@@ -39,7 +39,7 @@ def all_reduce(array: npt.NDArray[Any], group: "Group", op: Op = SUM, divisor: f
     Raises:
         ConfigurationError: when the group is on several hosts; on every rank.
         DesyncError: when ranks differ in op, dtype or count; on every rank.
-        CollectiveError: when memory cannot be shared; on every rank.
+        CollectiveFailed: when memory cannot be shared; on every rank.
 
     Cost: two barriers per chunk, which takes 3 MiB on all ranks together; main memory sees 2n bytes per rank, with
         n = array.nbytes, the caches about 4n. No copy of the array is made.

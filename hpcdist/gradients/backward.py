@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from hpcdist.errors import GradientError
+from hpcdist.errors import GradientError, NotFiniteError
 from hpcdist.gradients.buckets import PrivateBuckets
 from hpcdist.gradients.dense import DenseSlot
 from hpcdist.gradients.local_gradients import LocalGradients
@@ -368,7 +368,7 @@ class Backward:
                 continue
             values = gradient._values() if gradient.is_sparse else gradient
             if not values.isfinite().all():
-                raise GradientError(
+                raise NotFiniteError(
                     f"backward: expected finite gradients with HPCDIST_DEBUG=finite, got NaN or infinity in "
                     f"{slot.name!r} on {self._sums.reducer.group.world.describe()}; look at the loss and the rows of "
                     f"this step."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.errors import GradientError
+from hpcdist.errors import GradientError, NotFiniteError
 from hpcdist.plan.partitioners import VariableSpec, place
 from hpcdist.program.owners import Stepper
 from hpcdist.program.settings import parameters_of
@@ -193,7 +193,7 @@ class ServedParameters:
         Not collective; it waits for other workers as the strategy's rules say.
 
         Raises:
-            GradientError: for a gradient that is not finite; on this rank.
+            NotFiniteError: for a gradient that is not finite; on this rank.
         """
         self._check_step(parameters)
         gradients = [parameter.grad for parameter in parameters]
@@ -241,7 +241,7 @@ class ServedParameters:
         there = [one._values() if one.is_sparse else one for one in gradients if one is not None]
         is_finite = all(bool(torch.isfinite(one.sum())) or bool(torch.isfinite(one).all()) for one in there)
         if not is_finite and not self._skips_non_finite:
-            raise GradientError(
+            raise NotFiniteError(
                 f"step: expected finite gradients, got NaN or infinity on {self._world.describe()}; look for the cause "
                 f"by HPCDIST_DEBUG=finite, or leave such steps out by non_finite='skip'."
             )

@@ -69,7 +69,7 @@ class HostStorage:
         Collective where there are new ones: the group, with the same parameters in the same order.
 
         Raises:
-            CollectiveError: when a host has too little memory; on its ranks.
+            CollectiveFailed: when a host has too little memory; on its ranks.
         """
         new = [(name, parameter) for name, parameter in named if parameter not in self._adopted]
         self.shared = [shared for shared in self.shared if shared.parameter() is not None]
@@ -211,7 +211,7 @@ def allocate(group: Group, nbytes: int) -> Tensor:
     Collective: the ranks of the host.
 
     Raises:
-        CollectiveError: when the host has too little memory; on all of them.
+        CollectiveFailed: when the host has too little memory; on all of them.
     """
     window = NodeWindow(group.node_comm, -(-max(1, nbytes) // group.node_comm.size), group.world)
     return torch.frombuffer(window.pieces[0].obj, dtype=torch.uint8)  # the pieces follow one another in one mapping

@@ -55,7 +55,7 @@ class NodeRanks(Ranks):
         store: as given. name: this rank's.
 
     Raises:
-        CollectiveError: when memory cannot be shared; on every rank.
+        CollectiveFailed: when memory cannot be shared; on every rank.
     """
 
     largest_tag = 2**31 - 1
@@ -310,7 +310,7 @@ def _share(store: Store, rank: int, size: int, nbytes: int, timeout_s: float) ->
     """Return memory that the ranks of a group share, a piece for each. Collective: they.
 
     Raises:
-        CollectiveError: the first rank's, when one cannot; on every rank.
+        CollectiveFailed: the first rank's, when one cannot; on every rank.
     """
     text, fd, pieces = "", -1, []
     try:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hpcdist
 from hpcdist.collectives.group import Group
-from hpcdist.errors import DesyncError, GradientError
+from hpcdist.errors import DesyncError, GradientError, NotFiniteError
 from hpcdist.program import owners, torch_hooks
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy.base import live_strategies
@@ -1225,7 +1225,7 @@ def test_debug_names_the_parameter_whose_gradient_is_not_finite(comm, monkeypatc
         model(rows).sum().backward()
 
     strategy.run(step, args=(torch.ones(1, 2),))
-    with pytest.raises(GradientError, match=r"NaN.*'\d\.weight'"):
+    with pytest.raises(NotFiniteError, match=r"NaN.*'\d\.weight'"):
         strategy.run(step, args=(torch.full((1, 2), value),))
 
 

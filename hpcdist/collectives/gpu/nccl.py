@@ -59,8 +59,8 @@ def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
         op: sum, min, max or product.
 
     Raises:
-        CollectiveError: for a buffer or op that NCCL cannot carry; on this rank only. When a peer fails: on every rank
-            that NCCL reports it to.
+        CollectiveError: for a buffer or op that NCCL cannot carry; on this rank only.
+        CollectiveFailed: when a peer fails; on every rank that NCCL reports it to.
         CollectiveTimeoutError: when a rank does not arrive; on those that did.
         ConfigurationError: as `communicator_of`; on every rank alike.
 
@@ -117,7 +117,7 @@ def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunica
 
     Raises:
         ConfigurationError: without cupy, NCCL or GPU, and for two ranks on one GPU; on every rank alike.
-        CollectiveError: when NCCL fails on a rank; on every rank alike.
+        CollectiveFailed: when NCCL fails on a rank; on every rank alike.
 
     Cost: to make: O(log P) messages, and NCCL's own.
     """
@@ -182,7 +182,7 @@ class NcclCommunicator:
         """Wait until what is queued on cupy's current stream is done.
 
         Raises:
-            CollectiveError: when NCCL reports that a peer failed; the communicator is then of no more use.
+            CollectiveFailed: when NCCL reports that a peer failed; the communicator is then of no more use.
             CollectiveTimeoutError: when the others do not arrive within the limit.
         """
         stream, waited_s = load_cupy().cuda.get_current_stream(), 0.0

@@ -192,3 +192,29 @@ def make_callback(library: Any, name: str, arguments: dict[str, Any]) -> Any:
         rates = arguments["rates"]
         return library.callbacks.LearningRateScheduler(lambda epoch, rate: float(rates[epoch]))
     return getattr(library.callbacks, name)(**arguments)
+
+
+def fit_and_evaluate(model: Any, program: Program, data: Data, library: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the history of fit, and an evaluation after it, of a compiled model.
+
+    Args:
+        model: of Keras or of hpcdist.
+        program: what fit is told.
+        data: what it is trained on.
+        library: keras or hpcdist, whose callbacks are taken.
+    """
+    x, y, weight = data.train
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weight,
+        batch_size=program.batch_size,
+        epochs=program.epochs,
+        shuffle=False,
+        verbose=0,
+        class_weight=None if program.class_weight is None else dict(program.class_weight),
+        validation_data=data.validation,
+        callbacks=[make_callback(library, name, arguments) for name, arguments in program.callbacks],
+    )
+    evaluated = model.evaluate(x, y, sample_weight=weight, batch_size=program.batch_size, verbose=0, return_dict=True)
+    return history.history, evaluated

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from oracle.fit_programs import Program, draw_data, make_callback
+from oracle.fit_programs import Program, draw_data, fit_and_evaluate
 from torch import nn
 
 import hpcdist
@@ -48,21 +48,8 @@ def run(program: Program, strategy: Any, options: dict[str, Any]) -> tuple[nn.Li
         loss = getattr(hpcdist.losses, program.loss)(**program.loss_arguments)
         model.compile(program.optimizer, loss, metrics, weighted_metrics=weighted, **options)
     model.learning_rate = program.rate
-    x, y, weight = data.train
-    history = model.fit(
-        x,
-        y,
-        sample_weight=weight,
-        batch_size=program.batch_size,
-        epochs=program.epochs,
-        shuffle=False,
-        verbose=0,
-        class_weight=None if program.class_weight is None else dict(program.class_weight),
-        validation_data=data.validation,
-        callbacks=[make_callback(hpcdist, name, arguments) for name, arguments in program.callbacks],
-    )
-    evaluated = model.evaluate(x, y, sample_weight=weight, batch_size=program.batch_size, verbose=0, return_dict=True)
-    return layer, history.history, evaluated
+    history, evaluated = fit_and_evaluate(model, program, data, hpcdist)
+    return layer, history, evaluated
 
 
 def _as_numbers(history: Any, evaluated: Any, kernel: Any, bias: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fit_programs import N_INPUTS, Program, draw_data, draw_program, make_callback
+from fit_programs import N_INPUTS, Program, draw_data, draw_program, fit_and_evaluate
 
 RECORDED = Path(__file__).resolve().with_name("fits.json.gz")
 N_PROGRAMS = 500
@@ -36,23 +36,10 @@ def run(program: Program) -> dict[str, Any]:
         weighted_metrics=[getattr(keras.metrics, name)(name=f"weighted_{name}") for name in program.weighted_metrics],
         run_eagerly=True,
     )
-    x, y, weight = data.train
-    history = model.fit(
-        x,
-        y,
-        sample_weight=weight,
-        batch_size=program.batch_size,
-        epochs=program.epochs,
-        shuffle=False,
-        verbose=0,
-        class_weight=None if program.class_weight is None else dict(program.class_weight),
-        validation_data=data.validation,
-        callbacks=[make_callback(keras, name, arguments) for name, arguments in program.callbacks],
-    )
-    evaluated = model.evaluate(x, y, sample_weight=weight, batch_size=program.batch_size, verbose=0, return_dict=True)
+    history, evaluated = fit_and_evaluate(model, program, data, keras)
     kernel, bias = layer.get_weights()
     return {
-        "history": {name: np.asarray(values, np.float64).tolist() for name, values in history.history.items()},
+        "history": {name: np.asarray(values, np.float64).tolist() for name, values in history.items()},
         "kernel": kernel.tolist(),
         "bias": bias.tolist(),
         "evaluated": {name: float(value) for name, value in evaluated.items()},

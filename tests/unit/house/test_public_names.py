@@ -66,9 +66,17 @@ def test_unknown_names_are_answered_with_the_valid_ones():
 def test_the_tree_in_errors_names_every_class():
     errors = importlib.import_module("hpcdist.errors")
     classes = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, HpcdistError)}
-    drawn = dict(re.findall(r"(\w+)\s+(\d+)  ", errors.__doc__))
-    assert set(drawn) == classes
-    assert {name: int(error_class(name).exit_code) for name in classes} == {n: int(c) for n, c in drawn.items()}
+    parents: dict[str, str] = {}
+    codes: dict[str, int] = {}
+    branch: list[str] = []  # from the root to the class of the line before
+    for edge, name, code in re.findall(r"^([ │├└─]*)(\w+) +(\d+)  ?\w", errors.__doc__, re.MULTILINE):
+        branch = [*branch[: len(edge) // 4], name]
+        parents[name] = branch[-2] if len(branch) > 1 else ""
+        codes[name] = int(code)
+    assert set(codes) == classes
+    assert {name: int(error_class(name).exit_code) for name in classes} == codes
+    del parents["HpcdistError"]
+    assert {name: error_class(name).__bases__[0].__name__ for name in parents} == parents
     assert error_class("os") is HpcdistError
     assert ExitCode.RUN_AGAIN == 75
 
