@@ -26,7 +26,7 @@ from hpcdist.cli.launcher import (
     request_here,
     require_no_launcher,
 )
-from hpcdist.cli.output import echo
+from hpcdist.cli.output import echo, printable
 from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import check_names, read_environment
 from hpcdist.cluster.slurm import node_names
@@ -185,7 +185,7 @@ def _run(
 ) -> int:
     """Run a command, again while it dies, at most `n_restarts` times; return the exit code."""
     for n_left in range(n_restarts, -1, -1):
-        echo(f"+ {text}", err=True)
+        _say(f"+ {text}")
         before = None if folder is None else read_decision(folder)
         code, is_interrupted = _launch(launcher, line, environ)
         after = None if folder is None else read_decision(folder)
@@ -194,7 +194,7 @@ def _run(
         is_again = action.verb == RESTART
         if action.why:
             again = f"; starting again, {n_left} restarts left" if is_again else ""
-            echo(f"hpcdist run: exit code {action.code}: {action.why}{again}", err=True)
+            _say(f"hpcdist run: exit code {action.code}: {action.why}{again}")
         if not is_again:
             break
     return action.code
@@ -276,9 +276,13 @@ def _say_what_came(number: int) -> None:
     """Say which signal came: the ranks get another one. Called in a signal handler."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the terminal is gone (SIGHUP)"}
     name = names.get(signal.Signals(number), signal.Signals(number).name)
-    text = f"hpcdist run: {name}: the ranks are asked to save and to end; Ctrl-C now ends them at once\n"
-    with contextlib.suppress(OSError):  # there may be no terminal any more
-        os.write(2, text.encode())
+    _say(f"hpcdist run: {name}: the ranks are asked to save and to end; Ctrl-C now ends them at once")
+
+
+def _say(text: str) -> None:
+    """Print a line on stderr, at once; on a terminal that is gone nothing, and the job goes on."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{printable(text)}\n".encode(errors="backslashreplace"))
 
 
 def read_decision(folder: Path) -> Decision | None:

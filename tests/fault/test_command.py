@@ -1,5 +1,6 @@
 """The command `hpcdist` with real jobs: `run` under both launchers, exit codes, restarts, signals; start-up times."""
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,21 @@ assert os.environ["RANK"] == str(strategy.rank)
 said = [strategy.rank, *(os.environ[name] for name in names), sys.argv[1:]]
 print(" ".join(map(str, said)) + "\\n", end="", flush=True)
 sys.exit(int(os.environ.get("LEAVE", 0)))
+"""
+
+ON_A_TERMINAL = """
+import os, pty, select, signal, sys
+from pathlib import Path
+
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.argv[2], sys.argv[2:])
+while not Path(sys.argv[1]).exists():
+    if select.select([terminal], [], [], 0.1)[0]:
+        print(os.read(terminal, 1 << 16).decode(errors="replace"), end="", flush=True)
+os.close(terminal)
+os.kill(pid, signal.SIGHUP)  # again, as shells do
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
@@ -105,6 +121,26 @@ def test_a_signal_saves_and_ends_with_75_and_no_restart(start, root, tmp_path, m
     asked = "SIGUSR1" if folder == ".venv-openmpi" and number == signal.SIGTERM else number.name
     assert f"exit code 75: {asked} on rank " in outcome.output or number == signal.SIGINT, outcome.output
     assert "starting again" not in outcome.output
+
+
+@pytest.mark.parametrize("folder", [".venv", ".venv-openmpi"], ids=["MPICH", "Open MPI"])
+def test_a_terminal_that_goes_lets_the_ranks_save(start, root, tmp_path, monkeypatch, nothing_left, folder):
+    """Neither the signals nor what the launcher prints there afterwards ends them."""
+    monkeypatch.chdir(root)
+    python = root / folder / "bin" / "python"
+    if not python.exists():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("make .venv-openmpi/test.installed")
+    (tmp_path / "terminal.py").write_text(ON_A_TERMINAL)
+    options = train(tmp_path / "run", "--epochs", 1000)
+    command = [python, "-m", "hpcdist", "run", "-n", 2, "--restarts", 3, *options]
+    job = start(0, command=[PYTHON, tmp_path / "terminal.py", tmp_path / "gone", *command])
+    job.wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*")))
+    (tmp_path / "gone").touch()
+    assert job.wait(60).code == 75
+    told = json.loads((tmp_path / "run" / "decision.json").read_text())
+    assert told["decision"] == "requeue"
+    assert " on rank " in told["reason"]
+    nothing_left(job)
 
 
 def test_an_unchanged_script_of_torch(run, tmp_path):
