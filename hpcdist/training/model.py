@@ -774,9 +774,10 @@ class Model(nn.Module):
         return {name: _number(mean) for name, mean in zip(own, means, strict=True)}
 
     def print_once(self, text: str) -> None:
-        """Print a line, on the chief alone."""
+        """Print a line, on the chief alone. One that cannot be written is dropped: it must not end a job."""
         if self.strategy.is_chief:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):
+                print(text, flush=True)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Standard error that cannot be written, as where the log is on a disk that is full: jobs end as they would, and saves
+"""Output that cannot be written, as where the log is on a disk that is full: jobs end as they would, and saves
 are made."""
 
 import json
@@ -43,6 +43,18 @@ for step in range(10 ** 6):
     if step == 3:
         handler.stop()
 """
+FITS = """
+import os, sys
+import torch
+import hpcdist
+
+with hpcdist.MultiWorkerMirroredStrategy().scope():
+    model = hpcdist.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+backup = hpcdist.callbacks.BackupAndRestore(sys.argv[1])
+model.fit(torch.ones(8, 2), torch.ones(8), batch_size=4, epochs=2, callbacks=[backup])
+"""
 
 
 @pytest.fixture
@@ -83,3 +95,10 @@ def test_a_stop_is_obeyed(run, tmp_path):
     assert told["reason"] == "stop() on rank 0"
     assert (tmp_path / "run" / "checkpoints" / f"step-{told['step']:08d}-0001.h5").exists()
     assert told["step"] > 4, "training continues within the grace period"
+
+
+@pytest.mark.parametrize("n_ranks", [1, pytest.param(2, marks=pytest.mark.sweep)])
+def test_lines_of_fit_are_dropped(start, tmp_path, n_ranks):
+    outcome = start(n_ranks, "-c", FITS, tmp_path / "run").wait(60)
+    assert outcome.code == 0, outcome.output
+    assert json.loads((tmp_path / "run" / "decision.json").read_text())["decision"] == "finished"
