@@ -158,7 +158,8 @@ def test_a_rank_that_makes_no_more_steps_is_found(comm):
     assert "the parameters" in text
 
 
-def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(comm, caplog):
+@pytest.mark.parametrize("n_steps_before", [0, 2 * SUMS_PER_SETTINGS], ids=["it has just stepped", "only its slice"])
+def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(comm, caplog, n_steps_before):
     program = Program()
     with program.strategy.scope():
         other = nn.Linear(3, 2)
@@ -166,6 +167,8 @@ def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(c
     kept = [other, optimizer] if comm.rank == 0 else []
     program.step()
     steps(other, optimizer, torch.ones(2, 3), SUMS_PER_SLICE)
+    for _ in range(n_steps_before):
+        program.step()
     del other, optimizer
     with caplog.at_level(logging.WARNING, "hpcdist"):
         for _ in range(3 * SUMS_PER_SLICE):

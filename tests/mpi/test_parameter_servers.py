@@ -10,6 +10,7 @@ import hpcdist
 from hpcdist.errors import ConfigurationError, GradientError, NotFiniteError, UsageError
 from hpcdist.runtime.step_flags import Request
 from hpcdist.strategy import parameter_server
+from hpcdist.training import optimizers
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -98,6 +99,7 @@ OPTIMIZERS = {
     ),
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    **{f"{name} of Keras": optimizers.with_rate(name, 0.05) for name in ("adam", "rmsprop", "adamax")},
 }
 
 

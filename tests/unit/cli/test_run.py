@@ -92,7 +92,13 @@ def test_settings_of_a_file_are_variables(hpcdist, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        *("[run]\ntimeout_s = 'x'", "[run]\ntimeout_s = true", "[run]\ntimeout_s = nan", "[run]\nlog = 'xml'"),
+        *(
+            "[run]\ntimeout_s = 'x'",
+            "[run]\ntimeout_s = true",
+            "[run]\ntimeout_s = nan",
+            "[run]\ntimeout_s = 0",
+            "[run]\nlog = 'xml'",
+        ),
         *("run = 3", "[runs]"),
     ],
 )

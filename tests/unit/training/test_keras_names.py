@@ -326,6 +326,19 @@ def test_foreign_callbacks_are_told_apart_by_their_classes():
     assert kinds == ["Foreign", "Other", "TerminateOnNaN"]
 
 
+def test_the_empty_hooks_of_keras_cost_nothing():
+    """A hook after batches makes fit read its numbers after each of them."""
+
+    class OfKeras(Foreign):
+        def on_batch_end(self, batch, logs=None):
+            raise AssertionError("called")
+
+    OfKeras.on_batch_end.__module__ = "keras.src.callbacks.callback"
+    OfKeras.on_train_batch_end = OfKeras.on_batch_end
+    assert not as_callbacks(OfKeras())[0].has_batch_hook()
+    assert as_callbacks(Foreign())[0].has_batch_hook()
+
+
 @pytest.mark.parametrize("given", ["EarlyStoping", 3, Foreign, object()])
 def test_what_has_no_hooks_is_no_callback(given):
     with pytest.raises(UsageError, match="expected callbacks, objects with hooks such as on_epoch_end"):
