@@ -210,7 +210,7 @@ def run_job(monkeypatch, job, launch, facts, nodes, answering):
     return len(seen)
 
 
-def test_hpcdist_run_obeys_the_rule(monkeypatch, tmp_path, capsys):
+def test_hpcdist_run_obeys_the_rule(monkeypatch, tmp_path, capfd):
     for launch, may_restart, is_interrupted in itertools.product(launches(), (False, True), (False, True)):
         if launch.decision == "another":  # there is no other job
             continue
@@ -218,7 +218,7 @@ def test_hpcdist_run_obeys_the_rule(monkeypatch, tmp_path, capsys):
         seen = run_command(monkeypatch, launch, launcher, tmp_path, int(may_restart), is_interrupted)
         expected = action_after(launch, Situation(RUN, may_restart=may_restart and not is_interrupted))
         assert (len(seen.launches) > 1) == (expected.verb == RESTART), launch
-        printed = capsys.readouterr().err
+        printed = capfd.readouterr().err
         if expected.verb != RESTART:
             assert seen.code == expected.code, launch
             assert expected.why in printed
