@@ -344,10 +344,13 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
         """Return (rows, ...) values."""
         classes = self._classes(y_true, y_pred)
         logs = y_pred if self.from_logits else _log_probabilities(y_pred, False)
-        flat = logs.reshape(-1, logs.shape[-1])
         ignored = _NO_CLASS if self.ignore_class is None else self.ignore_class
-        use = functional.cross_entropy if self.from_logits else functional.nll_loss
-        return use(flat, classes.reshape(-1), reduction="none", ignore_index=ignored).reshape(classes.shape)
+        formula = functional.cross_entropy if self.from_logits else functional.nll_loss
+        if logs.dim() == 2:  # each reshape would be a node of the graph
+            return formula(logs, classes, reduction="none", ignore_index=ignored)
+        flat_logs = logs.reshape(-1, logs.shape[-1])
+        values = formula(flat_logs, classes.reshape(-1), reduction="none", ignore_index=ignored)
+        return values.reshape(classes.shape)
 
     def _classes(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         if y_true.dim() == y_pred.dim() and y_true.shape[-1] == 1:

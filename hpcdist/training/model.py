@@ -50,11 +50,20 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class _Batch:
-    """The batch that is computed now: rows of all replicas, and whether outputs are checked. No state of the module."""
+class _StepState:
+    """The step that runs now. It lies apart from the module, whose own attributes are slow to set.
+
+    Attributes:
+        global_rows: number of rows on all replicas. None if no rank knows it.
+        must_check: whether outputs are checked.
+        is_training: whether this is the train_step.
+        has_own_call: whether the train_step has called `backward` or `step` of the model.
+    """
 
     global_rows: int | None = None
     must_check: bool = False
+    is_training: bool = False
+    has_own_call: bool = False
 
 
 _WHOLE = Piece()
@@ -106,11 +115,10 @@ class Model(nn.Module):
         self._regularizers: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
         self._added_losses: list[Any] = []
         self._class_weights: Tensor | None = None
-        self._batch = _Batch()
+        self._step_state = _StepState()
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
         self._n_pieces = 1
-        self._watches_steps = self._is_in_train_step = False
-        self._has_own_call = False  # of `backward` or `step`, in the step that runs
+        self._watches_steps = False
         self._half: torch.dtype | None = None
         self.steps_per_execution = 1
         self.loss_scale: LossScale | None = None
@@ -119,7 +127,7 @@ class Model(nn.Module):
     @property
     def batch_rows(self) -> int | None:
         """In a step: the rows of the batch on all replicas, to divide losses by; None where nobody knows them."""
-        return self._batch.global_rows
+        return self._step_state.global_rows
 
     @property
     def net(self) -> nn.Module:
@@ -341,14 +349,14 @@ class Model(nn.Module):
         """
         objective, piece = self.require_compiled("compute_loss"), _piece.get()
         counts = self._counts_of(y) if piece.counts is None else piece.counts
-        rows = objective.loss_of_rows(y, y_pred, sample_weight, self._batch.must_check, counts)
-        own_losses = self.losses
-        extra = torch.stack([torch.as_tensor(one).sum() for one in own_losses]).sum() if own_losses else None
+        rows = objective.loss_of_rows(y, y_pred, sample_weight, self._step_state.must_check, counts)
+        extra_losses = self.losses if self._regularizers or self._added_losses else []
+        extra = torch.stack([torch.as_tensor(loss).sum() for loss in extra_losses]).sum() if extra_losses else None
         objective.total.update_state(rows.detach() if extra is None else rows.detach() + extra.detach())
         if self.strategy.is_averaging:
             return (rows.mean() if len(rows) else rows.sum()) + (0 if extra is None else extra)
         n_replicas = self.strategy.n_replicas  # asynchronous workers, too, push their part of a round
-        global_rows = self._batch.global_rows
+        global_rows = self._step_state.global_rows
         n_rows = (piece.n_rows or len(rows)) * n_replicas if global_rows is None else global_rows
         total: Tensor = compute_average_loss(rows, global_batch_size=n_rows)
         return total if extra is None else total + extra * piece.share / n_replicas
@@ -417,12 +425,12 @@ class Model(nn.Module):
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of a loss, in a train_step of your own: scaled, where float16 needs it."""
-        self._has_own_call = True
+        self._step_state.has_own_call = True
         torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
 
     def step(self) -> None:
         """Let the optimizer step, in a train_step of your own, after `backward`: on clipped gradients, if asked for."""
-        self._has_own_call = True
+        self._step_state.has_own_call = True
         parameters = self.trainable_variables if self._changes_gradients else []
         if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
             return  # an overflow, which all ranks see
@@ -444,7 +452,7 @@ class Model(nn.Module):
 
     def _require_own_step(self, optimizer: Any, closure: Any) -> None:
         """Raise UsageError when an optimizer steps by itself, on gradients that are scaled, or not clipped."""
-        is_ours = optimizer is self.optimizer or self._is_in_train_step
+        is_ours = optimizer is self.optimizer or self._step_state.is_training
         if self._changes_gradients and is_ours and not _is_stepping.get():
             raise self._own_call_refusal(f"a step of {type(optimizer).__name__}")
 
@@ -473,7 +481,8 @@ class Model(nn.Module):
 
     def call_with(self, x: Any) -> Any:
         """Return the outputs for x: a tuple is several inputs, a dict inputs by name."""
-        self._added_losses[:] = [one for one in self._added_losses if callable(one)]
+        if self._added_losses:
+            self._added_losses[:] = [loss for loss in self._added_losses if callable(loss)]
         device = self._device
         x = x.to(device) if isinstance(x, Tensor) else map_nest(lambda one: one.to(device), x)
         is_empty = not self.training and inputs.is_empty(x)
@@ -494,9 +503,8 @@ class Model(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        for parameter in self.parameters():
-            return parameter.device
-        return self.strategy.device
+        parameter = _first_parameter(self)
+        return self.strategy.device if parameter is None else parameter.device
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, global_rows: int | None, must_check: bool = False
@@ -509,20 +517,22 @@ class Model(nn.Module):
             global_rows: of all replicas together; None where each knows its own only.
             must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
         """
-        self._batch.global_rows, self._batch.must_check = global_rows, must_check
-        is_training = step == self.train_step
+        state = self._step_state
+        state.global_rows = global_rows
+        state.must_check = must_check
+        state.is_training = is_training = step == self.train_step
+        state.has_own_call = False
         if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
-        self._has_own_call, self._is_in_train_step = False, is_training
         try:
-            found = self.strategy.run(step, args=(batch,))
+            returned = self.strategy.run(step, args=(batch,))
         finally:
-            self._is_in_train_step = False
-        if is_training and self._changes_gradients and not self._has_own_call:
+            state.is_training = False
+        if is_training and self._changes_gradients and not state.has_own_call:
             raise self._own_call_refusal("neither")
         if self.loss_scale is not None and is_training:
             self.loss_scale.update()
-        return found
+        return returned
 
     def _with_class_weights(self, step: Callable[[Any], Any], data: Any) -> Any:
         return step(inputs.with_class_weights(data, self._class_weights))
@@ -881,6 +891,18 @@ class _Evaluating:
         self._no_grad.__exit__(None, None, None)
         for module, is_training in self._modes.items():
             module.training = is_training
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """Return what `next(module.parameters())` would, in a tenth of its time: each step asks."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        parameter = None if child is None else _first_parameter(child)
+        if parameter is not None:
+            return parameter
+    return None
 
 
 def _number(value: Any) -> float:

@@ -33,12 +33,14 @@ class Objective:
     Attributes:
         total: the mean loss over the rows of an epoch.
         metrics: those of `compile`; after them, where several losses were given, the mean of each of these.
+        ignores_labels: whether a loss leaves out some labels.
     """
 
     def __init__(self, owner: str, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any) -> None:
         self._owner = owner
         self._loss: Any = None if loss is None else map_nest(losses.get, loss)
         self._loss_weights = loss_weights
+        self.ignores_labels = any(getattr(loss, "ignore_class", None) is not None for loss in leaves(self._loss))
         self.total = Mean("loss")
         self._of_loss = {key: Mean(f"{key}_loss") for key in _keys_of(self._loss)} if is_nest(self._loss) else {}
         self._judging = [*self._named(metrics, False), *self._named(weighted_metrics, True)]
@@ -83,11 +85,6 @@ class Objective:
                         f"takes none; give it as one of the metrics."
                     )
                 yield NamedMetric(name if key is None else f"{key}_{name}", metric, is_weighted, key)
-
-    @property
-    def ignores_labels(self) -> bool:
-        """Whether a loss leaves out some labels."""
-        return any(getattr(loss, "ignore_class", None) is not None for loss in leaves(self._loss))
 
     def counts(self, y: Any) -> dict[Any, tuple[int, int]]:
         """Return, by output, how many labels count and how many there are, for losses that leave out some.
