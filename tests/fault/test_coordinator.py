@@ -276,17 +276,17 @@ def test_a_stop_file_is_removed_although_a_function_hangs(start, tmp_path):
 
 @pytest.mark.feature("semantics.closure-watchdog")
 def test_without_a_worker_that_is_free_the_next_function_fails_too(start, tmp_path):
-    job = start(3, "-c", HUNG, tmp_path / "run", "join", 2, environ={"HPCDIST_TIMEOUT_S": "6"})
+    job = start(3, "-c", HUNG, tmp_path / "run", "join", 5, environ={"HPCDIST_TIMEOUT_S": "6"})
     outcome = job.wait(60)
-    assert "raised schedule: expected 'hangs' to end within closure_timeout_s=2 s" in outcome.output, outcome.output
-    assert "expected a worker that is free within closure_timeout_s=2 s, got 1 that run functions" in outcome.output
+    assert "raised schedule: expected 'hangs' to end within closure_timeout_s=5 s" in outcome.output, outcome.output
+    assert "expected a worker that is free within closure_timeout_s=5 s, got 1 that run functions" in outcome.output
 
 
 @pytest.mark.feature("semantics.closure-watchdog")
 def test_a_function_that_runs_too_long_fails_and_others_go_on(start, tmp_path, nothing_left):
-    job = start(4, "-c", HUNG, tmp_path / "run", "join", 2, environ={"HPCDIST_TIMEOUT_S": "6"})
+    job = start(4, "-c", HUNG, tmp_path / "run", "join", 5, environ={"HPCDIST_TIMEOUT_S": "6"})
     outcome = job.wait(60)
-    assert "raised schedule: expected 'hangs' to end within closure_timeout_s=2 s" in outcome.output, outcome.output
+    assert "raised schedule: expected 'hangs' to end within closure_timeout_s=5 s" in outcome.output, outcome.output
     assert "the other worker has made a step 4" in outcome.output
     assert outcome.code == 70, "the worker that hangs cannot leave"
     assert "have not ended within 6 s: ending the job" in outcome.output
