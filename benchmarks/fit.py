@@ -34,8 +34,10 @@ class ByHand:
         with strategy.scope():
             self._model = build(model)
             self._optimizer = adam(self._model)
-            self._loss, self._accuracy = hpcdist.metrics.Mean(), hpcdist.metrics.SparseCategoricalAccuracy()
-        self._strategy, self._batches = strategy, strategy.experimental_distribute_dataset(dataset)
+            self._loss = hpcdist.metrics.Mean()
+            self._accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
+        self._strategy = strategy
+        self._batches = strategy.experimental_distribute_dataset(dataset)
 
     def _step(self, images, labels):
         self._optimizer.zero_grad()
@@ -50,10 +52,10 @@ class ByHand:
         """Train for an epoch; return loss and accuracy."""
         for batch in self._batches:
             self._strategy.run(self._step, args=batch)
-        found = float(self._loss.result()), float(self._accuracy.result())
+        results = float(self._loss.result()), float(self._accuracy.result())
         self._loss.reset_state()
         self._accuracy.reset_state()
-        return found
+        return results
 
 
 class ByFit:
@@ -74,19 +76,18 @@ class ByFit:
 
 def main():
     args = parse_args()
-    torch.set_flush_denormal(True)  # Adam on labels learnt by heart meets denormals, which would triple every figure
+    torch.set_flush_denormal(True)  # Adam on memorized labels meets denormals, which are slow
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     rows = [torch.cat(parts) for parts in zip(*batches(BATCH, 0, 1), strict=True)]
-    rows = [torch.cat([one] * args.repeat) for one in rows]
+    rows = [torch.cat([column] * args.repeat) for column in rows]
     dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH)
     contenders = {"by hand": ByHand(strategy, dataset, args.model), "fit": ByFit(strategy, dataset, args.model)}
     times = {name: [] for name in (*contenders, "by hand again")}
     for number in range(args.rounds + 1):
-        found = {}
         for name in ("by hand", "fit", "by hand again"):
             strategy.barrier()
             started = time.perf_counter()
-            found[name] = contenders[name.removesuffix(" again")].epoch()
+            contenders[name.removesuffix(" again")].epoch()
             if number:  # the first one makes everything
                 times[name].append((time.perf_counter() - started) / (len(rows[0]) // BATCH))
     medians = {name: statistics.median(values) for name, values in times.items()}

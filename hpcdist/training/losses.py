@@ -201,8 +201,9 @@ class KLDivergence(Loss):
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
-        truth, found = _like(y_true, y_pred).clamp(_EPSILON, 1), y_pred.clamp(_EPSILON, 1)
-        return (truth * (truth / found).log()).sum(-1)
+        truth = _like(y_true, y_pred).clamp(_EPSILON, 1)
+        predictions = y_pred.clamp(_EPSILON, 1)
+        return (truth * (truth / predictions).log()).sum(-1)
 
 
 class _OfProbabilities(Loss):
@@ -227,28 +228,29 @@ class _OfProbabilities(Loss):
 
     def check(self, y_pred: Tensor) -> None:
         """Raise UsageError if predictions are surely not what `from_logits` says. Cost: they are read once."""
-        found = y_pred.detach()
-        if not found.numel() or not bool(torch.isfinite(found).all()):
+        predictions = y_pred.detach()
+        if not predictions.numel() or not bool(torch.isfinite(predictions).all()):
             return
-        is_inside = bool((found >= 0).all()) and bool((found <= 1).all())
-        are_probabilities = is_inside and bool(((self._sums(found) - 1).abs() < _SUM_TOLERANCE).all())
-        low, high = float(found.min()), float(found.max())
+        is_inside = bool((predictions >= 0).all()) and bool((predictions <= 1).all())
+        are_probabilities = is_inside and bool(((self._sums(predictions) - 1).abs() < _SUM_TOLERANCE).all())
+        low = float(predictions.min())
+        high = float(predictions.max())
         if not self.from_logits and not are_probabilities:
             raise UsageError(
                 f"{self.name}: expected probabilities, as it was made with from_logits=False, got outputs from "
                 f"{low:.3g} to {high:.3g}{'' if not is_inside else ' that do not add up to 1'}; use "
                 f"{_class_name(self)}(from_logits=True), or end the model with {self._activation}."
             )
-        if self.from_logits and are_probabilities and self._can_tell(found):
+        if self.from_logits and are_probabilities and self._can_tell(predictions):
             raise UsageError(
                 f"{self.name}: expected logits, as it was made with from_logits=True, got outputs from {low:.3g} to "
                 f"{high:.3g} that add up to 1 in each row; leave out the last {self._activation}, or use "
                 f"{_class_name(self)}()."
             )
 
-    def _can_tell(self, found: Tensor) -> bool:
+    def _can_tell(self, y_pred: Tensor) -> bool:
         """Return whether what looks like probabilities can hardly be logits."""
-        return found.shape[-1] > 1
+        return y_pred.shape[-1] > 1
 
 
 class BinaryCrossentropy(_OfProbabilities):
@@ -278,13 +280,13 @@ class BinaryCrossentropy(_OfProbabilities):
         truth = truth * (1 - self.label_smoothing) + 0.5 * self.label_smoothing
         if self.from_logits:
             return _mean_of_last(functional.binary_cross_entropy_with_logits(y_pred, truth, reduction="none"))
-        found = y_pred.clamp(_EPSILON, 1 - _EPSILON)
-        return _mean_of_last(-truth * found.log() - (1 - truth) * (1 - found).log())
+        probabilities = y_pred.clamp(_EPSILON, 1 - _EPSILON)
+        return _mean_of_last(-truth * probabilities.log() - (1 - truth) * (1 - probabilities).log())
 
     def _sums(self, y_pred: Tensor) -> Tensor:
         return torch.ones_like(y_pred)  # any number from 0 to 1 is a probability
 
-    def _can_tell(self, found: Tensor) -> bool:
+    def _can_tell(self, y_pred: Tensor) -> bool:
         return False
 
 
@@ -389,10 +391,10 @@ class _OfFunction(Loss):
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
-        found: Tensor = torch.as_tensor(self._function(y_true, y_pred))
-        if not found.dim():
+        values: Tensor = torch.as_tensor(self._function(y_true, y_pred))
+        if not values.dim():
             raise ValueError(f"{self.name} returned a single number, where one for each row is needed")
-        return found
+        return values
 
 
 #: Name -> loss.
@@ -412,39 +414,39 @@ NAMED: dict[str, Callable[[], Loss]] = {
 }
 
 
-def get(given: Any) -> Loss:
+def get(loss: Any) -> Loss:
     """Return the loss that is given by name, as a `Loss`, a loss module of torch, or a function (y_true, y_pred).
 
     Raises:
         UsageError: for an unknown name, which lists close ones; for anything else.
     """
-    if getattr(given, "reduction", None) == "sum":
+    if getattr(loss, "reduction", None) == "sum":
         raise UsageError(
             f"compile: expected a loss that is averaged over the rows of a batch, got reduction 'sum' of "
-            f"{type(given).__name__}; leave it out, and scale the learning rate."
+            f"{type(loss).__name__}; leave it out, and scale the learning rate."
         )
-    if isinstance(given, Loss):
-        return given
-    if isinstance(given, str):
-        made: Loss = named(given, NAMED, "loss")()
-        return made
-    if isinstance(given, nn.Module) and hasattr(given, "reduction"):
-        return _OfTorch(given)
-    if callable(given):
-        return _OfFunction(given)
-    raise UsageError(f"compile: expected a loss by name, or a function, got {type(given).__name__}; give one of these.")
+    if isinstance(loss, Loss):
+        return loss
+    if isinstance(loss, str):
+        named_loss: Loss = named(loss, NAMED, "loss")()
+        return named_loss
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        return _OfTorch(loss)
+    if callable(loss):
+        return _OfFunction(loss)
+    raise UsageError(f"compile: expected a loss by name, or a function, got {type(loss).__name__}; give one of these.")
 
 
-def named(name: str, known: dict[str, Any], kind: str) -> Any:
+def named(name: str, table: dict[str, Any], kind: str) -> Any:
     """Return what has a name, in the spelling of Keras: its class too, such as "MeanSquaredError".
 
     Raises:
         UsageError: for an unknown name; lists close ones.
     """
     for key in (name, snake_case(name), name.lower()):
-        if key in known:
-            return known[key]
-    close = difflib.get_close_matches(name.lower(), known, 4, 0.4) or sorted(known)
+        if key in table:
+            return table[key]
+    close = difflib.get_close_matches(name.lower(), table, 4, 0.4) or sorted(table)
     raise UsageError(f"compile: expected a known {kind}, got {name!r}; close ones are {', '.join(close)}.")
 
 

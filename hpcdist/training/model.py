@@ -57,7 +57,7 @@ class _StepState:
         global_rows: number of rows on all replicas. None if no rank knows it.
         must_check: whether outputs are checked.
         is_training: whether this is the train_step.
-        has_own_call: whether the train_step has called `backward` or `step` of the model.
+        has_own_call: whether the train_step has called the model's `backward` or `step`.
     """
 
     global_rows: int | None = None
@@ -223,7 +223,8 @@ class Model(nn.Module):
                 )
             self._objective = Objective(self.name, loss, loss_weights, metrics, weighted_metrics)
             self._objective.require_fitting(last_layer_of(self.net))
-        self.steps_per_execution, self._global_clipnorm = steps_per_execution, global_clipnorm
+        self.steps_per_execution = steps_per_execution
+        self._global_clipnorm = global_clipnorm
         self._n_pieces = gradient_accumulation_steps
         if self._changes_gradients and not self._watches_steps:
             self._watches_steps = True
@@ -234,9 +235,10 @@ class Model(nn.Module):
         """Raise UsageError for options that this strategy, this model or a train_step of its own does not have."""
         is_half = self.loss_scale is not None
         if isinstance(self.strategy, ParameterServerStrategy) and (is_half or global_clipnorm is not None):
-            given, cure = ("mixed_float16", "take mixed_bfloat16") if is_half else ("global_clipnorm", "leave it out")
+            option = "mixed_float16" if is_half else "global_clipnorm"
+            cure = "take mixed_bfloat16" if is_half else "leave it out"
             raise UsageError(
-                f"compile: expected no {given} with parameter servers, where no worker knows the sums of gradients, "
+                f"compile: expected no {option} with parameter servers, where no worker knows the sums of gradients, "
                 f"got it; {cure}."
             )
         if n_pieces > 1 and self.strategy.is_averaging:
@@ -259,7 +261,7 @@ class Model(nn.Module):
     def metrics(self) -> list[Any]:
         """The metrics that fit and evaluate reset, read and save: of `compile`; a subclass may return its own."""
         compiled = self._objective
-        return [] if compiled is None else [compiled.total, *(one.metric for one in compiled.metrics)]
+        return [] if compiled is None else [compiled.total, *(named_metric.metric for named_metric in compiled.metrics)]
 
     @property
     def metrics_names(self) -> list[str]:
@@ -287,16 +289,16 @@ class Model(nn.Module):
     def learning_rate(self, rate: float) -> None:
         before = self.learning_rate
         for group in self.optimizer.param_groups:
-            own = rate if group["lr"] == before or not before else group["lr"] * rate / before
+            new_rate = rate if group["lr"] == before or not before else group["lr"] * rate / before
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(own)
+                group["lr"].fill_(new_rate)
             else:
-                group["lr"] = own
+                group["lr"] = new_rate
 
     @property
     def trainable_variables(self) -> list[nn.Parameter]:
         """The parameters that are trained."""
-        return [one for one in self.parameters() if one.requires_grad]
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def require_compiled(self, call: str) -> Objective:
         """Return what the model was compiled with; raise UsageError before `compile`."""
@@ -335,7 +337,7 @@ class Model(nn.Module):
     @property
     def losses(self) -> list[Tensor]:
         """The losses of regularizers and `add_loss`, as they are now; for custom loops: `sum(model.losses)`."""
-        added = [one() if callable(one) else one for one in self._added_losses]
+        added = [loss() if callable(loss) else loss for loss in self._added_losses]
         return [*(make(parameter) for make, parameter in self._regularizers), *added]
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
@@ -347,7 +349,8 @@ class Model(nn.Module):
         Raises:
             UsageError: when outputs, labels and losses do not fit together.
         """
-        objective, piece = self.require_compiled("compute_loss"), _piece.get()
+        objective = self.require_compiled("compute_loss")
+        piece = _piece.get()
         counts = self._counts_of(y) if piece.counts is None else piece.counts
         rows = objective.loss_of_rows(y, y_pred, sample_weight, self._step_state.must_check, counts)
         extra_losses = self.losses if self._regularizers or self._added_losses else []
@@ -456,10 +459,10 @@ class Model(nn.Module):
         if self._changes_gradients and is_ours and not _is_stepping.get():
             raise self._own_call_refusal(f"a step of {type(optimizer).__name__}")
 
-    def _own_call_refusal(self, found: str) -> UsageError:
+    def _own_call_refusal(self, actual: str) -> UsageError:
         return UsageError(
             f"{self.name}: expected a train_step that calls self.backward(loss) and self.step(), as it is compiled "
-            f"with global_clipnorm or mixed_float16, got {found}; call them."
+            f"with global_clipnorm or mixed_float16, got {actual}; call them."
         )
 
     @staticmethod
@@ -484,22 +487,29 @@ class Model(nn.Module):
         if self._added_losses:
             self._added_losses[:] = [loss for loss in self._added_losses if callable(loss)]
         device = self._device
-        x = x.to(device) if isinstance(x, Tensor) else map_nest(lambda one: one.to(device), x)
+        x = map_nest(lambda leaf: leaf.to(device), x)
         is_empty = not self.training and inputs.is_empty(x)
         if is_empty:  # a last batch may leave nothing for this replica, and few modules take no rows
-            x = map_nest(lambda one: one.new_zeros((1, *one.shape[1:])), x)
+            x = map_nest(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), x)
         half = self._half
         try:
             with torch.autocast(device.type, half) if half else contextlib.nullcontext():
-                found = self(*x) if isinstance(x, (tuple, list)) else self(**x) if isinstance(x, dict) else self(x)
+                outputs = self._call_on(x)
         except (RuntimeError, IndexError, ValueError) as error:
             explanation = explained(self, error)
             if explanation is None:
                 raise
             raise explanation from error
         if is_empty:
-            found = map_nest(lambda one: one[:0], found)
-        return map_nest(as_float32, found) if half else found
+            outputs = map_nest(lambda leaf: leaf[:0], outputs)
+        return map_nest(as_float32, outputs) if half else outputs
+
+    def _call_on(self, x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return self(*x)
+        if isinstance(x, dict):
+            return self(**x)
+        return self(x)
 
     @property
     def _device(self) -> torch.device:
@@ -520,7 +530,8 @@ class Model(nn.Module):
         state = self._step_state
         state.global_rows = global_rows
         state.must_check = must_check
-        state.is_training = is_training = step == self.train_step
+        is_training = step == self.train_step
+        state.is_training = is_training
         state.has_own_call = False
         if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
@@ -581,7 +592,8 @@ class Model(nn.Module):
         Raises:
             UsageError: before `compile`; for arguments that do not fit together. DataError: for data without rows.
 
-        Cost: a step is that of a loop by hand; nothing is sent for metrics before an epoch ends.
+        Cost: a step takes a few hundredths longer than in a loop by hand (`benchmarks/fit.py`), and a call some
+        milliseconds; nothing is sent for metrics before an epoch ends.
         """
         self.require_compiled("fit")
         if isinstance(self.strategy, ParameterServerStrategy) and self.strategy.world.coordinator is not None:
@@ -617,18 +629,21 @@ class Model(nn.Module):
             options = FitOptions(
                 epochs, initial_epoch, steps_per_epoch, validation_steps, validated_epochs(validation_freq), verbose
             )
-            given = as_callbacks(callbacks)
-            self.history, self.stop_training, self._is_fitting = History(), False, True
+            callback_list = as_callbacks(callbacks)
+            self.history = History()
+            self.stop_training = False
+            self._is_fitting = True
             try:
-                Fit(self, train, validation, options, [*given, self.history]).run()
+                Fit(self, train, validation, options, [*callback_list, self.history]).run()
             finally:
-                self._class_weights, self._is_fitting = None, False
+                self._class_weights = None
+                self._is_fitting = False
         return self.history
 
-    def _validation(self, given: Any, batch_size: int | None) -> Any:
-        if given is None:
+    def _validation(self, validation_data: Any, batch_size: int | None) -> Any:
+        if validation_data is None:
             return None
-        parts = given if isinstance(given, (tuple, list)) else (given,)
+        parts = validation_data if isinstance(validation_data, (tuple, list)) else (validation_data,)
         if len(parts) > 3:
             raise UsageError(
                 f"fit: expected validation_data of (x, y) or (x, y, sample_weight), got {len(parts)} parts; "
@@ -660,19 +675,21 @@ class Model(nn.Module):
             sample_weight: as `fit`.
             callbacks: as `fit`.
             steps: batches; default: all of the data.
-            return_dict: see above.
+            return_dict: whether the values come as a dict by their names in logs.
         """
         self.require_compiled("evaluate")
         with self.strategy.scope():
             batches = inputs.distribute(self.strategy, x, y, sample_weight, batch_size=batch_size, call="evaluate")
             # an evaluation in a hook of fit leaves what metrics have seen in the epoch as it is
-            seen = [one.state_dict() for one in self.metrics] if self._is_fitting else []
+            seen = [metric.state_dict() for metric in self.metrics] if self._is_fitting else []
             logs = evaluation(self, batches, steps, as_callbacks(callbacks), verbose)
-            for one, state in zip(self.metrics, seen, strict=self._is_fitting):
-                one.reset_state()
-                one.load_state_dict(state)
+            for metric, state in zip(self.metrics, seen, strict=self._is_fitting):
+                metric.reset_state()
+                metric.load_state_dict(state)
+        if return_dict:
+            return logs
         values = list(logs.values())
-        return logs if return_dict else values[0] if len(values) == 1 else values
+        return values[0] if len(values) == 1 else values
 
     def predict(
         self,
@@ -765,8 +782,8 @@ class Model(nn.Module):
         metric = self.named_metrics().get(name)
         if metric is None or isinstance(metric, TorchMetric):
             return None
-        own = self.strategy.experimental_local_results(self.strategy.run(metric.result))
-        return sum(map(_number, own)) / len(own)
+        local_values = self.strategy.experimental_local_results(self.strategy.run(metric.result))
+        return sum(map(_number, local_values)) / len(local_values)
 
     def evaluating(self) -> "_Evaluating":
         """Turn gradients and training behaviour off in a block; on parameter servers all workers get equal values."""
@@ -776,12 +793,12 @@ class Model(nn.Module):
         """Return the mean over replicas of what a step returned that is no metric. Collective: chief and workers."""
         if not isinstance(values, Mapping) or isinstance(values, Results):
             return {}
-        known = self.named_metrics()
-        own = {name: value for name, value in sorted(values.items()) if name not in known}
-        if not own:
+        metric_names = self.named_metrics()
+        other_values = {name: value for name, value in sorted(values.items()) if name not in metric_names}
+        if not other_values:
             return {}
-        means = self.strategy.reduce_all(ReduceOp.MEAN, [_as_floats(value) for value in own.values()])
-        return {name: _number(mean) for name, mean in zip(own, means, strict=True)}
+        means = self.strategy.reduce_all(ReduceOp.MEAN, [_as_floats(value) for value in other_values.values()])
+        return {name: _number(mean) for name, mean in zip(other_values, means, strict=True)}
 
     def print_once(self, text: str) -> None:
         """Print a line, on the chief alone. One that cannot be written is dropped: it must not end a job."""
@@ -801,10 +818,14 @@ class Model(nn.Module):
         On parameter servers collective: the workers.
         """
         if not isinstance(weights, Mapping):
-            own = self.net.state_dict()
-            if len(weights) != len(own):
-                raise UsageError(f"set_weights: expected {len(own)} arrays, got {len(weights)}; see get_weights.")
-            weights = {name: torch.as_tensor(np.asarray(one)) for name, one in zip(own, weights, strict=True)}
+            current_state = self.net.state_dict()
+            if len(weights) != len(current_state):
+                raise UsageError(
+                    f"set_weights: expected {len(current_state)} arrays, got {len(weights)}; see get_weights."
+                )
+            weights = {
+                name: torch.as_tensor(np.asarray(array)) for name, array in zip(current_state, weights, strict=True)
+            }
             self.net.load_state_dict(weights)
         else:
             self.load_state_dict(weights)
@@ -876,7 +897,8 @@ class _Evaluating:
     """A block in which a model is evaluated."""
 
     def __init__(self, model: Model) -> None:
-        self._model, self._no_grad = model, torch.no_grad()
+        self._model = model
+        self._no_grad = torch.no_grad()
         self._modes: dict[nn.Module, bool] = {}
 
     def __enter__(self) -> None:
@@ -894,7 +916,7 @@ class _Evaluating:
 
 
 def _first_parameter(module: nn.Module) -> nn.Parameter | None:
-    """Return what `next(module.parameters())` would, in a tenth of its time: each step asks."""
+    """Return the first of `module.parameters()`. None if there is none. Each step asks, and that generator is slow."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter
@@ -914,5 +936,5 @@ def _as_floats(value: Any) -> Any:
     """Return numbers of a step as float64 tensors, of each replica."""
     values = getattr(value, "values", None)
     if isinstance(values, tuple):
-        return type(value)([torch.as_tensor(one).detach().double() for one in values])
+        return type(value)([torch.as_tensor(item).detach().double() for item in values])
     return torch.as_tensor(value).detach().double()

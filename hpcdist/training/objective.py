@@ -44,7 +44,10 @@ class Objective:
         self.total = Mean("loss")
         self._of_loss = {key: Mean(f"{key}_loss") for key in _keys_of(self._loss)} if is_nest(self._loss) else {}
         self._judging = [*self._named(metrics, False), *self._named(weighted_metrics, True)]
-        self.metrics = [*self._judging, *(NamedMetric(one.name, one, False, key) for key, one in self._of_loss.items())]
+        self.metrics = [
+            *self._judging,
+            *(NamedMetric(mean.name, mean, False, key) for key, mean in self._of_loss.items()),
+        ]
 
     @property
     def has_loss(self) -> bool:
@@ -64,27 +67,31 @@ class Objective:
                         f"{last_layer}; leave that layer out, or take a loss of probabilities."
                     )
 
-    def _named(self, given: Any, is_weighted: bool) -> Iterable[NamedMetric]:
+    def _named(self, metrics: Any, is_weighted: bool) -> Iterable[NamedMetric]:
         """Return the metrics that `compile` was given."""
-        given = [] if given is None else given
-        if isinstance(given, dict):
-            outputs: list[tuple[Any, Any]] = sorted(given.items())
-        elif isinstance(given, (list, tuple)) and any(isinstance(one, (list, tuple)) for one in given):
-            outputs = list(enumerate(given))
+        metrics = [] if metrics is None else metrics
+        if isinstance(metrics, dict):
+            outputs: list[tuple[Any, Any]] = sorted(metrics.items())
+        elif isinstance(metrics, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in metrics):
+            outputs = list(enumerate(metrics))
         else:
-            outputs = [(None, given)]
+            outputs = [(None, metrics)]
         for key, several in outputs:
-            loss = self._loss
-            if is_nest(loss):
-                loss = None if key is None or key not in _keys_of(loss) else loss[key]
-            for one in several if isinstance(several, (list, tuple)) else [several]:
-                name, metric = named_metrics.get(one, loss)
+            loss = self._loss_of(key)
+            for metric_or_name in several if isinstance(several, (list, tuple)) else [several]:
+                name, metric = named_metrics.get(metric_or_name, loss)
                 if is_weighted and isinstance(metric, TorchMetric):
                     raise UsageError(
                         f"compile: expected weighted_metrics that take weights, got {name!r} of torchmetrics, which "
                         f"takes none; give it as one of the metrics."
                     )
                 yield NamedMetric(name if key is None else f"{key}_{name}", metric, is_weighted, key)
+
+    def _loss_of(self, key: Any) -> Any:
+        """Return the loss of an output. None if it has none."""
+        if not is_nest(self._loss):
+            return self._loss
+        return self._loss[key] if key in _keys_of(self._loss) else None
 
     def counts(self, y: Any) -> dict[Any, tuple[int, int]]:
         """Return, by output, how many labels count and how many there are, for losses that leave out some.
@@ -93,10 +100,8 @@ class Objective:
         """
         counts: dict[Any, tuple[int, int]] = {}
         for key in _keys_of(y) if is_nest(y) else [None]:
-            loss = self._loss
-            if is_nest(loss):
-                loss = loss[key] if key in _keys_of(loss) else None
-            of_loss = None if loss is None else loss.counts(y if key is None else y[key])
+            loss = self._loss_of(key)
+            of_loss = None if loss is None else loss.counts(_entry(y, key))
             if of_loss is not None:
                 counts[key] = of_loss
         return counts
@@ -109,29 +114,29 @@ class Objective:
         Args:
             y: labels.
             y_pred: outputs.
-            sample_weight: of the rows; None: 1.
-            must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
-            counts: what `counts` returns, added up over all replicas. Rows are scaled so that their mean over the
+            sample_weight: one weight for each row. None if all weigh 1.
+            must_check: whether predictions are checked, such as for probabilities where logits are expected.
+            counts: the result of `counts`, summed over all replicas. Rows are scaled so that their mean over the
                 batch is the sum over the labels that count, divided by their number.
 
         Raises:
             UsageError: when outputs, labels and losses do not fit together.
         """
         parts = []
-        for key, loss, weight, truth, found in self._pairs(y, y_pred):
-            rows = loss.of_rows(truth, found, sample_weight)
+        for key, loss, weight, truth, predictions in self._pairs(y, y_pred):
+            rows = loss.of_rows(truth, predictions, sample_weight)
             n_counted, n_labels = counts.get(key, (0, 0))
             if n_counted:
                 rows = rows * (n_labels / n_counted)
             if must_check:
-                loss.check(found)
+                loss.check(predictions)
             if key in self._of_loss:
                 self._of_loss[key].update_state(rows.detach())
             parts.append(rows if weight == 1 else weight * rows)
         return functools.reduce(torch.add, parts)
 
     def _pairs(self, y: Any, y_pred: Any) -> list[tuple[Any, losses.Loss, float, Any, Tensor]]:
-        """Return of each output its key, loss and weight, and the labels and outputs that it compares."""
+        """Return one entry for each output: its key, loss, loss weight, labels and predictions."""
         if self._loss is None:
             raise UsageError(
                 f"{self._owner}: expected a loss in compile, or a train_step of a subclass that needs none, got "
@@ -139,27 +144,24 @@ class Objective:
             )
         if y is None:
             raise UsageError(f"{self._owner}: expected batches of (x, y), got x alone; give labels, or a train_step.")
-        given = self._loss_weights
+        loss_weights = self._loss_weights
         if not is_nest(self._loss) and not is_nest(y_pred):
-            return [(None, self._loss, 1.0 if given is None else float(leaves(given)[0]), y, y_pred)]
-        found = y_pred if is_nest(y_pred) else [y_pred]
+            weight = 1.0 if loss_weights is None else float(leaves(loss_weights)[0])
+            return [(None, self._loss, weight, y, y_pred)]
+        outputs = y_pred if is_nest(y_pred) else [y_pred]
+        pairs = []
         try:
-            return [
-                (
-                    key,
-                    self._loss[key] if is_nest(self._loss) else self._loss,
-                    1.0 if given is None else float(given[key]),
-                    y[key],
-                    found[key],
-                )
-                for key in _keys_of(found)
-            ]
+            for key in _keys_of(outputs):
+                loss = _entry(self._loss, key)
+                weight = 1.0 if loss_weights is None else float(loss_weights[key])
+                pairs.append((key, loss, weight, y[key], outputs[key]))
         except (KeyError, IndexError, TypeError):
             raise UsageError(
-                f"{self._owner}: expected a loss, a weight and labels for each output ({_keys_of(found)}), got losses "
-                f"{_keys_of(self._loss)}, weights {_keys_of(given)} and labels {_keys_of(y)}; give one of each under "
-                f"the same name or at the same place."
+                f"{self._owner}: expected a loss, a weight and labels for each output ({_keys_of(outputs)}), got "
+                f"losses {_keys_of(self._loss)}, weights {_keys_of(loss_weights)} and labels {_keys_of(y)}; give one "
+                f"of each under the same name or at the same place."
             ) from None
+        return pairs
 
     def update_metrics(self, y: Any, y_pred: Any, sample_weight: Any) -> None:
         """Update the metrics of `compile` by rows of this replica.
@@ -173,24 +175,30 @@ class Objective:
                     f"{self._owner}: expected metrics under the names or places of outputs, {_keys_of(y_pred)}, got "
                     f"{name!r}; give a dict or a list of lists."
                 )
-            truth, found = (y[key], y_pred[key].detach()) if is_nest(y_pred) else (y, y_pred.detach())
+            truth = y[key] if is_nest(y_pred) else y
+            predictions = _entry(y_pred, key).detach()
             if isinstance(metric, TorchMetric):
-                metric.update_state(found, truth)
+                metric.update_state(predictions, truth)
             elif is_weighted and sample_weight is not None:
-                metric.update_state(truth, found, sample_weight)
+                metric.update_state(truth, predictions, sample_weight)
             else:
-                metric.update_state(truth, found)
+                metric.update_state(truth, predictions)
 
     def by_name(self, metrics: Sequence[Any]) -> Mapping[str, Any]:
         """Return metrics by their names in logs; of those with the same name the later ones get a number."""
-        own = {id(one.metric): one.name for one in self.metrics}
-        found: dict[str, Any] = {}
+        names_by_id = {id(named_metric.metric): named_metric.name for named_metric in self.metrics}
+        metrics_by_name: dict[str, Any] = {}
         for metric in metrics:
-            name = own.get(id(metric)) or str(metric.name)
+            name = names_by_id.get(id(metric)) or str(metric.name)
             name = losses.snake_case(name) if name == type(metric).__name__ else name
-            alike = [name, *(f"{name}_{number}" for number in range(1, len(found) + 1))]
-            found[next(other for other in alike if other not in found)] = metric
-        return found
+            candidates = [name, *(f"{name}_{number}" for number in range(1, len(metrics_by_name) + 1))]
+            metrics_by_name[next(candidate for candidate in candidates if candidate not in metrics_by_name)] = metric
+        return metrics_by_name
+
+
+def _entry(nest: Any, key: Any) -> Any:
+    """Return the entry of a nest under a key, or the value itself if it is no nest."""
+    return nest[key] if is_nest(nest) else nest
 
 
 def _keys_of(nest: Any) -> Any:

@@ -178,6 +178,7 @@ def test_ranks_that_serve_end_with_a_chief_that_makes_no_coordinator(start, noth
     nothing_left(job)
 
 
+#: A worker's first step imports torch's compiler, which takes 2 s on a slow machine: limits are above that.
 HUNG = """
 import os, signal, sys, threading, time
 import hpcdist, torch
