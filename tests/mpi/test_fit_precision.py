@@ -356,6 +356,33 @@ def test_a_step_that_calls_neither(comm, rows):
         model.fit(*rows, batch_size=16, verbose=0)
 
 
+class NoSecondStep(hpcdist.Model):
+    """A model whose train_step calls `backward` and `step` of the model the first time only."""
+
+    n_steps = 0
+
+    def train_step(self, data):
+        x, y, _ = self.unpack(data)
+        loss = self.compute_loss(x, y, self(x))
+        self.n_steps += 1
+        if self.n_steps > 1:
+            loss.backward()
+        else:
+            self.backward(loss)
+            self.step()
+        return {}
+
+
+def test_each_step_calls_them_anew(comm, rows):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = NoSecondStep(nn.Linear(5, 1))
+        model.compile("sgd", "mse", global_clipnorm=1.0)
+    with pytest.raises(UsageError, match="got neither"):
+        model.fit(*rows, batch_size=16, verbose=0)
+    assert model.n_steps == 2
+
+
 def test_options_that_do_not_go_together(comm):
     mean = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     with mean.scope():
