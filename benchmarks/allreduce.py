@@ -102,7 +102,8 @@ def private_sets(n_elements, n_sets):
 def make_contenders(comm, nbytes, n_sets, algorithms):
     """Return the calls on private buffers: name -> contender."""
     n_elements = nbytes // 4
-    sets, received = private_sets(n_elements, n_sets), private_sets(n_elements, n_sets)
+    sets = private_sets(n_elements, n_sets)
+    received = private_sets(n_elements, n_sets)
     tensors = [torch.from_numpy(array) for array in sets]
     parameter = torch.nn.Parameter(torch.zeros(n_elements))
 
@@ -200,7 +201,8 @@ def time_all(args):
     comm = make_world().role_comm  # with it, a rank that fails ends all
     torch.set_num_threads(1)
     if args.quick:
-        args.rounds, args.seconds = min(args.rounds, 3), min(args.seconds, 2.0)
+        args.rounds = min(args.rounds, 3)
+        args.seconds = min(args.seconds, 2.0)
     environment = Environment(comm)
     is_nccl = args.device == "cuda" and torch.cuda.device_count() >= comm.size
     if args.device == "cuda":

@@ -18,7 +18,9 @@ from torch.nn.functional import cross_entropy
 import hpcdist
 from hpcdist.plan.blocks import ceiling_bounds
 
-N_REPLICAS, GLOBAL_BATCH, RANKS = 8, 37, (1, 2, 3, 4, 8)
+N_REPLICAS = 8
+GLOBAL_BATCH = 37
+RANKS = (1, 2, 3, 4, 8)
 
 
 class Tokens(nn.Module):

@@ -94,7 +94,8 @@ class Files:
 
 
 def timed(act):
-    cpu_before, started = cpu_s(), time.perf_counter()
+    cpu_before = cpu_s()
+    started = time.perf_counter()
     act()
     return time.perf_counter() - started, cpu_s() - cpu_before
 
@@ -154,7 +155,8 @@ def is_installed(name):
 
 
 def time_writes(model, folder, n_rounds):
-    files, saves = Files(folder), Saves(model, folder / "writes")
+    files = Files(folder)
+    saves = Saves(model, folder / "writes")
     contenders = {
         RAW: partial(files.block, write_raw, model),
         "torch.save and fsync": partial(files.block, write_torch, model),
@@ -187,7 +189,8 @@ class Training:
     """Blocks of training steps of one model, with a save at the start of each or without."""
 
     def __init__(self, folder, seconds):
-        self._model, self._data = build("wide"), batches(64, 0, 1)
+        self._model = build("wide")
+        self._data = batches(64, 0, 1)
         self._optimizer = adam(self._model)
         checkpoint = hpcdist.Checkpoint(model=self._model, optimizer=self._optimizer)
         self._manager = hpcdist.CheckpointManager(checkpoint, folder, max_to_keep=1)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 #: The same code on both sides must come out within these, else nothing of the case may be quoted.
-GATE_LOW, GATE_HIGH = 0.97, 1.03
+GATE_LOW = 0.97
+GATE_HIGH = 1.03
 #: Seconds after which it is said how far the rounds are, and again.
 SILENCE_S = 10.0
 #: What the second side of the gate is called: the name of the first and this.

@@ -39,9 +39,11 @@ def contenders(group):
 def time_one(group, call, tolerance, nbytes, seed):
     """Return seconds of the slowest rank, and the bytes that each host sent. Collective: `group.comm`."""
     rows = [np.random.default_rng([seed, rank]).random(nbytes // 4, np.float32) for rank in range(group.size)]
-    array, total = rows[group.rank].copy(), np.sum(rows, axis=0, dtype=np.float64)
+    array = rows[group.rank].copy()
+    total = np.sum(rows, axis=0, dtype=np.float64)
     group.comm.Barrier()
-    sent, started = bytes_sent(), time.perf_counter()
+    sent = bytes_sent()
+    started = time.perf_counter()
     call(array)
     taken_s = time.perf_counter() - started
     group.comm.Barrier()
@@ -52,8 +54,10 @@ def time_one(group, call, tolerance, nbytes, seed):
 
 
 def main():
-    repeats, sizes = int(sys.argv[1]), [int(text) for text in sys.argv[2:]]
-    group, rows = group_of(make_world().role_comm), []
+    repeats = int(sys.argv[1])
+    sizes = [int(text) for text in sys.argv[2:]]
+    group = group_of(make_world().role_comm)
+    rows = []
     for nbytes in sizes:
         ways = contenders(group)
         found = {name: [] for name in ways}

@@ -22,10 +22,13 @@ def timed_block(comm: MPI.Comm, run: Callable[[], None], n_calls: int) -> tuple[
     Collective: `comm`. `run` makes `n_calls` calls; all ranks enter it together.
     """
     comm.Barrier()
-    cpu_before, started = cpu_s(), time.perf_counter()
+    cpu_before = cpu_s()
+    started = time.perf_counter()
     run()
-    wall, cpu = time.perf_counter() - started, cpu_s() - cpu_before
-    slowest, total = np.array([wall]), np.array([cpu])
+    wall = time.perf_counter() - started
+    cpu = cpu_s() - cpu_before
+    slowest = np.array([wall])
+    total = np.array([cpu])
     comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
     comm.Allreduce(MPI.IN_PLACE, total, MPI.SUM)
     return float(slowest[0]) / n_calls, float(total[0]) / n_calls

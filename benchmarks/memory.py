@@ -61,7 +61,8 @@ def build(width, n_layers, is_sharded):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     with strategy.scope():
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(n_layers)))
-        kind, options = torch.optim.Adam, {"lr": 1e-3, "fused": True}
+        kind = torch.optim.Adam
+        options = {"lr": 1e-3, "fused": True}
         if is_sharded:
             return model, hpcdist.optim.ZeroRedundancyOptimizer(model.parameters(), kind, **options)
         return model, kind(model.parameters(), **options)

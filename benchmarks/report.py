@@ -28,7 +28,8 @@ def table(one: dict[str, Any]) -> str:
     The factor is how many times faster than the strongest baseline, with its 95 % interval; the difference is in time.
     Where the gate is not passed there is no factor.
     """
-    samples, first = one["samples"], strongest(one["samples"], one["baselines"])
+    samples = one["samples"]
+    first = strongest(one["samples"], one["baselines"])
     ratio = gate_ratio(samples)
     shown = [name for name in samples if not name.endswith(AGAIN)]
     shown.sort(key=lambda name: (name != first, float(np.median(per_round(samples[name])))))

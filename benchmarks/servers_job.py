@@ -82,7 +82,8 @@ def coordinate(args):
     with strategy.scope():
         model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    coordinator, n_rows = hpcdist.ClusterCoordinator(strategy), args.batch
+    coordinator = hpcdist.ClusterCoordinator(strategy)
+    n_rows = args.batch
     batch = coordinator.create_per_worker_resource(lambda: (torch.randn(n_rows, 784), torch.randint(0, 10, (n_rows,))))
 
     def step(batch):

@@ -81,7 +81,8 @@ def rounds_s(rounds, link, n_hosts, n_ranks, n_flows):
 
 def ring_s(n_hosts, n_ranks, nbytes, links):
     """Follow the rank at the end of a host, which sends to the next one: a ring leaves each host by one link."""
-    size, rank = n_hosts * n_ranks, n_ranks - 1
+    size = n_hosts * n_ranks
+    rank = n_ranks - 1
     sent = (
         (n_ranks, 4 * sum(one.stop - one.start for one in turn.sends), 1) for turn in plan_ring(size, rank, nbytes // 4)
     )
@@ -137,9 +138,12 @@ def lanes_s(n_hosts, n_ranks, nbytes, link, is_ordered=False, chunk=None):
     if chunk is None:
         small, large = (lanes_s(n_hosts, n_ranks, one, link, chunk=1 << 20) for one in (16 << 10, 256 << 10))
         chunk = chunk_bytes(nbytes, max(1e-12, (large - small) / (240 << 10)))
-    n_rows, others = rows_sent(n_hosts, n_ranks, is_ordered), n_hosts - 1
+    n_rows = rows_sent(n_hosts, n_ranks, is_ordered)
+    others = n_hosts - 1
     sizes = [min(chunk, nbytes - start) for start in range(0, nbytes, chunk)]
-    cpu_s, wire_s, arrives = 0.0, 0.0, {}
+    cpu_s = 0.0
+    wire_s = 0.0
+    arrives = {}
     for step in range(len(sizes) + 2):
         for phase, number in enumerate((step, step - 1, step - 2)):
             if not 0 <= number < len(sizes):
@@ -167,7 +171,8 @@ def fit(rows, message_s):
         errors = [math.log(predict(row, link) / row["seconds"]) for row in rows]
         return sum(error * error for error in errors)
 
-    best, factor = [2e-4, 1e-8], 2.0
+    best = [2e-4, 1e-8]
+    factor = 2.0
     while factor > 1.002:
         tried = [
             [value * (scale if place == index else 1) for place, value in enumerate(best)]
@@ -207,7 +212,8 @@ def run_job(sizes, repeats=7):
     from hpcdist.runtime.mpi import MPI
     from hpcdist.runtime.process import make_world
 
-    comm, rows = make_world().role_comm, []
+    comm = make_world().role_comm
+    rows = []
     for nbytes in sizes:
         for algorithm in ALGORITHMS:
             times = []
@@ -227,7 +233,8 @@ def run_job(sizes, repeats=7):
 def time_messages(comm, n_messages=2000):
     """Return the CPU-seconds that sending and receiving a small message takes rank 0. Collective: `comm`."""
     sent, received = np.zeros((2, n_messages, 16), np.uint8)
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    after = (comm.rank + 1) % comm.size
+    before = (comm.rank - 1) % comm.size
     comm.Barrier()
     started = time.process_time()
     requests = [comm.Irecv(row, before) for row in received] + [comm.Isend(row, after) for row in sent]
@@ -269,7 +276,8 @@ def predictions(links, n_ranks, nbytes, compute_s):
                 found = hierarchical_s(n_hosts, 6, nbytes, links, is_ordered)
                 times[f"HIERARCHICAL, as many hosts of 6 ranks, {name}"] = found
         taken_s = times.get("HIERARCHICAL", 2 * nbytes * links["RING"].local_byte_s)
-        weak, strong = step_s(compute_s, taken_s), step_s(2 * compute_s / size, taken_s)
+        weak = step_s(compute_s, taken_s)
+        strong = step_s(2 * compute_s / size, taken_s)
         rows.append({"ranks": size, **times, "step, weak scaling": weak, "step, strong scaling": strong})
     return rows
 
@@ -312,7 +320,9 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     measured = json.loads(args.link.read_text()) if args.link else measure(args)
     (args.out / "measured.json").write_text(json.dumps(measured, indent=1))
-    rows, message_s, links = measured["rows"], measured["message_s"], {}
+    rows = measured["rows"]
+    message_s = measured["message_s"]
+    links = {}
     for name in ALGORITHMS:
         fitted = [row for row in rows if (row["hosts"], row["nbytes"]) in FITTED and row["algorithm"] == name]
         links[name] = link = fit(fitted, message_s)

@@ -42,7 +42,8 @@ from hpcdist.runtime.process import make_world
 
 #: Steps before any timing, after which contenders must agree with plain torch on whole batches; and how closely.
 N_CHECKED_STEPS = 10
-LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
+LOSS_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 1e-3
 #: Of the largest gradient.
 GRADIENT_TOLERANCE = 0.02
 
@@ -66,7 +67,10 @@ class Trainer:
     """One contender: its model, its optimizer, and where it is in the data."""
 
     def __init__(self, name, args, comm, data):
-        self.name, self._comm, self._data, self._n_taken = name, comm, data, 0
+        self.name = name
+        self._comm = comm
+        self._data = data
+        self._n_taken = 0
         before = watches()
         self.model, self._optimizer = ALL[name](args.model, args.device, comm)
         own = watches() - before

@@ -75,7 +75,8 @@ def frames_of_steps(strategy, n_hidden):
     with strategy.scope():
         model = mlp(n_hidden)
         optimizer = torch.optim.Adam(model.parameters())
-    rows, labels = torch.randn(32, 784), torch.zeros(32, dtype=torch.int64)
+    rows = torch.randn(32, 784)
+    labels = torch.zeros(32, dtype=torch.int64)
     walk = Walk()
     for step in range(2 + N_STEPS):
         loss = nn.functional.cross_entropy(model(rows), labels)
@@ -126,7 +127,8 @@ def walk_a_save():
         checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer)
         manager = hpcdist.CheckpointManager(checkpoint, folder)
         manager.save(1)
-        save, restore = Walk(), Walk()
+        save = Walk()
+        restore = Walk()
         with save.recording():
             manager.save(2, blocking=True)
         with restore.recording():

@@ -42,7 +42,8 @@ def main():
     with strategy.scope():
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        mean_loss, accuracy = hpcdist.metrics.Mean(), hpcdist.metrics.SparseCategoricalAccuracy()
+        mean_loss = hpcdist.metrics.Mean()
+        accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
     coordinator = hpcdist.ClusterCoordinator(strategy)
 
     def make_batches():  # on each worker
@@ -89,7 +90,9 @@ def main():
                 for first in range(0, n_left, STEPS_PER_CALL):
                     coordinator.schedule(train_steps, args=(iterator, min(STEPS_PER_CALL, n_left - first)))
                 coordinator.join()  # saves, and stops on request
-            loss, right, step = float(mean_loss.result()), evaluate(), handler.total_run_calls
+            loss = float(mean_loss.result())
+            right = evaluate()
+            step = handler.total_run_calls
             print(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  accuracy {right:.4f}", flush=True)
             metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
             mean_loss.reset_state()

@@ -63,7 +63,8 @@ def main():
 
     for epoch in range(args.epochs):
         model.train()
-        total, n_batches = 0.0, 0
+        total = 0.0
+        n_batches = 0
         for batch in train_batches:
             total += strategy.reduce("sum", strategy.run(train_step, args=batch), axis=None).item()
             n_batches += 1

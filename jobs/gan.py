@@ -43,7 +43,8 @@ def main():
     batches = strategy.experimental_distribute_dataset(dataset)
 
     with strategy.scope():
-        generator, discriminator = build_generator(), build_discriminator()
+        generator = build_generator()
+        discriminator = build_discriminator()
         generator_optimizer = torch.optim.Adam(generator.parameters(), lr=2e-3)
         discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=1e-3)
 

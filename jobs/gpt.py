@@ -51,7 +51,8 @@ def load_text(n_bytes):
     """Return the first characters of Python's library, as numbers."""
     folder = Path(os.__file__).parent
     files = sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py"))
-    parts, n_read = [], 0
+    parts = []
+    n_read = 0
     for file in files:
         if n_read >= n_bytes:
             break
@@ -73,8 +74,10 @@ class Block(nn.Module):
     def __init__(self, width, n_heads):
         super().__init__()
         self.n_heads = n_heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
@@ -91,9 +94,11 @@ class GPT(nn.Module):
 
     def __init__(self, context, width, n_layers, n_heads):
         super().__init__()
-        self.characters, self.places = nn.Embedding(N_CHARACTERS, width), nn.Embedding(context, width)
+        self.characters = nn.Embedding(N_CHARACTERS, width)
+        self.places = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, n_heads) for _ in range(n_layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, N_CHARACTERS)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, N_CHARACTERS)
 
     def forward(self, x):
         """Return the logits."""
@@ -103,7 +108,8 @@ class GPT(nn.Module):
 
 def write(model, prompt, context, n_characters=160):
     """Return the prompt and what follows it; every rank draws the same."""
-    text, draws = [ord(one) for one in prompt], np.random.default_rng(1)
+    text = [ord(one) for one in prompt]
+    draws = np.random.default_rng(1)
     for _ in range(n_characters):
         logits = model.predict_on_batch(np.array([text[-context:]]))[0, -1].astype(np.float64)
         chances = np.exp(logits - logits.max())

@@ -12,7 +12,11 @@ from torch import nn
 
 import hpcdist
 
-ROWS, GLOBAL_BATCH, EPOCHS, LEARNING_RATE, DECAY = 100, 10, 5, 0.01, 1e-4
+ROWS = 100
+GLOBAL_BATCH = 10
+EPOCHS = 5
+LEARNING_RATE = 0.01
+DECAY = 1e-4
 
 
 def main():

@@ -96,7 +96,8 @@ def main():
     with strategy.scope():
         model = MODELS[args.model](*train[0].shape[2:])
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        mean_loss, accuracy = hpcdist.metrics.Mean(), hpcdist.metrics.SparseCategoricalAccuracy()
+        mean_loss = hpcdist.metrics.Mean()
+        accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
     dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=args.seed).batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
     test_batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(test).batch(512))
@@ -114,12 +115,8 @@ def main():
             print(text, flush=True)
             append(args.run_dir / "train.log", text)
 
-    path = handler.restored_path
-    report(
-        f"{strategy.num_replicas_in_sync} replicas; "
-        + (f"resuming from {path}" if path else "new run")
-        + f", on {strategy.device.type}"
-    )
+    beginning = f"resuming from {handler.restored_path}" if handler.restored_path else "new run"
+    report(f"{strategy.num_replicas_in_sync} replicas; {beginning}, on {strategy.device.type}")
 
     def train_step(images, labels):
         optimizer.zero_grad()
@@ -147,7 +144,9 @@ def main():
             if epoch == batches.epoch:  # otherwise a stop came after its last step and before its record
                 for batch in batches:
                     handler.run(strategy.run, train_step, args=batch)
-            loss, right, step = float(mean_loss.result()), evaluate(), handler.total_run_calls
+            loss = float(mean_loss.result())
+            right = evaluate()
+            step = handler.total_run_calls
             report(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {right:.4f}")
             metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
             mean_loss.reset_state()

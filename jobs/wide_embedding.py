@@ -69,14 +69,16 @@ def main():
         head_optimizer.step()
         return losses.detach().mean()
 
-    started, losses = time.perf_counter(), []
+    started = time.perf_counter()
+    losses = []
     for batch in batches:
         losses.append(float(strategy.run(train_step, args=batch)))
         if len(losses) == WARM_UP_STEPS:
             started = time.perf_counter()
     seconds = time.perf_counter() - started
     if strategy.is_chief:
-        first, last = sum(losses[:20]) / 20, sum(losses[-20:]) / 20
+        first = sum(losses[:20]) / 20
+        last = sum(losses[-20:]) / 20
         kind = f"{args.strategy}, {'dense' if args.dense else 'sparse'}"
         print(
             f"{kind}: loss {first:.4f} to {last:.4f}, {(args.steps - WARM_UP_STEPS) / seconds:.1f} steps/s", flush=True

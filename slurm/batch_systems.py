@@ -49,7 +49,8 @@ def facts_of_slurm(text: str, now_s: float) -> Facts:
     def number(name: str) -> int | None:
         return int(fields[name]) if fields.get(name, "").isdecimal() else None
 
-    state, preempted_s = fields.get("JobState", ""), number("PreemptTime")
+    state = fields.get("JobState", "")
+    preempted_s = number("PreemptTime")
     return Facts(
         state,
         is_ending=state in ("CANCELLED", "COMPLETING") and fields.get("Reason") != "TimeLimit",

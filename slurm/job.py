@@ -349,8 +349,10 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     successor = ""
     if arguments[:1] == ["--successor"]:
-        successor, arguments = arguments[1], arguments[2:]
-    job, code = Job(os.environ, successor), 1
+        successor = arguments[1]
+        arguments = arguments[2:]
+    job = Job(os.environ, successor)
+    code = 1
     try:
         code = begin(job, arguments) or job.train(arguments)
     finally:

@@ -88,7 +88,8 @@ class RunFolder:
 
     def _read(self) -> Decision:
         with open(os.path.join(self.path, "decision.json")) as file:  # on NFS, opening it refreshes what `fstat` says
-            text, status = file.read(), os.fstat(file.fileno())
+            text = file.read()
+            status = os.fstat(file.fileno())
         content: dict[str, Any] = json.loads(text)
         stamp = (status.st_ino, status.st_mtime_ns, text)
         return Decision(str(content["decision"]), str(content["reason"]), str(content["job"]), stamp)

@@ -36,9 +36,11 @@ def time_rounds(train: Callable[[int], float], args: argparse.Namespace, n_proce
     first = train(1)
 
     def block() -> tuple[float, float]:
-        started, cpu_before = time.perf_counter(), _cpu_s()
+        started = time.perf_counter()
+        cpu_before = _cpu_s()
         block.loss = train(args.steps)
-        wall, cpu = time.perf_counter() - started, _cpu_s() - cpu_before
+        wall = time.perf_counter() - started
+        cpu = _cpu_s() - cpu_before
         return wall / args.steps, cpu / args.steps * n_processes
 
     block()

@@ -20,7 +20,8 @@ def main():
     args = parser(__doc__).parse_args()
     hvd.init()
     torch.set_num_threads(1)
-    model, data = build(args.model), batches(args.batch, hvd.rank(), hvd.size())
+    model = build(args.model)
+    data = batches(args.batch, hvd.rank(), hvd.size())
     optimizer = hvd.DistributedOptimizer(adam(model), named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

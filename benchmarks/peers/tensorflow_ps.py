@@ -55,7 +55,8 @@ def coordinate(args):
             + [tf.keras.layers.Dense(10)]
         )
         variables = model.trainable_variables
-    images, labels = tf.random.normal((32, 784)), tf.random.uniform((32,), 0, 10, tf.int32)
+    images = tf.random.normal((32, 784))
+    labels = tf.random.uniform((32,), 0, 10, tf.int32)
 
     @tf.function
     def step():

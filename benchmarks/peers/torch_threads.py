@@ -18,7 +18,8 @@ def main():
     options.add_argument("--threads", type=int, default=2)
     args = options.parse_args()
     torch.set_num_threads(args.threads)
-    model, data = build(args.model), batches(args.batch, 0, 1)
+    model = build(args.model)
+    data = batches(args.batch, 0, 1)
     optimizer = adam(model)
 
     def train(n_steps):

@@ -291,7 +291,8 @@ def _write_blocks(disk: Disk, descriptor: int, blocks: Iterable[Block]) -> None:
 
 def _write_block(disk: Disk, descriptor: int, block: memoryview, offset: int) -> int:
     """Write a whole block, bypassing the page cache while the rest is aligned; return the bytes in the cache."""
-    is_offered, n_cached = True, 0
+    is_offered = True
+    n_cached = 0
     while block:
         is_direct = is_offered and _set_direct(descriptor, (len(block) | offset) % ALIGNMENT_BYTES == 0)
         try:
@@ -301,7 +302,8 @@ def _write_block(disk: Disk, descriptor: int, block: memoryview, offset: int) ->
                 raise
             is_offered = _set_direct(descriptor, False)  # the device's blocks are larger than ALIGNMENT_BYTES
             continue
-        block, offset = block[done:], offset + done
+        block = block[done:]
+        offset = offset + done
         n_cached += 0 if is_direct else done
     return n_cached
 
@@ -343,7 +345,8 @@ def append_line(disk: Disk, path: Path, line: str) -> None:
         data = memoryview((b"\n" if is_torn else b"") + line.encode() + b"\n")
         while data:
             done = disk.write(descriptor, data, offset)
-            data, offset = data[done:], offset + done
+            data = data[done:]
+            offset = offset + done
         disk.sync(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is raised

@@ -36,7 +36,8 @@ class Header:
 
     def to_bytes(self) -> bytes:
         """Return the first `HEADER_BYTES` of the file."""
-        index, digests = (self.index_offset, self.index_nbytes), (self.arrays_digest, self.index_digest)
+        index = (self.index_offset, self.index_nbytes)
+        digests = (self.arrays_digest, self.index_digest)
         line = json.dumps({"format": FORMAT, "nbytes": self.nbytes, "index": index, "xxh3_128": digests})
         return f"{line}\n{_digest(line)}\n".encode().ljust(HEADER_BYTES, b"\0")
 
@@ -54,7 +55,8 @@ def parse_header(data: bytes, path: Path) -> Header:
             raise ValueError("other bytes than were committed")
         said = json.loads(line)
         _check_format(said["format"], path)
-        (index_offset, index_nbytes), (arrays_digest, index_digest) = said["index"], said["xxh3_128"]
+        (index_offset, index_nbytes) = said["index"]
+        (arrays_digest, index_digest) = said["xxh3_128"]
         header = Header(said["nbytes"], index_offset, index_nbytes, arrays_digest, index_digest)
         if header.to_bytes() != data or not _is_sound(header):
             raise ValueError(line[:80])

@@ -46,14 +46,16 @@ class FileImage:
             CheckpointError: if memory is insufficient.
         """
         if len(self._bytes) < nbytes:
-            self._room, self._bytes = memoryview(b""), np.empty(0, np.uint8)
+            self._room = memoryview(b"")
+            self._bytes = np.empty(0, np.uint8)
             room = _take(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # only advice: kernels without huge pages refuse it
                     room.madvise(mmap.MADV_HUGEPAGE)  # makes copies 10 % faster
             self._room = memoryview(room)
             self._bytes = np.frombuffer(self._room, np.uint8)
-        self.nbytes, self.index = nbytes, (index_offset, index_nbytes)
+        self.nbytes = nbytes
+        self.index = (index_offset, index_nbytes)
 
     def put(self, offset: int, values: npt.NDArray[Any]) -> None:
         """Copy an array of any shape and strides to an offset in the file, in C order."""
@@ -92,11 +94,14 @@ class FileImage:
 
     def blocks(self) -> Iterator[Block]:
         """Yield (offset, content) of all blocks of the file. The header, which holds their digests, comes last."""
-        of_arrays, of_index = xxhash.xxh3_128(), xxhash.xxh3_128()
-        start, whole = HEADER_BYTES, self.nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        of_arrays = xxhash.xxh3_128()
+        of_index = xxhash.xxh3_128()
+        start = HEADER_BYTES
+        whole = self.nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         while start < self.nbytes:
             end = min(start + BLOCK_BYTES, whole) if start < whole else self.nbytes
-            block, n_of_arrays = self._room[start:end], max(self.index[0] - start, 0)
+            block = self._room[start:end]
+            n_of_arrays = max(self.index[0] - start, 0)
             of_arrays.update(block[:n_of_arrays])
             of_index.update(block[n_of_arrays:])
             self.n_blocks += 1

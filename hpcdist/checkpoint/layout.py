@@ -120,7 +120,8 @@ def _make_dataset(file: h5py.File, path: str, dtype: np.dtype[Any], shape: tuple
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(dtype, logical=True)
+    space = h5py.h5s.create_simple(shape)
+    kind = h5py.h5t.py_create(dtype, logical=True)
     made = h5py.h5d.create(file.id, path.encode(), kind, space, creation, links)
     return made.get_offset() if 0 not in shape else 0
 
@@ -149,7 +150,8 @@ def _is_path(name: str) -> bool:
 
 
 def _gaps(written: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    gaps, end = [], 0
+    gaps = []
+    end = 0
     for start, stop in sorted(written):
         if start > end:
             gaps.append((end, start))

@@ -149,10 +149,13 @@ class CheckpointFile:
         Raises:
             CheckpointDamaged: after the last block, if they are not what was committed; before, if the file is cut.
         """
-        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
-        start, end = HEADER_BYTES, self.index.header.index_offset
+        digest = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        start = HEADER_BYTES
+        end = self.index.header.index_offset
         while start < end:
-            block, n_read = buffer[: end - start], 0
+            block = buffer[: end - start]
+            n_read = 0
             while n_read < len(block):
                 n_more = os.preadv(self._descriptor, [block[n_read:]], start + n_read)
                 if n_more == 0:
@@ -188,7 +191,8 @@ class ArrayWriter:
         """Copy what a block, at an offset in the file, holds of the arrays. Blocks come in order, without gaps."""
         while self._left:
             offset, target = self._left[-1]
-            begin, end = max(offset - start, 0), min(offset + len(target) - start, len(block))
+            begin = max(offset - start, 0)
+            end = min(offset + len(target) - start, len(block))
             if begin < end:
                 target[start + begin - offset : start + end - offset] = block[begin:end]
             if offset + len(target) > start + len(block):
@@ -243,7 +247,8 @@ def read_patiently(path: Path, read: Callable[[], _Read]) -> _Read:
         try:
             return read()
         except OSError as error:
-            number, reason = error.errno, error.strerror or str(error)
+            number = error.errno
+            reason = error.strerror or str(error)
         if number in _NO_FILE:
             raise CheckpointMissing(f"restore: expected {path}, got {reason}; use another.")
         if pause_s is not None:
@@ -308,7 +313,10 @@ def _parse_index(header: Header, said: Any) -> Index:
     """Return an index. Raises ValueError, KeyError or TypeError for one that no save writes: anyone can digest."""
     if is_too_deep(said):
         raise ValueError("nesting that is too deep")
-    step, time_s, metrics, written = said["step"], said["time_s"], said["metrics"], said["written"]
+    step = said["step"]
+    time_s = said["time_s"]
+    metrics = said["metrics"]
+    written = said["written"]
     if type(step) is not int or not 0 <= step < 1 << 63:
         raise TypeError("a step that is none")
     if type(metrics) is not dict or type(written) is not dict or not all(map(_is_number, (time_s, *metrics.values()))):

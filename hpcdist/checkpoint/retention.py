@@ -75,7 +75,8 @@ class Retention:
 
     def _by_value(self, saved: Sequence[SaveFacts]) -> list[SaveFacts]:
         """Return the checkpoints that have a value of `keep_best`, the best first, in a tie the older one."""
-        name, sign = self.keep_best or "", 1 if self.best_mode == "min" else -1
+        name = self.keep_best or ""
+        sign = 1 if self.best_mode == "min" else -1
         valued = [facts for facts in saved if not math.isnan(facts.metrics.get(name, math.nan))]
         return sorted(valued, key=lambda facts: sign * facts.metrics[name])
 

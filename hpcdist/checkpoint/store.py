@@ -42,7 +42,8 @@ _OVERHEAD_BYTES = 1 << 16
 _MAX_LOOKS = 10
 _LOOK_AGAIN_S = 0.1
 #: Longest time for which a client of a network file system lists a folder as it was, and the pause between two looks.
-_OLD_LISTING_S, _LOOK_LATER_S = 65.0, 1.0
+_OLD_LISTING_S = 65.0
+_LOOK_LATER_S = 1.0
 _MAX_RUN_ID_BYTES = 1 << 10
 _CHECKPOINT = re.compile(r"step-(\d{8,19})-(\d{4,18})\.h5$")
 _ATTEMPT = re.compile(r"(\d{4,18})\.jsonl$")
@@ -162,7 +163,8 @@ class Store:
         an old one, of a network file system: a newer one comes within a minute. Otherwise like `read_latest`.
         """
         since = time.monotonic() if since is None else since
-        found, self.damaged = self.saved()[::-1], []
+        found = self.saved()[::-1]
+        self.damaged = []
         for saved in sorted(found, key=lambda saved: saved.step in but):  # stable: else the newest comes first
             try:
                 return self._use(saved, use)
@@ -268,7 +270,9 @@ class Store:
         with self.explained("save", "a folder that can be written"):
             self.attempt = durable.patiently(lambda: self._begin(number))
             self._last_before = max((saved.step for saved in self.saved()), default=-1)
-            self._has_saved, self._last_saved, self.damaged = False, -1, []
+            self._has_saved = False
+            self._last_saved = -1
+            self.damaged = []
         with self._tolerated("incomplete files stay"):
             for folder in (self.path, self.path / "attempts"):
                 durable.sweep_temporary(self._disk, folder)
@@ -519,7 +523,9 @@ class Store:
         with self.explained("restore", "to set damaged checkpoints aside"):
             durable.patiently(self._set_damaged_aside)
         own = [saved.step for saved in self.saved() if saved.attempt == self.attempt]
-        self.damaged, self._last_before, self._last_saved = [], used.step, max(own, default=-1)
+        self.damaged = []
+        self._last_before = used.step
+        self._last_saved = max(own, default=-1)
 
     def _set_damaged_aside(self) -> None:
         for saved in self.damaged:

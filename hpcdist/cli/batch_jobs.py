@@ -98,7 +98,8 @@ def _run_dir_in(comment: str, task: str) -> str:
 def _run_dir_of_ended(job: str) -> str:
     """Return the run folder of a job that has ended; Slurm knows it for some minutes."""
     text = _output_of("scontrol", "--oneliner", "show", "job", job)
-    comment, task = re.search(r" Comment=(\S+)", text), re.search(r" ArrayTaskId=(\d+)", text)
+    comment = re.search(r" Comment=(\S+)", text)
+    task = re.search(r" ArrayTaskId=(\d+)", text)
     return _run_dir_in(comment[1], task[1] if task else "") if comment else ""
 
 

@@ -102,7 +102,8 @@ def pbs_script(job: BatchJob) -> str:
 
 def lsf_script(job: BatchJob) -> str:
     """Return a job's script for LSF, which signals it before its limit and requeues it."""
-    n_ranks, minutes = job.n_nodes * job.n_per_node, -(-job.lead_s // 60)
+    n_ranks = job.n_nodes * job.n_per_node
+    minutes = -(-job.lead_s // 60)
     header = [f"-J {job.name}", f"-n {n_ranks}", f'-R "span[ptile={job.n_per_node}]"']
     header += [f"-W {_minutes_of(job.limit)}"] if job.limit else []
     header += ["-r", f"-wa USR1 -wt {minutes}", "-o %J.log", *job.options]

@@ -300,7 +300,8 @@ def _differences(first: Sequence[NamedArray], second: Sequence[NamedArray]) -> I
     """Yield name and difference of each array that has not the same bits in both."""
     ours, theirs = ({array.name: array for array in arrays} for arrays in (first, second))
     for name in dict.fromkeys([*ours, *theirs]):
-        one, other = ours.get(name), theirs.get(name)
+        one = ours.get(name)
+        other = theirs.get(name)
         if one is None or other is None:
             yield {"name": name, "difference": f"only in the {'first' if other is None else 'second'}"}
         elif (one.dtype, one.values.shape) != (other.dtype, other.values.shape):

@@ -153,7 +153,8 @@ class _Printed:
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self._process, self._lines = process, list[str]()
+        self._process = process
+        self._lines = list[str]()
         threading.Thread(target=self._read, name="hpcdist-doctor", daemon=True).start()
 
     def _read(self) -> None:
@@ -163,7 +164,8 @@ class _Printed:
 
     def count(self, name: str, n_expected: int, limit_s: float) -> int:
         """Return how many ranks have printed a name: once all have, after the limit, or when the process has ended."""
-        deadline, is_last = time.monotonic() + limit_s, False
+        deadline = time.monotonic() + limit_s
+        is_last = False
         while True:
             n_found = sum(MARK + name in line for line in self._lines)
             if n_found == n_expected or time.monotonic() > deadline or is_last:

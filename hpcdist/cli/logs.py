@@ -63,7 +63,8 @@ def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int |
 def _records(path: Path, rank: int) -> Iterator[Record]:
     """Yield the records of a file: lines without a time, such as those of a traceback, belong to the one before."""
     lines: list[str] = []
-    head, number = ("", ""), 0
+    head = ("", "")
+    number = 0
     with open_plain(path) as file:
         for line in file:
             following = _head_of(line)
@@ -72,7 +73,9 @@ def _records(path: Path, rank: int) -> Iterator[Record]:
                 continue
             if lines:
                 yield Record(head[0], rank, number, head[1], "".join(lines).rstrip("\n"))
-            head, number, lines = (max(following[0], head[0]), following[1]), number + 1, [line]
+            head = (max(following[0], head[0]), following[1])
+            number = number + 1
+            lines = [line]
     if lines:
         yield Record(head[0], rank, number, head[1], "".join(lines).rstrip("\n"))
 
@@ -85,5 +88,6 @@ def _head_of(line: str) -> tuple[str, str] | None:
             return str(said["time"]), str(said["level"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-    time, level = _TIME.match(line), _LEVEL.match(line)
+    time = _TIME.match(line)
+    level = _LEVEL.match(line)
     return (time[0], level[1]) if time and level else None

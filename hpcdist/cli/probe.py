@@ -29,7 +29,9 @@ from hpcdist.runtime.process import make_world
 from hpcdist.runtime.waiting import wait_until
 from hpcdist.runtime.world import World
 
-_COPY_BYTES, _LINK_BYTES, _N_ROUNDS = 64 << 20, 4 << 20, 20
+_COPY_BYTES = 64 << 20
+_LINK_BYTES = 4 << 20
+_N_ROUNDS = 20
 #: Variables of launchers, and what they stand for; Open MPI's mpirun sets both.
 _PMI = (("PMIX_RANK", "PMIx"), ("PMI_RANK", "PMI"))
 #: So long a host may take to see a name that another one has made.
@@ -56,7 +58,8 @@ def _print(text: str) -> None:
 
 def _facts_of(world: World, folder: str) -> RankFacts:
     """Return what this rank knows. Collective: all ranks."""
-    environ, shm = read_environment(), os.statvfs("/dev/shm")
+    environ = read_environment()
+    shm = os.statvfs("/dev/shm")
     threads = environ.get("OMP_NUM_THREADS", "")
     latency_s, link_bytes_s, skew_s = _measure_links(world)
     return RankFacts(
@@ -88,7 +91,8 @@ def _is_cuda_aware() -> bool | None:
 
 def _measure_copies(world: World) -> float:
     """Return bytes per second of a copy in memory, while all ranks make one; the best of five. Collective."""
-    source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
+    source = np.ones(_COPY_BYTES, np.uint8)
+    target = np.zeros(_COPY_BYTES, np.uint8)
     times = []
     for _ in range(5):
         world.wait(world.comm.Ibarrier())
@@ -112,7 +116,8 @@ def _measure_links(world: World) -> tuple[float, float, float]:
 
 
 def _answer(world: World, peer: int) -> None:
-    small, large = np.zeros(1), np.zeros(_LINK_BYTES, np.uint8)
+    small = np.zeros(1)
+    large = np.zeros(_LINK_BYTES, np.uint8)
     for _ in range(_N_ROUNDS):
         world.comm.Recv(small, peer)
         small[0] = time.time()
@@ -123,7 +128,8 @@ def _answer(world: World, peer: int) -> None:
 
 
 def _ask(world: World) -> tuple[float, float, float]:
-    small, large = np.zeros(1), np.zeros(_LINK_BYTES, np.uint8)
+    small = np.zeros(1)
+    large = np.zeros(_LINK_BYTES, np.uint8)
     rounds = []
     for _ in range(_N_ROUNDS):
         before = time.time()
@@ -154,7 +160,9 @@ def _look_for_folder(world: World, folder: Path) -> str:
 
     A folder that does not exist yet is not made: then it is the nearest one above it.
     """
-    path, token, error = Path(), secrets.token_hex(8), ""
+    path = Path()
+    token = secrets.token_hex(8)
+    error = ""
     if world.rank == 0:
         folder = folder.absolute()
         while not folder.is_dir():

@@ -109,7 +109,8 @@ def _tiles(run: Run, goodput: Goodput) -> list[tuple[str, str]]:
         found += [(f"{max(one.steps[1] for one in chief.windows if one.steps)}", "last step")]
         found += [(f"{len(last.ranks)}", "ranks with records")]
         found += [(_seconds(sum(one.step_s for one in chief.windows) / chief.n_steps), "a step")]
-        rows, length_s = sum(one.rows for one in chief.windows), sum(one.ended - one.began for one in chief.windows)
+        rows = sum(one.rows for one in chief.windows)
+        length_s = sum(one.ended - one.began for one in chief.windows)
         found += [(f"{float(f'{rows / length_s:.3g}'):,g}", "rows a second")] if rows and length_s > 0 else []
     found += [(f"{100 * goodput.share:.0f} %", "of the time in steps that were kept")] if goodput.elapsed_s else []
     return found
@@ -129,17 +130,20 @@ def _metrics_section(run: Run) -> Section | None:
     if not run.metrics:
         return None
     resumed = [one.first_step for one in run.attempts[1:] if one.first_step is not None]
-    clock, began = StepClock(run.attempts), run.attempts[0].began or 0.0
+    clock = StepClock(run.attempts)
+    began = run.attempts[0].began or 0.0
     starts = [one.began - began for one in run.attempts[1:] if one.began is not None and one.first_step is not None]
     charts = []
     for number, (name, points) in enumerate(list(run.metrics.items())[:_N_METRICS]):
-        file, by_step = _file(name, number), {name: points}
+        file = _file(name, number)
+        by_step = {name: points}
         charts.append(line_chart(f"{file}-step", f"{name} against step", ("step", name), by_step, resumed))
         times = [(at - began, value) for step, value in points if (at := clock.time_of(step)) is not None]
         if times:
             unit, scale = _unit_of(max(at for at, _ in times))
             by_time = {name: [(at / scale, value) for at, value in times]}
-            axes, marks = (f"{unit} since the first start", name), [at / scale for at in starts]
+            axes = (f"{unit} since the first start", name)
+            marks = [at / scale for at in starts]
             charts.append(line_chart(f"{file}-time", f"{name} against time", axes, by_time, marks))
     more = f" {len(run.metrics) - _N_METRICS} more are in metrics.jsonl." if len(run.metrics) > _N_METRICS else ""
     return Section("Metrics", f"From metrics.jsonl. Dotted lines: restarts.{more}", charts)

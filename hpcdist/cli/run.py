@@ -84,7 +84,8 @@ def command(
     environ = read_environment()
     check_names(environ)
     require_no_launcher("hpcdist run", environ)
-    n_on_hosts, tasks = n_ranks_on(hosts or ""), environ.get("SLURM_NTASKS", "")
+    n_on_hosts = n_ranks_on(hosts or "")
+    tasks = environ.get("SLURM_NTASKS", "")
     if ranks is None:
         ranks = int(tasks) if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal() else n_on_hosts
     request = request_here(ranks, command_of(program, is_module), environ, hosts or "", bind)

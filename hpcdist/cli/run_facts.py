@@ -36,9 +36,12 @@ def goodput_of(run: Run) -> Goodput:
     """Return where the time of a run went, by the chief's records."""
     names = ("kept steps", "lost steps", "saves", "between steps", "start-up", "waiting for the next attempt")
     parts = dict.fromkeys((*names, "unrecorded"), 0.0)
-    n_lost, elapsed_s = 0, 0.0
+    n_lost = 0
+    elapsed_s = 0.0
     for number, attempt in enumerate(run.attempts):
-        began, ended, later = attempt.began, attempt.ended, run.attempts[number + 1 :]
+        began = attempt.began
+        ended = attempt.ended
+        later = run.attempts[number + 1 :]
         if began is None or ended is None:
             continue
         next_began = next((one.began for one in later if one.began is not None), None)
@@ -51,7 +54,8 @@ def goodput_of(run: Run) -> Goodput:
         for name, seconds in zip(names, known, strict=True):
             parts[name] += seconds
         parts["unrecorded"] += max(0.0, until - began - sum(known))
-        n_lost, elapsed_s = n_lost + lost, elapsed_s + until - began
+        n_lost = n_lost + lost
+        elapsed_s = elapsed_s + until - began
     return Goodput(parts, elapsed_s, n_lost)
 
 
@@ -136,7 +140,8 @@ class StepClock:
         if not self._points or not self._points[0][0] <= step <= self._points[-1][0]:
             return None
         number = bisect.bisect_left(self._points, (step, -float("inf")))
-        (after, after_s), (before, before_s) = self._points[number], self._points[max(0, number - 1)]
+        (after, after_s) = self._points[number]
+        (before, before_s) = self._points[max(0, number - 1)]
         return after_s if after == before else before_s + (after_s - before_s) * (step - before) / (after - before)
 
 
@@ -149,6 +154,7 @@ def _points_of(attempt: AttemptRecords) -> list[tuple[int, float]]:
     last, last_s = points[-1] if points else (-1, 0.0)
     for commit in attempt.commits if points else ():
         if commit.step > last and commit.time_s > last_s:
-            last, last_s = commit.step, commit.time_s
+            last = commit.step
+            last_s = commit.time_s
             points.append((last, last_s))
     return points

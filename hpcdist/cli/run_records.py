@@ -16,7 +16,8 @@ from hpcdist.errors import UsageError
 PARTS = ("compute", "input", "communication", "save", "between")
 #: Values beyond this cannot be drawn, and times and steps beyond it are none.
 _LARGEST = 1e100
-_LARGEST_TIME_S, _LARGEST_STEP = 1e11, 1 << 53
+_LARGEST_TIME_S = 1e11
+_LARGEST_STEP = 1 << 53
 #: Longest file of one object that is read.
 _MAX_CONTENT_BYTES = 16 << 20
 _Record = TypeVar("_Record")
@@ -245,7 +246,8 @@ def read_run(folder: Path, steps_of: int | None = None) -> Run:
         ranks = [_rank_of(path, has_steps=number == steps_of) for path in files]
         events = list(_records(ledgers[number])) if number in ledgers else []
         attempts.append(_attempt_of(number, events, tuple(one for one in ranks if one is not None)))
-    config, decision = _content(folder / "config.json"), _content(folder / "decision.json")
+    config = _content(folder / "config.json")
+    decision = _content(folder / "decision.json")
     verdict = [str(decision[name]) for name in ("decision", "reason") if isinstance(decision.get(name), str)]
     of_attempt = config.get("attempt")
     return Run(
@@ -395,14 +397,17 @@ def _window_of(record: dict[str, Any], to_unix: float) -> Window:
     began, ended = (_time(one) + to_unix for one in record["window"])
     seconds = {part: _time(record[f"{part}_s"]) for part in PARTS if part != "compute"}
     seconds["compute"] = max(0.0, _time(record["step_s"]) - seconds["input"] - seconds["communication"])
-    steps, n_steps = None, _whole(record["n_steps"])
+    steps = None
+    n_steps = _whole(record["n_steps"])
     if record["steps"] is not None:
         first, last = (_whole(one) for one in record["steps"])
         if last < first or n_steps < 1:
             raise ValueError("steps run forward")
         steps = first, last
-    (step, length_s), (stale, stalest) = record["longest"], record["stale"]
-    longest, behind = (_whole(step), _time(length_s)), (_whole(stale), _whole(stalest))
+    (step, length_s) = record["longest"]
+    (stale, stalest) = record["stale"]
+    longest = (_whole(step), _time(length_s))
+    behind = (_whole(stale), _whole(stalest))
     return Window(began, ended, steps, n_steps, _whole(record["rows"]), longest, seconds, behind)
 
 

@@ -137,7 +137,9 @@ def _require_run(folder: Path) -> Path:
 def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
     """Return what is known of a run, for JSON; of a batch job that waits there may be no folder yet."""
     store = Store(folder / "checkpoints")
-    attempts, decision, saved = Ledger(store).attempts(), read_decision(folder), store.saved()
+    attempts = Ledger(store).attempts()
+    decision = read_decision(folder)
+    saved = store.saved()
     last = attempts[-1] if attempts else None
     return {
         "folder": str(folder),

@@ -156,7 +156,8 @@ def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
     Raises:
         UsageError: where there is none, or there are two, or tasks of an array would share it.
     """
-    of_program, given = run_dir_of(program), options["run_dir"]
+    of_program = run_dir_of(program)
+    given = options["run_dir"]
     found = str(given or of_program or "")
     if not found:
         raise UsageError(

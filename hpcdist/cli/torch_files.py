@@ -59,7 +59,8 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
     Raises:
         UsageError: for a file that is no state_dict.
     """
-    state, arrays = _read_tensors(source, key), list[NamedArray]()
+    state = _read_tensors(source, key)
+    arrays = list[NamedArray]()
     node = encode(state, name, to_array, arrays)
     facts = {"step": 0, "time_s": time.time(), "metrics": {}, "written": {"imported_from": source.name}}
     image = FileImage()

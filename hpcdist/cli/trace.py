@@ -119,7 +119,8 @@ def offsets_of(ranks: Sequence[RankRecords]) -> dict[str, float]:
         bounds = [(entered - left, left_first - entered_here) for (entered, left_first), (entered_here, left) in shared]
         difference = own[host] - own[first.host]
         if bounds:
-            low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
+            low = max(low for low, _ in bounds)
+            high = min(high for _, high in bounds)
             if low > high:  # the clocks drift apart: as they were in the middle
                 low = high = median((low + high) / 2 for low, high in bounds)
             difference = difference if low <= difference <= high else (low + high) / 2

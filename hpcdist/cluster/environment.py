@@ -161,7 +161,8 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     """Return the launcher's facts about this process, or None if it was started by hand."""
     found = None
     for size_name, rank_name, name in LAUNCHER_VARIABLES:
-        size, rank = environ.get(size_name, ""), environ.get(rank_name, "")
+        size = environ.get(size_name, "")
+        rank = environ.get(rank_name, "")
         if size.isdecimal() and rank.isdecimal():
             launcher = Launcher(name, int(size), int(rank), size_name, rank_name)
             found = found or launcher
@@ -176,7 +177,8 @@ def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     It may itself have been started by srun or mpirun, one for each host, whose variables its processes inherit. One of
     its processes may start mpirun: then those ranks are MPI's.
     """
-    size, n_local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
+    size = environ.get("WORLD_SIZE", "")
+    n_local = environ.get("LOCAL_WORLD_SIZE", "")
     is_torchrun = "TORCHELASTIC_RUN_ID" in environ and size.isdecimal() and n_local.isdecimal()
     if not is_torchrun:
         return None

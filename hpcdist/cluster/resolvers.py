@@ -76,7 +76,8 @@ class ClusterResolver(ABC):
         index = self.task_id if task_id is None else task_id
         if type_ is None or index is None or not self.cluster_spec():
             return ""
-        address, layer = self.cluster_spec().task_address(type_, index), rpc_layer or self.rpc_layer
+        address = self.cluster_spec().task_address(type_, index)
+        layer = rpc_layer or self.rpc_layer
         return f"{layer}://{address}" if layer else address
 
 
@@ -105,7 +106,8 @@ class SimpleClusterResolver(ClusterResolver):
     ) -> None:
         self._spec = cluster_spec
         self._task = None if task_type is None else Task(task_type, task_id or 0)
-        self._accelerators, self.rpc_layer = num_accelerators, rpc_layer
+        self._accelerators = num_accelerators
+        self.rpc_layer = rpc_layer
         if self._task and cluster_spec:
             cluster_spec.check_task(self._task)
 

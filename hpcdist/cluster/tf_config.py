@@ -124,7 +124,8 @@ class TFConfigClusterResolver(ClusterResolver):
         environment: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._given, self._environ = (task_type, task_id), environ
+        self._given = (task_type, task_id)
+        self._environ = environ
         self.rpc_layer = rpc_layer
 
     def _read(self) -> tuple[ClusterSpec, Task | None]:

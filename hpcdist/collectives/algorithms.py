@@ -40,7 +40,10 @@ LIMIT_S = 0.08
 #: Buffers rotate through this much memory so that they are not in the cache, as in real use.
 ROTATED_BYTES = 64 << 20
 #: Most and fewest rounds of a size. A round of a small size makes up to `_CALLS` calls, of `_CALLS_BYTES` together.
-_ROUNDS, _LEAST_ROUNDS, _CALLS, _CALLS_BYTES = 20, 8, 4, 64 << 10
+_ROUNDS = 20
+_LEAST_ROUNDS = 8
+_CALLS = 4
+_CALLS_BYTES = 64 << 10
 
 
 def run(
@@ -151,7 +154,8 @@ def _times(
     group: Group, buffers: Iterator[npt.NDArray[Any]], names: tuple[Implementation, Implementation], nbytes: int
 ) -> npt.NDArray[np.float64]:
     """Return seconds of one call, (n_rounds, 2), of the slowest rank: two algorithms, one after the other."""
-    n_calls, is_aligned = max(1, min(_CALLS, _CALLS_BYTES // nbytes)), group.placement.is_aligned
+    n_calls = max(1, min(_CALLS, _CALLS_BYTES // nbytes))
+    is_aligned = group.placement.is_aligned
     routes = [Route(name, is_ordered=is_aligned) for name in names]
 
     def take_rounds(n_rounds: int) -> npt.NDArray[np.float64]:

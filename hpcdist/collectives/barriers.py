@@ -14,7 +14,9 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import late, wait_until
 
 #: Tags of a monitored barrier's messages: a rank has come, rank 0 has come, who is absent.
-_HERE, _ROOT_HERE, _ABSENT = 7411, 7412, 7413
+_HERE = 7411
+_ROOT_HERE = 7412
+_ABSENT = 7413
 #: What a verdict may take beyond the limit of the rank that gives it.
 _LATE_S = 5.0
 #: Longest sleep of a wait that may take minutes.
@@ -162,7 +164,8 @@ def first_rank_first(group: Group, per_host: bool, timeout_s: float) -> Iterator
 
 def _tell_whether_failed(has_failed: bool, ranks: MPI.Comm, group: Group, timeout_s: float) -> bool:
     """Return whether the first rank has failed, once it has said so. Collective: `ranks`."""
-    own, found = np.array([has_failed], np.int64), np.empty(1, np.int64)
+    own = np.array([has_failed], np.int64)
+    found = np.empty(1, np.int64)
     request = ranks.Iallreduce(own, found, MPI.MAX)
     if not wait_until(request.Test, timeout_s, max_sleep_s=_MAX_SLEEP_S):
         raise late("rank_zero_first", timeout_s, "some", group.world)

@@ -73,15 +73,18 @@ def host_array(buffer: Any, is_moved: bool = False) -> Iterator[Array]:
 
 def _check(buffer: Any, kinds: str) -> None:
     if isinstance(buffer, np.ndarray):
-        contiguous, writeable = buffer.flags.c_contiguous, buffer.flags.writeable
+        contiguous = buffer.flags.c_contiguous
+        writeable = buffer.flags.writeable
         _require_numbers(buffer, buffer.dtype.kind in kinds)
     elif hasattr(buffer, "new_tensor"):
         if buffer.is_sparse:
             raise CollectiveError("all_reduce: expected a dense tensor, got a sparse one; call to_dense() first.")
-        contiguous, writeable = buffer.is_contiguous(), True
+        contiguous = buffer.is_contiguous()
+        writeable = True
         _require_numbers(buffer, dtype_name(buffer) != "bool" or "b" in kinds)
     elif hasattr(buffer, "__cuda_array_interface__"):
-        contiguous, writeable = buffer.flags.c_contiguous, True
+        contiguous = buffer.flags.c_contiguous
+        writeable = True
     else:
         raise CollectiveError(
             f"all_reduce: expected a numpy, torch or cupy array, got {type(buffer).__name__}; wrap it in numpy.array."

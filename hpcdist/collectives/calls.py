@@ -64,7 +64,8 @@ def all_reduce(
 
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.
     """
-    group, reduction = group_of(comm), parse_op(op)
+    group = group_of(comm)
+    reduction = parse_op(op)
     if prescale != 1 or postscale != 1:
         _reduce_scaled(buffer, reduction, _options_of(implementation), group, prescale, postscale)
     elif implementation is None and (array := shared_array(buffer)) is not None and not group.compares_calls:
@@ -102,7 +103,8 @@ def all_reduce_async(
 
     Cost: as `all_reduce`, in a thread that sleeps while it waits.
     """
-    reduction, options = parse_op(op), _options_of(implementation)
+    reduction = parse_op(op)
+    options = _options_of(implementation)
     thread = thread_of(group_of(comm))
     return thread.submit(
         behind_producers(
@@ -155,7 +157,9 @@ def grouped_all_reduce_async(
 
     Collective: `comm`.
     """
-    reduction, options, thread = parse_op(op), _options_of(implementation), thread_of(group_of(comm))
+    reduction = parse_op(op)
+    options = _options_of(implementation)
+    thread = thread_of(group_of(comm))
     return thread.submit(
         behind_producers(
             buffers, lambda: _reduce_grouped(buffers, reduction, options, thread.group, prescale, postscale)
@@ -235,7 +239,8 @@ def _require_scalable(dtype: str) -> None:
 
 def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Group) -> None:
     """Do what `all_reduce` does, in a given group. Collective: `group.comm`."""
-    asked, is_in_device_memory = options.implementation, is_device_buffer(buffer)
+    asked = options.implementation
+    is_in_device_memory = is_device_buffer(buffer)
     if is_in_device_memory or asked is Implementation.NCCL:
         if asked in (Implementation.AUTO, Implementation.HIERARCHICAL):
             find_nccl(group)

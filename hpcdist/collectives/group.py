@@ -75,12 +75,15 @@ class Group:
         world.wait(comm.Ibarrier())  # once all have arrived, making communicators blocks on nobody
         self.comm: MPI.Comm = comm.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # sums that do not fit together are explained, not fatal
-        self.rank, self.size = self.comm.rank, self.comm.size
+        self.rank = self.comm.rank
+        self.size = self.comm.size
         is_of_role = comm == world.role_comm and not is_background
         self._own_hosts = hosts or (None if is_of_role else Hosts(self.comm, world))
         self._hosts = self._own_hosts or world.hosts
-        self.node_comm, self.lane_comm = self._hosts.node_comm, self._hosts.lane_comm
-        self.placement, self.host = self._hosts.placement, self._hosts.host
+        self.node_comm = self._hosts.node_comm
+        self.lane_comm = self._hosts.lane_comm
+        self.placement = self._hosts.placement
+        self.host = self._hosts.host
         self.names = [f"rank {rank}" for rank in self.placement.hosts[self.host]]
         self.is_background = is_background
         self._kept: dict[Any, Any] = {}
@@ -225,9 +228,11 @@ class Group:
                 f"not use MPI; communicate in the rank."
             )
         if buffer is None:
-            dtype, n_elements = "any", 0
+            dtype = "any"
+            n_elements = 0
         else:
-            dtype, n_elements = buffer.dtype, buffer.size if hasattr(buffer, "flags") else buffer.numel()
+            dtype = buffer.dtype
+            n_elements = buffer.size if hasattr(buffer, "flags") else buffer.numel()
         journal = self.journal
         journal.enter(op, dtype, n_elements)
         if self._call_check is not None:

@@ -21,7 +21,8 @@ from hpcdist.runtime.node_memory import NodeWindow
 
 Array = npt.NDArray[Any]
 #: Most and fewest bytes of a chunk on one rank; three chunks are in flight at once.
-CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 64 << 10
+CHUNK_BYTES = 1 << 20
+LEAST_CHUNK_BYTES = 64 << 10
 #: What a chunk costs besides its bytes: messages, and sleeps of those that wait for them.
 CHUNK_S = 1e-4
 #: Bytes whose sum is timed to learn what a byte costs.
@@ -126,7 +127,8 @@ def seconds_per_byte(group: Group) -> float:
 
 
 def _time_bytes(group: Group) -> float:
-    plan, taken_s = group.lane_plan(False), []
+    plan = group.lane_plan(False)
+    taken_s = []
     for nbytes in _PROBE_BYTES:
         times = []
         for _ in range(3):
@@ -158,7 +160,8 @@ class _Chunk:
 
     def begin(self, op: Op, plan: LanePlan, wire: Wire, key: int) -> None:
         """Sum in the host, and send each other host its part of this rank's slice."""
-        rows, start = [self._elements], self._start
+        rows = [self._elements]
+        start = self._start
         if not self._is_alone:
             group = self._group
             self._stage = group.keep("stage of lanes", lambda: _make_stage(group))
@@ -207,8 +210,11 @@ class LaneExchange:
         self, group: Group, plan: LanePlan, op: Op, wire: Wire, rows: list[Array], key: tuple[int, int]
     ) -> None:
         assert group.lane_comm is not None, "only ranks with a lane exchange"
-        self._group, self._lane = group, group.lane_comm
-        self._plan, self._op, self._wire = plan, op, wire
+        self._group = group
+        self._lane = group.lane_comm
+        self._plan = plan
+        self._op = op
+        self._wire = wire
         self._rows = rows
         self._key = key
         self._others = [peer for peer in range(self._lane.size) if peer != self._lane.rank]

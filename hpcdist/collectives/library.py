@@ -31,7 +31,9 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
 
     Cost: chosen by the library; at best 2(P-1)/P * n elements sent per rank. A microsecond for the comparison.
     """
-    marks, dtype, other = group.marks, array.dtype, None
+    marks = group.marks
+    dtype = array.dtype
+    other = None
     if marks is not None:
         mark = marks.begin(op.title, dtype.kind, dtype.itemsize, array.nbytes)
         other = marks.other_size(mark)
@@ -56,7 +58,8 @@ def _reduce(array: npt.NDArray[Any], comm: MPI.Comm, op: Op) -> None:
     if array.nbytes <= PIECE_BYTES:
         comm.Allreduce(MPI.IN_PLACE, array, mpi_op(op))
         return
-    flat, n_piece = array.reshape(-1), PIECE_BYTES // array.itemsize
+    flat = array.reshape(-1)
+    n_piece = PIECE_BYTES // array.itemsize
     for start in range(0, flat.size, n_piece):
         comm.Allreduce(MPI.IN_PLACE, flat[start : start + n_piece], mpi_op(op))
 

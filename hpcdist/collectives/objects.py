@@ -177,7 +177,8 @@ def scatter_dataset(
     group = group_of(comm)
     shares: list[list[Any]] | None = None
     with group.recorded("scatter_dataset", None):
-        is_root, error = group.rank == root, None
+        is_root = group.rank == root
+        error = None
         if is_root and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
             error = CollectiveError(
                 f"scatter_dataset: expected items by number on root, got {type(dataset).__name__} without any; pass a "

@@ -145,7 +145,8 @@ def auto_routes(facts: GroupFacts) -> list[tuple[float, Route]]:
     Returns:
         (bytes, route) rows, ascending: the first one of more bytes than a buffer has says how it is summed.
     """
-    options, end = CommunicationOptions(), float("inf")
+    options = CommunicationOptions()
+    end = float("inf")
     rows: list[tuple[float, Route]] = []
     for least_bytes in sorted({0, LANE_BYTES, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True):
         route = choose_route(facts, options, SUM, least_bytes)

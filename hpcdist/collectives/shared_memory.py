@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 #: Most bytes of a chunk, on all ranks together and on one; chunks of an array are equally long. Small enough that they
 #: stay in the cache, large enough that two barriers per chunk cost little. On 2 cores of AMD Zen 5 and for arrays of up
 #: to 64 MiB 2 ranks were as fast with chunks of 512 to 1,536 KiB, 4 ranks a third faster with 512 to 768 than 1,536.
-CHUNKS_BYTES, LEAST_CHUNK_BYTES = 3 << 20, 128 << 10
+CHUNKS_BYTES = 3 << 20
+LEAST_CHUNK_BYTES = 128 << 10
 #: Chunks in flight.
 DEPTH = 2
 #: Up to this many bytes on all ranks together each rank combines everything itself.
@@ -79,7 +80,9 @@ class NodeSums:
     """
 
     def __init__(self, barrier: NodeBarrier, pieces: Sequence[memoryview], rank: int, names: Sequence[str]) -> None:
-        self._barrier, self._rank, self._names = barrier, rank, names
+        self._barrier = barrier
+        self._rank = rank
+        self._names = names
         self._stage = Stage(pieces, rank, DEPTH, chunk_bytes(len(pieces)), len(pieces))
         self._additions = plan_row_additions(len(pieces))
         self._whole_bytes = min(WHOLE_BYTES // len(pieces), self._stage.chunk_bytes)
@@ -103,7 +106,8 @@ class NodeSums:
         marks = self._barrier.wait(views.mark | op.code)
         if marks is not None:
             raise _differing(marks, self._names)
-        (into, row), rows = self._additions[-1], slots
+        (into, row) = self._additions[-1]
+        rows = slots
         if len(slots) > 2:
             rows = slots.copy()
             for first, second in self._additions[:-1]:
@@ -114,7 +118,8 @@ class NodeSums:
 
     def _reduce_by_slices(self, flat: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
         """Let every rank combine its slice of all ranks' chunks: two barriers for each chunk."""
-        stage, barrier = self._stage, self._barrier
+        stage = self._stage
+        barrier = self._barrier
         n_chunk = -(-flat.size // -(-flat.nbytes // stage.chunk_bytes))
         for start in range(0, flat.size, n_chunk):
             chunk = flat[start : start + n_chunk]

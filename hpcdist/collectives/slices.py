@@ -51,7 +51,8 @@ class SliceSums:
         self._byte_s = 0.0
         if not goes_by_halving(group.placement):
             self._plan = group.lane_plan(group.placement.is_aligned)
-            self._additions, self._byte_s = self._plan.local_additions, seconds_per_byte(group)
+            self._additions = self._plan.local_additions
+            self._byte_s = seconds_per_byte(group)
         self._slot_bytes = chunk_bytes(group.node_comm.size)
         self._window: NodeWindow | None = None
         self._number = 0
@@ -142,7 +143,8 @@ def all_reduce(array: Array, group: Group, op: Op = SUM) -> None:
     Cost: 2(m-1)/m * n bytes from each host with m hosts, in 2 log2 m messages of each rank with a lane, where
         `hierarchical.all_reduce` sends 2(m-1) for each chunk.
     """
-    flat, sums = array.reshape(-1), group.keep(SliceSums, lambda: SliceSums(group))
+    flat = array.reshape(-1)
+    sums = group.keep(SliceSums, lambda: SliceSums(group))
     if group.node_comm.size > 1:
         require_same(flat, op, group)
     bounds = [block_bounds(flat.size, sums.n_owners, owner) for owner in range(sums.n_owners)]

@@ -161,7 +161,8 @@ def is_memcpy_slow() -> bool:
     the source modulo 4 KiB, as numpy's arrays do beyond the pages of slots.
     """
     pages = np.frombuffer(mmap.mmap(-1, 2 * _PROBE_BYTES + mmap.PAGESIZE), np.uint8)
-    source, target = pages[:_PROBE_BYTES], pages[_PROBE_BYTES + 16 :][:_PROBE_BYTES]
+    source = pages[:_PROBE_BYTES]
+    target = pages[_PROBE_BYTES + 16 :][:_PROBE_BYTES]
 
     def fastest_s(call: Callable[[Array, Array], None]) -> float:
         return min(timeit.repeat(lambda: call(target, source), number=1, repeat=8))

@@ -102,7 +102,8 @@ class DividedBatches:
 
     def batches(self, cursor: Cursor) -> Iterator[PlannedBatch]:
         """Yield every batch from the cursor to the end of its pass."""
-        order, end = self.order, cursor.pass_start + self.order.n_samples
+        order = self.order
+        end = cursor.pass_start + self.order.n_samples
         while (batch := order.next_batch(cursor.position, end)) is not None:
             start, stop = batch
             bounds = self.division.bounds(stop - start)
@@ -224,7 +225,9 @@ class ShardedBatches:
     """
 
     def __init__(self, order: SampleOrder, shards: Sequence[Shard], replicas: range) -> None:
-        self.order, self.shards, self.replicas = order, shards, replicas
+        self.order = order
+        self.shards = shards
+        self.replicas = replicas
         self._part_rows = -(-(order.batch_rows or 1) // len(shards))
         self._orders = [replace(order, n_rows=shard.n_rows, batch_rows=self._part_rows) for shard in shards]
 
@@ -234,7 +237,8 @@ class ShardedBatches:
         Raises:
             DataError: when the cursor is inside a batch, as after a change of the batch size.
         """
-        run_rows, position = self.order.run_rows, cursor.position
+        run_rows = self.order.run_rows
+        position = cursor.position
         n_batches = cursor.n_batches
         is_endless = math.isinf(run_rows)
         while position < cursor.pass_start + self.order.n_samples:
@@ -347,7 +351,8 @@ def after_batches(order: SampleOrder, cursor: Cursor, n_batches: int) -> Cursor:
 
 def in_parts(order: SampleOrder, n_replicas: int) -> SampleOrder:
     """Return an order whose batches are a replica's parts of the global ones; what those drop, it drops."""
-    batch_rows, limit = order.batch_rows or 1, order.run_limit
+    batch_rows = order.batch_rows or 1
+    limit = order.run_limit
     if order.drop_remainder and order.n_rows != UNKNOWN and not math.isinf(order.run_rows):
         limit = order.run_rows // batch_rows * batch_rows
     return replace(order, batch_rows=-(-batch_rows // n_replicas), run_limit=limit)

@@ -43,8 +43,11 @@ class CachedSource(RowSource):
     """Rows that each process keeps once it has read them. With files, later processes and others find them too."""
 
     def __init__(self, source: RowSource, store: "MemoryStore | FileStore") -> None:
-        self._source, self._store = source, store
-        self.n_rows, self.rows_of_files, self.n_sampled = source.n_rows, source.rows_of_files, source.n_sampled
+        self._source = source
+        self._store = store
+        self.n_rows = source.n_rows
+        self.rows_of_files = source.rows_of_files
+        self.n_sampled = source.n_sampled
         self.n_stages = source.n_stages
         self._no_rows: Nest = None
 
@@ -176,7 +179,8 @@ class FileStore:
     """
 
     def __init__(self, filename: str, description: Description, key: str) -> None:
-        self._filename, self._key = filename, key
+        self._filename = filename
+        self._key = key
         self._description = json.loads(json.dumps(description))  # as it comes back from a file
         self.rows: dict[int, StoredRow] = {}
         self.total: int | None = None
@@ -304,7 +308,8 @@ class FileStore:
             except OSError as error:
                 raise self._no_room(path, error) from None
             self._seen.add(path)
-            self._n_committed, self._new = self._n_committed + len(self._new), {}
+            self._n_committed = self._n_committed + len(self._new)
+            self._new = {}
 
     @staticmethod
     def _no_room(path: str, error: OSError) -> DataError:

@@ -76,7 +76,8 @@ def check_distributable(dataset: Any, n_replicas: int = 1) -> None:
 
 def _plan_of(dataset: Dataset, replicas: range, n_replicas: int) -> Plan:
     """Return which rows each local replica reads, by the dataset's policy."""
-    order, policy = dataset.order, dataset.policy
+    order = dataset.order
+    policy = dataset.policy
     if policy not in _SHARDS_KEYS:
         return DividedBatches(order, Division(replicas, n_replicas, is_whole=policy is AutoShardPolicy.OFF))
     limits = (order.epoch_limit, order.run_limit, order.pass_limit)
@@ -182,7 +183,8 @@ class DistributedInput(ABC):
 
     def _begin_or_resume(self) -> None:
         """Move to the start of the next pass; to that of the last one again, if nothing of it was used."""
-        last_pass, self._pass = self._pass, None
+        last_pass = self._pass
+        self._pass = None
         if last_pass is not None and not self._is_used(last_pass):
             if self._source.n_handed_out > last_pass.n_handed_out:
                 self._require_known_end()
@@ -358,7 +360,8 @@ class DistributedInput(ABC):
 
     def _device(self) -> torch.device | None:
         """Return where parts go; None: they stay on the host."""
-        placed, is_fetched = self._delivery.device, self.options.experimental_fetch_to_device
+        placed = self._delivery.device
+        is_fetched = self.options.experimental_fetch_to_device
         if is_fetched and placed is None and torch.cuda.is_available():
             return torch.device("cuda")
         return None if is_fetched is False or placed is None or placed.type == "cpu" else placed
@@ -442,7 +445,8 @@ class DistributedDataset(DistributedInput):
         if dataset.policy is AutoShardPolicy.OFF:
             dataset = replace(dataset, order=in_parts(dataset.order, n_replicas))
         self.dataset = self._prefetched(dataset)
-        self._replicas, self._n_replicas = replicas, n_replicas
+        self._replicas = replicas
+        self._n_replicas = n_replicas
         self._cursor = Cursor()
         self._n_left_epochs = 0
         self._has_checked_parts = False
@@ -471,7 +475,8 @@ class DistributedDataset(DistributedInput):
         """Return the number of the epoch in the order of rows, which passes that were left have, too."""
         if self.dataset.is_stream:
             return self._cursor.stream.epoch
-        position, start = self._cursor.position, self._cursor.pass_start
+        position = self._cursor.position
+        start = self._cursor.pass_start
         return self.dataset.order.epoch_of(position if position == start else position - 1)
 
     def __len__(self) -> int:
@@ -643,7 +648,8 @@ class DistributedDataset(DistributedInput):
         """
         if self.dataset.has_drawn_seed:
             self.dataset = self.dataset.with_seed(state["seed"])
-        order, policy = self.dataset.order, self.dataset.policy
+        order = self.dataset.order
+        policy = self.dataset.policy
         shards = [(key, self._n_replicas if policy is one else None) for one, key in _SHARDS_KEYS.items()]
         mixing = None if order.mixing is None else [order.mixing.chunk_rows, order.mixing.n_chunks]
         for key, own in (("n_rows", order.n_rows), ("seed", order.seed), ("mixing", mixing), *shards):

@@ -24,7 +24,8 @@ from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 Self = TypeVar("Self", bound="Elements")
 #: What `cardinality` returns where there is no end, and where nobody knows, as in tf.data.
-INFINITE_CARDINALITY, UNKNOWN_CARDINALITY = -1, -2
+INFINITE_CARDINALITY = -1
+UNKNOWN_CARDINALITY = -2
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class Elements(Pipeline):
         Cost: a row of each is read at once, where rows can be read in any order.
         """
         other = type(self).taken(other, "concatenate", "pass an hpcdist.Dataset, or one of torch's")
-        own, others = self._rows(), other._rows()
+        own = self._rows()
+        others = other._rows()
         if own is not None and others is not None:
             return self._over(JoinedSource(own, others))
         _require_alike("concatenate", [self, other])
@@ -369,7 +371,8 @@ class _PadRow:
     """Pads the arrays of a row to given shapes."""
 
     def __init__(self, shapes: Nest, values: Nest) -> None:
-        self._shapes, self._values = shapes, values
+        self._shapes = shapes
+        self._values = values
 
     def __call__(self, *row: Any) -> Nest:
         return padded([row[0] if len(row) == 1 else row], self._shapes, self._values)[0]

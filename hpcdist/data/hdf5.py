@@ -105,7 +105,8 @@ class Hdf5Source(RowSource):
     """
 
     def __init__(self, paths: list[str], names: Nest, kept_rows: int = 0) -> None:
-        self._names, self._kept_rows = names, kept_rows
+        self._names = names
+        self._kept_rows = kept_rows
         self._kept: OrderedDict[int, Nest] = OrderedDict()
         self._open: OrderedDict[str, Any] = OrderedDict()
         shapes = [self._shapes(path) for path in paths]
@@ -116,7 +117,8 @@ class Hdf5Source(RowSource):
                     f"from_hdf5: expected rows as in {paths[0]!r}, {self._layout}, got {layout} in {path!r}; convert "
                     f"the file."
                 )
-        self._paths, self.rows_of_files = paths, tuple(n_rows for n_rows, _ in shapes)
+        self._paths = paths
+        self.rows_of_files = tuple(n_rows for n_rows, _ in shapes)
         self._starts = np.cumsum([0, *self.rows_of_files])
         self.n_rows = int(self._starts[-1])
         self.chunk_rows = max(chunk_rows for path in paths for chunk_rows in self._chunk_rows(path))
@@ -149,7 +151,8 @@ class Hdf5Source(RowSource):
         numbers = rows // self.chunk_rows
         values: Nest = None
         for number in dict.fromkeys(numbers.tolist()):
-            chunk, wanted = self._chunk(number), np.flatnonzero(numbers == number)
+            chunk = self._chunk(number)
+            wanted = np.flatnonzero(numbers == number)
             if values is None:
                 values = map_nest(lambda array: np.empty((len(rows), *array.shape[1:]), array.dtype), chunk)
             offsets = rows[wanted] - number * self.chunk_rows

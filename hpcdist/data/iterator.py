@@ -181,7 +181,8 @@ class PipelineReader:
 
     def _read_stream(self, stream: Stream, cursor: Cursor) -> Items:
         assert isinstance(self._plan, DividedBatches), "a stream has no shards"
-        division, pipeline = self._plan.division, self._pipeline
+        division = self._plan.division
+        pipeline = self._pipeline
         reader = StreamReader(stream, pipeline.order, pipeline.buffer_rows, self.numbers, self._seed)
         batches = reader.batches(cursor)
         is_first = True
@@ -304,7 +305,8 @@ class DistributedIterator:
     """
 
     def __init__(self, elements: Generator[Any, None, None], element_spec: Callable[[], Nest]) -> None:
-        self._elements, self._element_spec = elements, element_spec
+        self._elements = elements
+        self._element_spec = element_spec
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -82,7 +82,9 @@ def read_index(path: str, descriptor: int) -> tuple[dict[str, Any], dict[int, St
     text = read_at(descriptor, n_index, start) if magic == _MAGIC and start >= 0 else b""
     if magic != _MAGIC or xxh3_64_intdigest(text) != checksum:
         raise ValueError("a file that was cut or changed")
-    index, rows, start = json.loads(text), {}, 0
+    index = json.loads(text)
+    rows = {}
+    start = 0
     for number, n_bytes, layout, row_checksum in index["rows"]:
         rows[number] = StoredRow(path, start, n_bytes, index["layouts"][layout], row_checksum)
         start += n_bytes

@@ -37,7 +37,8 @@ class RowFile:
         self._path = Path(path).absolute()  # the program may change its folder
         self._temporary: Path | None = None
         self._file: Any = None
-        self._disk, self._descriptor = Disk(), -1
+        self._disk = Disk()
+        self._descriptor = -1
 
     def __enter__(self) -> "RowFile":
         return self
@@ -76,7 +77,8 @@ class RowFile:
 
     def _append_one(self, name: str, array: Any) -> None:
         if name not in self._file:
-            shape, row_bytes = array.shape[1:], max(1, math.prod(array.shape[1:]) * array.itemsize)
+            shape = array.shape[1:]
+            row_bytes = max(1, math.prod(array.shape[1:]) * array.itemsize)
             chunk = (max(1, _CHUNK_BYTES // row_bytes), *(max(1, size) for size in shape))
             self._file.create_dataset(name, (0, *shape), array.dtype, maxshape=(None, *shape), chunks=chunk)
         stored = self._file[name]

@@ -157,7 +157,8 @@ class ArraySource(RowSource):
     """Rows of a nest of arrays in memory."""
 
     def __init__(self, tensors: Nest, n_rows: int) -> None:
-        self.tensors, self.n_rows = tensors, n_rows
+        self.tensors = tensors
+        self.n_rows = n_rows
         nbytes = sum(int(getattr(array, "nbytes", 0)) for array in leaves(tensors))
         self.n_sampled = n_rows if nbytes <= _COMPARED_BYTES else 64
 
@@ -179,8 +180,10 @@ class ShardSource(RowSource):
     """The rows of one shard of a source."""
 
     def __init__(self, source: RowSource, shard: Shard) -> None:
-        self._source, self._shard = source, shard
-        self.n_rows, self.rows_of_files = shard.n_rows, shard.rows_of_files
+        self._source = source
+        self._shard = shard
+        self.n_rows = shard.n_rows
+        self.rows_of_files = shard.rows_of_files
         self.n_stages = source.n_stages
 
     def take(self, rows: Rows) -> Nest:
@@ -325,8 +328,11 @@ class Mapped(RowSource):
     """Rows with functions applied to each."""
 
     def __init__(self, source: RowSource, functions: tuple[Function, ...]) -> None:
-        self._source, self._functions = source, functions
-        self.n_rows, self.rows_of_files, self.n_sampled = source.n_rows, source.rows_of_files, source.n_sampled
+        self._source = source
+        self._functions = functions
+        self.n_rows = source.n_rows
+        self.rows_of_files = source.rows_of_files
+        self.n_sampled = source.n_sampled
         self.n_stages = source.n_stages + 1
         self._no_rows: Nest = None
 

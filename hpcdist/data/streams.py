@@ -112,16 +112,20 @@ class StreamReader:
     def __init__(
         self, stream: Stream, order: SampleOrder, buffer_rows: int, numbers: RowNumbers, seed: int | None
     ) -> None:
-        self._stream, self._order, self._buffer_rows = stream, order, buffer_rows
+        self._stream = stream
+        self._order = order
+        self._buffer_rows = buffer_rows
         self._numbers = numbers
         self._seed = seed
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Cursor, list[Nest]]]:
         """Yield (cursor after it, rows) of every batch from the cursor to the end of its pass."""
-        order, size = self._order, self._order.batch_rows or 1
+        order = self._order
+        size = self._order.batch_rows or 1
         pass_end = cursor.pass_epoch + order.inner_epochs * order.outer_epochs
         while cursor.stream.epoch < pass_end:
-            start, batch = cursor.stream, list[Nest]()
+            start = cursor.stream
+            batch = list[Nest]()
             for position, row in self._rows_of_run(start):
                 batch += unstack(row) if self._stream.holds_batches else [row]
                 if len(batch) == size or self._stream.holds_batches:
@@ -138,19 +142,23 @@ class StreamReader:
 
     def _rows_of_run(self, position: StreamPosition) -> Iterator[tuple[StreamPosition, Nest]]:
         """Yield (position after it, row) for the rest of a run."""
-        run, n_left = self._order.inner_epochs, self._order.run_limit - position.run_offset
+        run = self._order.inner_epochs
+        n_left = self._order.run_limit - position.run_offset
         end = math.inf if math.isinf(run) else (position.epoch // int(run) + 1) * int(run)
-        n_drawn, epoch = position.offset, position.epoch
+        n_drawn = position.offset
+        epoch = position.epoch
         while epoch < end and n_left > 0:
             stop = min(self._order.epoch_limit, n_drawn + n_left)
             rows = itertools.islice(self._rows_of_epoch(epoch), n_drawn, None if math.isinf(stop) else int(stop))
             for row in rows:
-                n_drawn, n_left = n_drawn + 1, n_left - 1
+                n_drawn = n_drawn + 1
+                n_left = n_left - 1
                 position = StreamPosition(epoch, n_drawn, position.run_offset + 1)
                 yield position, row
             if not n_drawn:
                 return
-            n_drawn, epoch = 0, epoch + 1
+            n_drawn = 0
+            epoch = epoch + 1
 
     def _rows_of_epoch(self, epoch: int) -> Iterator[Nest]:
         rows = self._drawn_rows(epoch)

@@ -18,17 +18,22 @@ from hpcdist.runtime.world import World
 
 Bytes = npt.NDArray[np.uint8]
 #: Bytes of one rank's message, and of a rank's name.
-CALL_BYTES, NAME_BYTES = 512, 64
+CALL_BYTES = 512
+NAME_BYTES = 64
 #: Characters of a file name with a line, from its end. Names of ranks in one message.
-SITE_LENGTH, MAX_NAMES = 100, 8
+SITE_LENGTH = 100
+MAX_NAMES = 8
 #: What rank 0 answers.
-_SAME, _DIFFERENT, _MISSING = 0, 1, 2
+_SAME = 0
+_DIFFERENT = 1
+_MISSING = 2
 #: Rank 0 answers at most this long after it gave up waiting.
 ANSWER_S = 5.0
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: Where a caller is not the user's program: here, and beside here, where packages are installed, in torch.
 _INNER = (_PACKAGE, os.path.dirname(np.__path__[0]) + os.sep + "torch" + os.sep)
-_CALLS, _ANSWER = 1, 2
+_CALLS = 1
+_ANSWER = 2
 
 
 class CallCheck:

@@ -66,7 +66,8 @@ class Journal:
         self.board = memoryview(array("q", [0])) if board is None else board
         self.local_rank = 0 if board is None else local_rank
         self._codes = memoryview(array("q", [0] * (self.local_rank + 1))) if codes is None else codes
-        self.n_entered, self.spent_s = 0, 0.0
+        self.n_entered = 0
+        self.spent_s = 0.0
         self._now = time.monotonic
         self._open: tuple[int, str, object, int, float] | None = None
         self._ended: deque[tuple[tuple[int, str, object, int, float], float | None]] = deque(maxlen=N_KEPT)
@@ -156,8 +157,11 @@ class CallMarks:
     __slots__ = ("_boards", "_codes", "_local_rank", "_names", "_next", "_number", "_previous")
 
     def __init__(self, boards: tuple[memoryview, memoryview], local_rank: int, names: Sequence[str]) -> None:
-        self._boards, self._local_rank, self._names = boards, local_rank, names
-        self._next, self._previous = (local_rank + 1) % len(names), (local_rank - 1) % len(names)
+        self._boards = boards
+        self._local_rank = local_rank
+        self._names = names
+        self._next = (local_rank + 1) % len(names)
+        self._previous = (local_rank - 1) % len(names)
         self._codes: dict[tuple[str, str, int], int] = {}
         self._number = 0
 

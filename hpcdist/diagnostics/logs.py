@@ -133,7 +133,8 @@ class _Lines(logging.Formatter):
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        self._world, self._host = world, MPI.Get_processor_name()
+        self._world = world
+        self._host = MPI.Get_processor_name()
         self._role = f"{world.task.type}:{world.task.index}"
 
     def format(self, record: logging.LogRecord) -> str:

@@ -44,7 +44,10 @@ class NeighbourWatch:
     ) -> None:
         self._neighbour = (local_rank + 1) % len(peers)
         self._peer = peers[self._neighbour]
-        self._local_rank, self._flags, self._has_left, self._end = local_rank, flags, has_left, end
+        self._local_rank = local_rank
+        self._flags = flags
+        self._has_left = has_left
+        self._end = end
         self.is_stopped = False
         if self._neighbour != local_rank:
             with contextlib.suppress(OSError, AttributeError):  # it is gone already, or Linux is older than 5.3

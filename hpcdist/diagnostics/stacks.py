@@ -101,10 +101,12 @@ def stacks_of(peer: Peer) -> str | None:
 
 def _read_when_written(fd: int) -> str:
     """Return the content of a file once it has some and has stopped growing."""
-    deadline, size = time.monotonic() + ANSWER_S, 0
+    deadline = time.monotonic() + ANSWER_S
+    size = 0
     while time.monotonic() < deadline:
         time.sleep(ANSWER_S / 20)
-        previous, size = size, os.fstat(fd).st_size
+        previous = size
+        size = os.fstat(fd).st_size
         if 0 < size == previous:
             break
     return os.pread(fd, size, 0).decode(errors="replace").rstrip()

@@ -18,22 +18,29 @@ from hpcdist.diagnostics.journal import Entry, Journal
 from hpcdist.diagnostics.stacks import Peer, answer_signal, own_stacks, stacks_of, state_of
 
 #: A collective that takes WARN_S is logged; one that takes LIMIT_S ends the job.
-WARN_S, LIMIT_S = 60.0, 600.0
+WARN_S = 60.0
+LIMIT_S = 600.0
 #: Ranks of a node that have been in different calls for this long, at the same place of their programs, stay there.
 APART_S = 3.0
 #: Between the report of this rank and the end of the job, so that the reports of other nodes get out too.
 GRACE_S = 2.0
 #: Ranks of a node report this long after each other, so that their reports do not mix; at most `MAX_STAGGER_S`.
-STAGGER_S, MAX_STAGGER_S = 0.05, 1.0
+STAGGER_S = 0.05
+MAX_STAGGER_S = 1.0
 #: Time for writing a report, when the watchdog of another rank of the node does it at its next check.
 REPORT_S = 0.5
 #: A process that is still alive this long after it gave up is killed: its report cannot be written, or `end` hangs.
 KILL_S = 20.0
 #: Checks per `warn_s`, and the longest time between two checks.
-CHECKS, MAX_INTERVAL_S = 5, 1.0
+CHECKS = 5
+MAX_INTERVAL_S = 1.0
 #: Flags of a rank: it has left its program and waits for others to leave; it is ending the job, as a collective takes
 #: too long; it has reported that; it is ending the job, as it has failed; it has noticed that another rank is gone.
-LEFT, ENDING, REPORTED, FAILED, NOTICED = 1, 2, 4, 8, 16
+LEFT = 1
+ENDING = 2
+REPORTED = 4
+FAILED = 8
+NOTICED = 16
 
 
 def _own_flags() -> memoryview:
@@ -78,7 +85,8 @@ class Watchdog:
         self._end = end
         self._has_left = has_left
         self._has_reported = False
-        self._warn_s, self._limit_s = warn_s, limit_s
+        self._warn_s = warn_s
+        self._limit_s = limit_s
         self._interval_s = min(MAX_INTERVAL_S, warn_s / CHECKS, limit_s / CHECKS)
         self._watched: list[_Watched] = []
         self._awake_s = 0.0
@@ -126,7 +134,9 @@ class Watchdog:
         entry = journal.current
         state = (entry.number, True) if entry else (journal.n_entered, False)
         if state != watched.state:
-            watched.state, watched.since_s, watched.is_warned = state, self._awake_s, False
+            watched.state = state
+            watched.since_s = self._awake_s
+            watched.is_warned = False
         lasted_s = self._awake_s - watched.since_s
         if entry is None:
             self._check_idle(watched, journal)
@@ -141,7 +151,8 @@ class Watchdog:
 
     def _is_apart(self, watched: _Watched, journal: Journal) -> bool:
         """Return whether a rank of this node is in another call at the same place, now as at the last check."""
-        before, watched.apart = watched.apart, journal.apart() if watched.peers else {}
+        before = watched.apart
+        watched.apart = journal.apart() if watched.peers else {}
         return bool(watched.apart) and watched.apart == before
 
     def _warning(self, watched: _Watched, journal: Journal, entry: Entry) -> str:

@@ -92,7 +92,8 @@ def _n_within(entries: Sequence[Entry], limit_bytes: int) -> int:
     """Return how many tensors at the start are kept apart: what fits, at least one, or none without a limit."""
     if limit_bytes == 0:
         return 0
-    total_bytes, number = 0, 0
+    total_bytes = 0
+    number = 0
     for number, entry in enumerate(entries):
         total_bytes += entry.nbytes
         if total_bytes > limit_bytes:
@@ -109,7 +110,8 @@ def _fill(entries: Sequence[Entry], limits: Limits, buckets: list[BucketShape]) 
             slots.append(Slot(len(buckets), 0, entry.n_elements))
             buckets.append(BucketShape(entry.dtype, entry.n_elements, is_direct=True))
             continue
-        padded, item_bytes = _padded(entry), _ITEM_BYTES[entry.dtype]
+        padded = _padded(entry)
+        item_bytes = _ITEM_BYTES[entry.dtype]
         bucket = open_buckets.get(entry.dtype)
         if bucket is None or (buckets[bucket].n_elements + padded) * item_bytes > limits.bucket_bytes:
             bucket = open_buckets[entry.dtype] = len(buckets)

@@ -152,7 +152,8 @@ def place(
     Raises:
         UsageError: when the partitioner returns something else than the numbers of shards, or splits more than rows.
     """
-    load, n_placed = [0] * n_servers, 0
+    load = [0] * n_servers
+    n_placed = 0
     shards: list[Shard] = []
     servers: dict[int, int] = {}
     for number, variable in enumerate(variables):

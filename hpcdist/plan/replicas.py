@@ -25,7 +25,8 @@ def plan_subtrees(replicas: Iterable[int], n_replicas: int) -> list[Subtree]:
     parts = {replica: replica + 1 for replica in replicas}
     for distance in _distances(min(n_replicas, 2 * len(parts))):  # a part of more than that is none of theirs
         for start in [start for start in parts if start % (2 * distance) == 0]:
-            left, right = min(start + distance, n_replicas), min(start + 2 * distance, n_replicas)
+            left = min(start + distance, n_replicas)
+            right = min(start + 2 * distance, n_replicas)
             if left < right and parts.get(start) == left and parts.get(left) == right:
                 parts[start] = parts.pop(left)
     return sorted(parts.items())

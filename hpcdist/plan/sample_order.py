@@ -111,7 +111,8 @@ class SampleOrder:
     @property
     def n_batches(self) -> int:
         """Batches of one pass, which must end."""
-        run, rows = self.run_rows, self.batch_rows or 1
+        run = self.run_rows
+        rows = self.batch_rows or 1
         n_runs, rest = divmod(self.n_samples, run) if run and not math.isinf(run) else (0, self.n_samples)
         counts = (int(n_rows // rows) if self.drop_remainder else -(-int(n_rows) // rows) for n_rows in (run, rest))
         per_run, last = (0, -(-int(rest) // rows)) if math.isinf(run) else counts
@@ -129,7 +130,8 @@ class SampleOrder:
 
     def _samples_of(self, n_batches: int) -> float:
         """Return how many samples of a pass lie before the end of its batch number `n_batches`."""
-        run, rows = self.run_rows, self.batch_rows or 1
+        run = self.run_rows
+        rows = self.batch_rows or 1
         if math.isinf(run):
             return n_batches * rows
         per_run = int(run // rows) if self.drop_remainder else -(-int(run) // rows)
@@ -152,7 +154,8 @@ class SampleOrder:
 
     def next_batch(self, position: int, end: float) -> tuple[int, int] | None:
         """Return (start, stop) of the batch that begins at or after `position`, or None when `end` is reached."""
-        rows, run = self.batch_rows or 1, self.run_rows
+        rows = self.batch_rows or 1
+        run = self.run_rows
         if self.drop_remainder and run < rows:
             return None
         while position < end:
@@ -187,8 +190,10 @@ class SampleOrder:
 
     def _epochs_and_rows(self, positions: Rows) -> tuple[Rows, Rows]:
         """Return the epoch of each position, and its offset in the epoch."""
-        epoch, run = max(self.epoch_rows, 1), self.run_rows
+        epoch = max(self.epoch_rows, 1)
+        run = self.run_rows
         if math.isinf(run) or not run:
             return positions // epoch, positions % epoch
-        runs, offsets = positions // int(run), positions % int(run)
+        runs = positions // int(run)
+        offsets = positions % int(run)
         return runs * -(-int(run) // epoch) + offsets // epoch, offsets % epoch

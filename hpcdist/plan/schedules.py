@@ -60,7 +60,8 @@ def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
 
     Source: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009, doi 10.1016/j.jpdc.2008.09.002.
     """
-    after, before = (rank + 1) % size, (rank - 1) % size
+    after = (rank + 1) % size
+    before = (rank - 1) % size
 
     def to(chunk: int) -> list[Message]:
         return [Message(after, *block_bounds(n_elements, size, chunk % size))]
@@ -85,18 +86,23 @@ def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
     Source: Rabenseifner, Optimization of collective reduction operations, ICCS 2004, doi 10.1007/978-3-540-24685-5_1;
         ours begins at distance 1 instead of P/2, and divides unequally instead of folding ranks before.
     """
-    summing, spreading = [], []
-    owned, distance = [(0, n_elements)], 1
+    summing = []
+    spreading = []
+    owned = [(0, n_elements)]
+    distance = 1
     while distance < size:
         start = rank // (2 * distance) * 2 * distance
-        middle, stop = start + distance, min(start + 2 * distance, size)
+        middle = start + distance
+        stop = min(start + 2 * distance, size)
         if middle < stop:
             is_left = rank < middle
             other = (middle, stop) if is_left else (start, middle)
-            kept, given = [], []
+            kept = []
+            given = []
             for peer, first, last in _shared_with(other, owned, n_elements):
                 cut = first + (last - first) * distance // (stop - start)
-                of_left, of_right = Message(peer, first, cut), Message(peer, cut, last)
+                of_left = Message(peer, first, cut)
+                of_right = Message(peer, cut, last)
                 kept.append(of_left if is_left else of_right)
                 given.append(of_right if is_left else of_left)
             summing.append(make_round(given, kept, is_sum=True))
@@ -123,7 +129,9 @@ def _owner(subtree: tuple[int, int], element: int, n_elements: int) -> tuple[int
     first, end = subtree
     size = end - first
     if size & (size - 1) == 0:
-        start, stop, distance = 0, n_elements, 1
+        start = 0
+        stop = n_elements
+        distance = 1
         while distance < size:
             middle = (start + stop) // 2
             start, stop, first = (start, middle, first) if element < middle else (middle, stop, first + distance)
@@ -132,6 +140,7 @@ def _owner(subtree: tuple[int, int], element: int, n_elements: int) -> tuple[int
     n_left = 1 << (size.bit_length() - 1)
     left, left_start, left_stop = _owner((first, first + n_left), element, n_elements)
     right, right_start, right_stop = _owner((first + n_left, end), element, n_elements)
-    start, stop = max(left_start, right_start), min(left_stop, right_stop)
+    start = max(left_start, right_start)
+    stop = min(left_stop, right_stop)
     cut = start + (stop - start) * n_left // size
     return (left, start, cut) if element < cut else (right, cut, stop)

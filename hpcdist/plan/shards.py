@@ -35,7 +35,8 @@ def plan_shards(sizes: Sequence[int], n_owners: int) -> list[dict[int, tuple[int
 def _cut(starts: Sequence[int], ideal: float) -> int:
     """Return the allowed place nearest to the ideal one; of two the earlier."""
     tensor = max(0, min(bisect_right(starts, ideal) - 1, len(starts) - 2))
-    start, stop = starts[tensor], starts[tensor + 1]
+    start = starts[tensor]
+    stop = starts[tensor + 1]
     before = start + int(ideal - start) // BLOCK_ELEMENTS * BLOCK_ELEMENTS
     after = min(before + BLOCK_ELEMENTS, stop)
     return before if ideal - before <= after - ideal else after

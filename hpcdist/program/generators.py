@@ -51,7 +51,8 @@ class StepGenerators:
         """
         is_running = bool(self._states) or (self.seed is not None and torch.initial_seed() == self._key)
         if not self._is_agreed:
-            self.seed, self._is_agreed = seed, True
+            self.seed = seed
+            self._is_agreed = True
         self._libraries.start(seed)
         if not is_running:
             self._set()
@@ -63,7 +64,9 @@ class StepGenerators:
 
     def restore(self, seed: int | None, step: int, libraries: list[dict[str, Any]] | None = None) -> None:
         """Resume at `step` with the seed of a checkpoint, and what it stores of the libraries."""
-        self.seed, self.step, self._is_agreed = seed, step, seed is not None
+        self.seed = seed
+        self.step = step
+        self._is_agreed = seed is not None
         self._place = f"step {step}"
         self._n_backwards_at_step = None
         self._states.clear()

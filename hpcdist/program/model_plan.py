@@ -225,7 +225,8 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def explain_difference(own: str, roots: str) -> DesyncError:
     """Return the error for a rank whose model is described by `own` where the chief's is described by `roots`."""
-    own_rows, root_rows = own.splitlines(), roots.splitlines()
+    own_rows = own.splitlines()
+    root_rows = roots.splitlines()
     first = next((mine, theirs) for mine, theirs in zip_longest(own_rows, root_rows) if mine != theirs)
     mine, theirs = (row or "nothing" for row in first)
     return DesyncError(

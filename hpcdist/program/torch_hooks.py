@@ -563,7 +563,8 @@ class _StepHandle:
     """Takes one out again who sees steps."""
 
     def __init__(self, table: dict[int, Any], number: int) -> None:
-        self._table, self._number = table, number
+        self._table = table
+        self._number = number
 
     def remove(self) -> None:
         """Stop showing steps."""

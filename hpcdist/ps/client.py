@@ -96,8 +96,12 @@ class Client:
         timeout_s: float,
         chunk_bytes: int | None = None,
     ) -> None:
-        self._mailbox, self._servers, self._worker = mailbox, list(servers), worker
-        self._name, self._timeout_s, self.chunk_bytes = name, timeout_s, chunk_bytes
+        self._mailbox = mailbox
+        self._servers = list(servers)
+        self._worker = worker
+        self._name = name
+        self._timeout_s = timeout_s
+        self.chunk_bytes = chunk_bytes
         self._shards: list[list[_Known]] = [[] for _ in servers]
         self._sequence = self.clock = 0
         self._packers = [mailbox.packer(rank) for rank in servers]
@@ -207,7 +211,8 @@ class Client:
             payload = self._packers[server].pack([tensor for _, _, tensors in gradients for tensor in tensors])
             offset = 0
             for begin, end in parts_of([one.spec for one in held], part_bytes):
-                numbers, first = [number, begin, int(end == len(held))], offset
+                numbers = [number, begin, int(end == len(held))]
+                first = offset
                 for one, (kind, n_rows, tensors) in zip(held[begin:end], gradients[begin:end], strict=True):
                     numbers += [kind, n_rows, one.version]
                     offset += sum(padded(tensor.numel() * tensor.itemsize) for tensor in tensors)
@@ -240,12 +245,14 @@ class Client:
 
     def _take(self, answers: Iterable[tuple[int, Message]]) -> Request:
         """Write values into the variables as they come; return what is due."""
-        due, torn = Request.NONE, False
+        due = Request.NONE
+        torn = False
         for server, message in answers:
             due |= Request(message.request)
             if message.text:
                 self._hear(server, json.loads(message.text))
-            begin, rows = int(message.numbers[0]), message.numbers[1:].reshape(-1, 3).tolist()
+            begin = int(message.numbers[0])
+            rows = message.numbers[1:].reshape(-1, 3).tolist()
             held = self._shards[server][begin : begin + len(rows)]
             self._require_later(held, rows)
             if any(kind in (WHOLE_HERE, ROWS_HERE) for kind, _, _ in rows):
@@ -284,14 +291,16 @@ class Client:
 
     def _read(self, server: int, message: Message, begin: int, rows: list[list[int]]) -> bool:
         """Copy values from where a server of this node has them; return whether it did not write meanwhile."""
-        all_values, stop = self._values_here(server), begin + len(rows)
+        all_values = self._values_here(server)
+        stop = begin + len(rows)
         tensors = [tensor for values in all_values for tensor in values.tensors][begin:stop]
         for _ in range(_N_READS):
             before = [values.counter for values in all_values]
             if any(count & 1 for count in before):
                 os.sched_yield()
                 continue
-            payload, held = Unpacker(message.payload), self._shards[server][begin:stop]
+            payload = Unpacker(message.payload)
+            held = self._shards[server][begin:stop]
             for one, tensor, (kind, n_rows, _) in zip(held, tensors, rows, strict=True):
                 if kind == WHOLE_HERE:
                     one.write(tensor)
@@ -394,7 +403,8 @@ class Client:
             self._sequence += 1
             message = Message(kind, self._worker, sequence=self._sequence, clock=self.clock, **fields)
             messages.append((self._servers[server], message))
-        n_answers, error = 0, None
+        n_answers = 0
+        error = None
         for number, answer in self._mailbox.exchange(messages, self._timeout_s):
             n_answers += 1
             server = requests[number][0]

@@ -108,7 +108,8 @@ class EntryParameters(ServedParameters):
     def _joined(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
         """Return the rows of all replicas' gradients as one sparse gradient."""
         if own is None:
-            none, rows = torch.empty((1, 0), dtype=torch.int64), parameter.new_empty((0, *parameter.shape[1:]))
+            none = torch.empty((1, 0), dtype=torch.int64)
+            rows = parameter.new_empty((0, *parameter.shape[1:]))
             own = torch.sparse_coo_tensor(none.to(rows.device), rows, parameter.shape, check_invariants=False)
         own = (own if own.is_sparse else own.to_sparse(1)).coalesce()
         indices = all_gather(own._indices()[0], comm=self._comm)
@@ -128,7 +129,8 @@ class EntryParameters(ServedParameters):
 
     def _await_first(self) -> None:
         """Wait for the first replica's push, longer than that one waits: its error says what is late."""
-        request, limit_s = self._comm.Ibarrier(), self._world.timeout_s + _LATE_S
+        request = self._comm.Ibarrier()
+        limit_s = self._world.timeout_s + _LATE_S
         if not wait_until(request.Test, limit_s):
             raise late("step", limit_s, "the first rank of this worker entry", self._world.describe())
 

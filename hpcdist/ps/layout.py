@@ -82,7 +82,8 @@ def specs_of(
     for shard in shards:
         variable = variables[shard.variable]
         shape = (shard.stop - shard.start, *variable.shape[1:]) if variable.shape else ()
-        dtype, is_sparse = str(variable.dtype).removeprefix("torch."), shard.variable in sparse
+        dtype = str(variable.dtype).removeprefix("torch.")
+        is_sparse = shard.variable in sparse
         spec = ShardSpec(variable.name, shard.variable, shard.start, shard.stop, shape, dtype, is_sparse)
         own = [spec] if chunk_bytes is None or is_sparse else chunks_of(spec, chunk_bytes)
         found.setdefault(shard.server, []).extend(own)
@@ -122,11 +123,14 @@ def parts_of(specs: Sequence[ShardSpec], part_bytes: int | None) -> list[tuple[i
     """
     if part_bytes is None:
         return [(0, len(specs))]
-    parts, begin, nbytes = [], 0, 0
+    parts = []
+    begin = 0
+    nbytes = 0
     for index, spec in enumerate(specs):
         if index > begin and nbytes + spec.nbytes > part_bytes:
             parts.append((begin, index))
-            begin, nbytes = index, 0
+            begin = index
+            nbytes = 0
         nbytes += spec.nbytes
     return [*parts, (begin, len(specs))]
 
@@ -204,7 +208,8 @@ class Packer:
     """
 
     def __init__(self, allocate: Callable[[int], Bytes] = _private) -> None:
-        self._memory, self._allocate = _private(0), allocate
+        self._memory = _private(0)
+        self._allocate = allocate
 
     def pack(self, tensors: Sequence[Tensor]) -> Bytes:
         """Return a payload of tensors, which holds until the next call."""
@@ -223,7 +228,8 @@ class Unpacker:
     """Reads tensors from a payload, in whose memory they are."""
 
     def __init__(self, payload: Bytes) -> None:
-        self._payload, self._start = payload, 0
+        self._payload = payload
+        self._start = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the next tensor."""

@@ -96,7 +96,8 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
             received: list[tuple[int, Message]] = []
             wait_until(functools.partial(_receive, mailbox, received), _LOOK_S, yields, _MAX_SLEEP_S)
             if signals.last:
-                name, signals.last = signals.last, ""
+                name = signals.last
+                signals.last = ""
                 server.note_signal(name)
             for _, message in received:
                 _send(mailbox, workers, server.handle(message))

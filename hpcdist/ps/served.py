@@ -69,9 +69,12 @@ class ServedParameters:
         skips_non_finite: bool,
         needs_sum: bool,
     ) -> None:
-        self._world, self.client = world, client
-        self._partitioner, self._is_by_bytes = partitioner, is_by_bytes
-        self._skips_non_finite, self.needs_sum = skips_non_finite, needs_sum
+        self._world = world
+        self.client = client
+        self._partitioner = partitioner
+        self._is_by_bytes = is_by_bytes
+        self._skips_non_finite = skips_non_finite
+        self.needs_sum = needs_sum
         self._specs: list[VariableSpec] = []
         self._variables: list[nn.Parameter] = []
         self._numbers: dict[int, int] = {}
@@ -101,7 +104,8 @@ class ServedParameters:
         if not new:
             return
         self.require_unwritten()
-        first, of_rows = len(self._specs), {id(one) for one in sparse}
+        first = len(self._specs)
+        of_rows = {id(one) for one in sparse}
         specs = [*self._specs, *(VariableSpec(name, tuple(one.shape), one.dtype) for name, one in new)]
         with self._world.agreed(self._world.role_comm):
             shards = place(specs, self.client.n_servers, self._partitioner, self._is_by_bytes)
@@ -165,7 +169,8 @@ class ServedParameters:
     def _act_on_signal(self) -> None:
         """Stop all workers if a server has got a signal to stop, and has told this client alone."""
         if self.client.signal:
-            name, self.client.signal = self.client.signal, ""
+            name = self.client.signal
+            self.client.signal = ""
             stop_for(f"{name} to a parameter server", self._world)
 
     def _note_written(self) -> None:
@@ -233,7 +238,8 @@ class ServedParameters:
 
     def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put the gradients back that `begin_step` has hidden."""
-        hidden, self._hidden = self._hidden, []
+        hidden = self._hidden
+        self._hidden = []
         for parameter, gradient in zip(parameters, hidden, strict=True):
             parameter.grad = gradient
 

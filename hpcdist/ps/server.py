@@ -120,7 +120,10 @@ class _Received:
     def note(self, message: Message) -> bool:
         """Note a request; return whether it is new. Parts of a step may overtake each other, and nothing else."""
         if message.incarnation > self.incarnation:
-            self.incarnation, self.floor, self.clock, self.above = message.incarnation, 0, 0, set()
+            self.incarnation = message.incarnation
+            self.floor = 0
+            self.clock = 0
+            self.above = set()
         if message.sequence <= self.floor or message.sequence in self.above:
             return False
         if message.kind is Kind.STEP and message.clock == self.clock:
@@ -128,7 +131,8 @@ class _Received:
         else:
             is_step = message.kind is Kind.STEP
             self.floor = max(self.above, default=self.floor) if is_step else message.sequence
-            self.clock, self.above = message.clock, {message.sequence} if is_step else set()
+            self.clock = message.clock
+            self.above = {message.sequence} if is_step else set()
         return True
 
 
@@ -158,7 +162,8 @@ class Server:
         self._rounds: dict[tuple[int, int], dict[int, Message]] = {}
         self._requests = RequestClock()
         self._signal = ""
-        self._packers, self._neighbours = packers, neighbours
+        self._packers = packers
+        self._neighbours = neighbours
         self._part_packers: dict[tuple[int, int], Packer] = {}
         self._memories: list[tuple[OwnMemory, Values]] = []
         self._n_sent: dict[int, int] = {}
@@ -273,7 +278,8 @@ class Server:
 
     def _joined(self, chunks: Sequence[int]) -> nn.Parameter:
         """Return the values of a whole shard, in the memory of its chunks."""
-        first, last = self._shards[chunks[0]], self._shards[chunks[-1]].spec
+        first = self._shards[chunks[0]]
+        last = self._shards[chunks[-1]].spec
         if len(chunks) == 1:
             return first.values
         shape = (last.stop - first.spec.start, *last.row_shape)
@@ -361,7 +367,8 @@ class Server:
         for pushes in self._rounds.values():
             missing = [worker for worker in self.clocks.live if worker not in pushes]
             waiting += [(message, missing) for message in pushes.values()]
-        self._parked, self._rounds = {}, {}
+        self._parked = {}
+        self._rounds = {}
         return [
             answer(
                 message,
@@ -418,7 +425,8 @@ class Server:
 
     def _gradients_of(self, part: _Part, message: Message) -> dict[int, Tensor]:
         """Return the gradients in a push, by number of shard, in its memory."""
-        payload, found = Unpacker(message.payload), {}
+        payload = Unpacker(message.payload)
+        found = {}
         for number, (kind, n_rows, _) in enumerate(part.rows, part.begin):
             spec = self._shards[number].spec if kind != NOTHING else None
             if spec is not None and kind == WHOLE:
@@ -433,7 +441,8 @@ class Server:
         """Return the values that a worker does not know yet; to one of this node, which they are."""
         part = _Part.of(message)
         is_here = self._is_neighbour(message)
-        numbers, parts = [part.begin], []
+        numbers = [part.begin]
+        parts = []
         for shard, (_, _, version) in zip(self._shards[part.begin :], part.rows, strict=False):
             if version == shard.version:
                 numbers += [NOTHING, 0, shard.version]
@@ -466,7 +475,9 @@ class Server:
 
     def _news_for(self, worker: int, is_here: bool) -> str:
         """Return what goes to a worker beside values, as JSON: a signal that this rank got, and where values are."""
-        signal, self._signal = self._signal, ""  # this worker asks all others to stop
+        # this worker asks all others to stop
+        signal = self._signal
+        self._signal = ""
         paths = [own.path for own, _ in self._memories[self._n_sent.get(worker, 0) :]] if is_here else []
         if is_here:
             self._n_sent[worker] = len(self._memories)

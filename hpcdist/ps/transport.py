@@ -14,7 +14,8 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import OwnMemory, map_memory
 from hpcdist.runtime.waiting import YIELDS, wait_until
 
-_ENVELOPE, _PIECE = 7501, 7502
+_ENVELOPE = 7501
+_PIECE = 7502
 
 
 class _Outbox:
@@ -27,7 +28,8 @@ class _Outbox:
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return memory of `nbytes` bytes, which replaces the last one."""
-        self._own, self._n_made = OwnMemory(nbytes), self._n_made + 1
+        self._own = OwnMemory(nbytes)
+        self._n_made = self._n_made + 1
         self._memory = np.frombuffer(self._own.memory, np.uint8)
         return self._memory
 
@@ -88,7 +90,9 @@ class Mailbox:
             envelope = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self._comm.Recv(envelope, status.Get_source(), _ENVELOPE)
             self._begin(status.Get_source(), envelope)
-        coming, self._coming, done = self._coming, [], []
+        coming = self._coming
+        self._coming = []
+        done = []
         late: set[int] = set()  # senders of which an earlier message is not complete
         for rank, requests, message in coming:
             if rank not in late and MPI.Request.Testall(requests):
@@ -152,7 +156,8 @@ def find_neighbours(comm: MPI.Comm) -> list[int]:
     Collective: `comm`, of which nobody may be missing; blocking.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    probe, error = None, None
+    probe = None
+    error = None
     try:
         probe = OwnMemory(8)
         probe.memory.cast("q")[0] = comm.rank + 1
@@ -162,7 +167,8 @@ def find_neighbours(comm: MPI.Comm) -> list[int]:
     try:
         is_right = all(map_memory(path).cast("q")[0] == rank + 1 for rank, path in paths)
     except CollectiveError as caught:
-        is_right, error = False, caught
+        is_right = False
+        error = caught
     can_share = node.allreduce(int(is_right and error is None), MPI.MIN)
     node.Free()
     return [rank for rank, _ in paths if rank != comm.rank] if can_share else []

@@ -89,7 +89,8 @@ class ReplicaScheduler:
         """
         if self._is_running and (len(self.replicas) > 1 or self._switched):
             raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
-        was_running, self._is_running = self._is_running, True
+        was_running = self._is_running
+        self._is_running = True
         for state in self._switched:
             state.begin_run()
         try:
@@ -106,7 +107,9 @@ class ReplicaScheduler:
         A model's hooks hold this object, where the garbage collector cannot see it, and an error holds the frames in
         which the model is: kept here, it would keep the strategy alive for good.
         """
-        self._contributions, self._results, self._error = [None] * len(self.replicas), (), None
+        self._contributions = [None] * len(self.replicas)
+        self._results = ()
+        self._error = None
         if len(self.replicas) > 1:
             self._round = _Round(self.replicas)
 
@@ -208,7 +211,8 @@ class ReplicaScheduler:
                 self._results = self._outside(combine, self._contributions)
             except Exception as error:  # noqa: BLE001 - each replica raises it, as a single one would
                 self._error = error
-        results, raised = self._results, self._error
+        results = self._results
+        raised = self._error
         self.release()
         if raised is not None:
             raise raised
@@ -224,7 +228,8 @@ class ReplicaScheduler:
 
     def _outside(self, combine: Callable[[list[Any]], Sequence[Any]], contributions: list[Any]) -> Sequence[Any]:
         """Return combine(contributions), which belongs to no replica."""
-        replica, self._local.replica = self.replica, None
+        replica = self.replica
+        self._local.replica = None
         try:
             return combine(contributions)
         finally:

@@ -46,7 +46,8 @@ class ReplicaSteps:
 
         Cost: one comparison of all gradients for each replica but the last.
         """
-        brought, self._brought = self._brought, {}
+        brought = self._brought
+        self._brought = {}
         for replica, gradients in brought.items():
             for parameter, theirs in zip(parameters, gradients, strict=True):
                 if not have_same_bits(parameter.grad, theirs):

@@ -9,7 +9,8 @@ from hpcdist.runtime.step_flags import Request
 from hpcdist.runtime.world import World
 
 #: Initial and largest number of polls without a gradient all-reduce between two explicit all-reduces.
-FIRST_POLLS, MAX_POLLS = 2, 32
+FIRST_POLLS = 2
+MAX_POLLS = 32
 #: Target time between two explicit all-reduces: far below a batch system's notice, far above their cost.
 ASK_EVERY_S = 0.1
 _TIME_BITS = 48
@@ -98,7 +99,9 @@ class Agreement:
         return self._world.all_reduce_int(int(is_true), MPI.MAX, self._world.role_comm) > 0
 
     def _start_again(self) -> None:
-        self._n_polls, self._every, self._since = 0, FIRST_POLLS, self._clock()
+        self._n_polls = 0
+        self._every = FIRST_POLLS
+        self._since = self._clock()
 
     def _ask(self) -> Request:
         """All-reduce the requests, and agree on the number of polls until the next time. Collective: the role's ranks.
@@ -109,8 +112,10 @@ class Agreement:
         elapsed_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
         own = int(self._requested()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)
         agreed = self._world.all_reduce_int(own, MPI.MAX, self._world.role_comm)
-        request, poll_us = agreed >> _TIME_BITS, max(agreed & ((1 << _TIME_BITS) - 1), 1)
+        request = agreed >> _TIME_BITS
+        poll_us = max(agreed & ((1 << _TIME_BITS) - 1), 1)
         self.n_messages += 1
-        self._n_polls, self._since = 0, self._clock()
+        self._n_polls = 0
+        self._since = self._clock()
         self._every = min(max(int(ASK_EVERY_S * 1e6 / poll_us), 1), MAX_POLLS, 2 * self._every)
         return Request(request)

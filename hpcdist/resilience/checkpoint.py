@@ -93,7 +93,8 @@ class Checkpoint:
         Raises:
             UsageError: if there is none of this name, or it is of another kind.
         """
-        held, value = self._objects.get(name), _plain(value)
+        held = self._objects.get(name)
+        value = _plain(value)
         if not isinstance(held, _PLAIN) or _plain_kind(value) != _plain_kind(held):
             expected = ", ".join(f"{name!r}" for name, item in self._objects.items() if isinstance(item, _PLAIN))
             raise UsageError(
@@ -221,7 +222,8 @@ class Checkpoint:
         found = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         found += [item for item in self._objects.values() if _is_tensor(item)]
         tensors = {id(tensor): tensor for tensor in found}.values()  # modules may share some
-        state, to_come = sum(map(_nbytes, tensors)), 0
+        state = sum(map(_nbytes, tensors))
+        to_come = 0
         for optimizer in optimizers:
             of_parameters = sum(_nbytes(tensor) for group in optimizer.param_groups for tensor in group["params"])
             state += _n_values_of(optimizer) * of_parameters
@@ -248,7 +250,9 @@ class Checkpoint:
 
         Cost: one read of the file, and a broadcast of its arrays; no memory above the state but two blocks of 4 MiB.
         """
-        chosen, self.chosen_path = self.chosen_path, None  # not if this raises: the objects then hold a mixture
+        # not if this raises: the objects then hold a mixture
+        chosen = self.chosen_path
+        self.chosen_path = None
         step = Restore(self.world, self).one(Path(path)).step
         self.publish()
         self.chosen_path = chosen
@@ -386,7 +390,8 @@ class _Part:
     """Objects that are restored from a checkpoint that holds others too."""
 
     def __init__(self, objects: dict[str, Any], is_strict: bool) -> None:
-        self._objects, self._is_strict = objects, is_strict
+        self._objects = objects
+        self._is_strict = is_strict
         self._checkpoint = Checkpoint(**objects)
 
     def prepare(self, index: Index, source: str) -> Prepared:
@@ -486,7 +491,8 @@ def _number_in(node: Any, kind: str) -> int:
 def _memory_of(value: Any) -> tuple[str, Array] | None:
     """Return the name of the dtype and the memory, as it is stored, of an array or host tensor in one piece."""
     if isinstance(value, np.ndarray) and value.dtype.isnative:
-        array, dtype = value, value.dtype.name
+        array = value
+        dtype = value.dtype.name
     elif _is_tensor(value) and value.device.type == "cpu" and value.is_contiguous():
         array, dtype = to_array(value)
     else:
@@ -589,7 +595,8 @@ def _check_shape(name: str, item: Any, loaded: Any, source: str) -> None:
 
 def _is_optimizer_state(loaded: Any) -> bool:
     parts = loaded if isinstance(loaded, Mapping) else {}
-    groups, states = parts.get("param_groups"), parts.get("state")
+    groups = parts.get("param_groups")
+    states = parts.get("state")
     return (
         isinstance(groups, list)
         and all(isinstance(group, Mapping) and _is_list_of_names(group.get("params")) for group in groups)
@@ -609,13 +616,17 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
         state = item.state_dict()
         if not _is_optimizer_state(state):  # a wrapper's state: only the wrapper can find the groups
             return
-        own, theirs = _group_sizes(state), _group_sizes(loaded)
+        own = _group_sizes(state)
+        theirs = _group_sizes(loaded)
     elif _is_array(item):
-        own, theirs = _layouts({name: item}), _layouts({name: loaded})
+        own = _layouts({name: item})
+        theirs = _layouts({name: loaded})
     elif isinstance(item, _PLAIN):
-        own, theirs = {name: _plain_kind(item)}, {name: _plain_kind(loaded)}
+        own = {name: _plain_kind(item)}
+        theirs = {name: _plain_kind(loaded)}
     elif hasattr(item, "named_parameters"):
-        own, theirs = _layouts(plain_state(item)), _layouts(loaded)
+        own = _layouts(plain_state(item))
+        theirs = _layouts(loaded)
     else:
         return
     prefix = _prefix_between(own, theirs)

@@ -173,7 +173,9 @@ class Deadline:
         calls: Calls | None = None,
     ) -> None:
         self.end = end
-        self.step, self.save, self.n_saves = step, save, n_saves
+        self.step = step
+        self.save = save
+        self.n_saves = n_saves
         self.calls = calls or Calls()
         self._clock = clock
         self._start = clock()
@@ -202,7 +204,8 @@ class Deadline:
         """Return one line for the log: when the job ends, and how long before that it will stop."""
         day = "%H:%M:%S" if self.left_s < _DAY_S else "%Y-%m-%d %H:%M:%S"
         end = f"job ends at {time.strftime(day, time.localtime(time.time() + self.left_s))}"
-        n_saves, call_s = self.n_saves(), self.calls.longest_s
+        n_saves = self.n_saves()
+        call_s = self.calls.longest_s
         if must_stop(self.left_s, self.step, self.save, n_saves, call_s):
             return f"{end}; too soon for a step and a save, so this attempt stops at once"
         before_s = needed_s(self.step, self.save, n_saves, call_s)

@@ -144,7 +144,9 @@ def _after(attempt: Attempt, event: str, said: dict[str, Any]) -> Attempt:
     if event == "commit":
         return replace(attempt, committed_step=max(attempt.committed_step, _step(said["step"])))
     if event == "end":
-        end, reason, is_excused = str(said["how"]), str(said["reason"]), bool(said.get("is_excused"))
+        end = str(said["how"])
+        reason = str(said["reason"])
+        is_excused = bool(said.get("is_excused"))
         return replace(attempt, end=end, reason=reason, is_excused=is_excused)
     return attempt
 

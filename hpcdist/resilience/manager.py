@@ -240,7 +240,8 @@ class CheckpointManager:
         self.wait()
         self.checkpoint.make_equal()
         in_memory = in_memory and self._agree_to_copy()
-        path, gathered = "", self.checkpoint.gather()
+        path = ""
+        gathered = self.checkpoint.gather()
         expected: Future[int] = Future()  # the digest of the other ranks, for the chief's thread
         try:
             with self._world.agreed(self._comm):
@@ -298,7 +299,8 @@ class CheckpointManager:
 
         Collective: chief and workers.
         """
-        chosen, step = self.checkpoint.chosen_path, self.checkpoint.step
+        chosen = self.checkpoint.chosen_path
+        step = self.checkpoint.step
         if chosen is not None and self.saved_step > step:
             self._has_begun = False
         self.begin_attempt()
@@ -310,7 +312,8 @@ class CheckpointManager:
                     self._saver.last = None  # it describes the state before the choice
             if self._saver.fast_tier is not None:
                 self._saver.fast_tier.resume_from(Saved(0, step))
-            self.latest_path, self.checkpoint.chosen_path = chosen, None
+            self.latest_path = chosen
+            self.checkpoint.chosen_path = None
             self.note_saved(step)
         return chosen
 
@@ -372,7 +375,8 @@ class CheckpointManager:
         """
         if not self._is_writer:
             return
-        available, expected = available_bytes(), self.checkpoint.estimate_bytes(1 + 2 * self._saver.keeps_copies)
+        available = available_bytes()
+        expected = self.checkpoint.estimate_bytes(1 + 2 * self._saver.keeps_copies)
         if available is not None and available < expected:
             logger.warning(
                 "save: about %d bytes of memory will be needed after the first step, with what saves take, and %d are "

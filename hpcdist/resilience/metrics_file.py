@@ -116,7 +116,8 @@ class MetricsFile:
                     self._drop_oldest()
                 if self.retries.is_due:
                     self._start_to_append()
-        self._n_records, self._last_step = self._n_records + 1, step
+        self._n_records = self._n_records + 1
+        self._last_step = step
 
     def _drop_oldest(self) -> None:
         """Forget half of the records that cannot be written. The caller holds the lock."""
@@ -262,7 +263,8 @@ class MetricsFile:
 
     def _append(self, lines: list[tuple[int, bytes]]) -> None:
         file = self._claim() if self._file is None else self._file
-        first, last = lines[0][0], lines[-1][0]
+        first = lines[0][0]
+        last = lines[-1][0]
         if not self._is_cut:
             if self._step_in_file < 0 and not self._is_earlier_run_kept:
                 self._keep_earlier_run(file, first)
@@ -270,15 +272,18 @@ class MetricsFile:
             self._cut(file, first - 1)
         self._is_durable = self._is_cut = False
         try:
-            rest, end = memoryview(b"".join(line for _, line in lines)), os.fstat(file).st_size
+            rest = memoryview(b"".join(line for _, line in lines))
+            end = os.fstat(file).st_size
             while rest:
                 done = self._disk.write(file, rest, end)
-                rest, end = rest[done:], end + done
+                rest = rest[done:]
+                end = end + done
         except OSError:
             with contextlib.suppress(OSError):  # the first error is raised; the next append cuts again
                 self._cut(file, first - 1)
             raise
-        self._is_cut, self._step_in_file = True, last
+        self._is_cut = True
+        self._step_in_file = last
 
     def _sync(self) -> None:
         self._append_queued()
@@ -317,7 +322,8 @@ class MetricsFile:
     def _set_aside(self, damaged: dict[int, bytes]) -> None:
         """Append damaged lines, given by their numbers, to NAME.bad, unless its end has them."""
         aside = self.path.with_name(f"{self.path.name}.bad")
-        before, lines = _content_of(aside), b"".join(damaged.values())
+        before = _content_of(aside)
+        lines = b"".join(damaged.values())
         if not before.endswith(lines):  # else set aside by a try that failed later
             self._replace(aside, before + lines)
             logger.warning(
@@ -355,7 +361,8 @@ class MetricsFile:
         lines = [(line, _step_of(line)) for line in _lines_in(_content_in(file))]
         kept = list(itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines))
         self._disk.truncate(file, sum(len(line) for line, _ in kept))
-        self._is_durable, self._is_cut = False, True
+        self._is_durable = False
+        self._is_cut = True
         return sum(step is not None for _, step in kept)
 
     # -- as part of a checkpoint ----------------------------------------------------------------------------------
@@ -463,7 +470,8 @@ def _longest_rise(steps: list[int]) -> list[int]:
         length = bisect.bisect_left(last_steps, step)
         last_steps[length : length + 1] = [step]
         rises[length : length + 1] = [(index, rises[length - 1] if length else None)]
-    found, rise = [], rises[-1] if rises else None
+    found = []
+    rise = rises[-1] if rises else None
     while rise:
         index, rise = rise
         found.append(index)

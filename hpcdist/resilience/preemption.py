@@ -277,7 +277,8 @@ class PreemptionCheckpointHandler:
             result = fn(*args, **kwargs)
         if self.step > self._first_step:  # else a call of half the time limit would prevent every step
             self._calls.add(self._clock() - self._polled_at)  # including the time between the last poll and the call
-        self._is_long_since, self._is_polled = True, False
+        self._is_long_since = True
+        self._is_polled = False
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
@@ -307,7 +308,8 @@ class PreemptionCheckpointHandler:
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         """Ignore requests inside the block."""
-        was_busy, self._is_busy = self._is_busy, True
+        was_busy = self._is_busy
+        self._is_busy = True
         try:
             yield
         finally:
@@ -570,7 +572,8 @@ class PreemptionCheckpointHandler:
 
     def _measure(self) -> bool:
         """Return whether a step was made since the last poll, and record its duration."""
-        has_stepped, self._step_at_poll = self.step > self._step_at_poll, self.step
+        has_stepped = self.step > self._step_at_poll
+        self._step_at_poll = self.step
         if has_stepped:
             self._step_times.add(self._clock() - self._polled_at)
         return has_stepped

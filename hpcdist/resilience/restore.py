@@ -196,8 +196,10 @@ class Restore:
             if blocks is None:
                 return
             raise CheckpointDamaged(str(damage)) from None
-        writer, group = ArrayWriter(index.arrays, prepared.arrays), group_of(self._comm, world=self._world)
-        buffer, error = np.empty(BLOCK_BYTES, np.uint8), None
+        writer = ArrayWriter(index.arrays, prepared.arrays)
+        group = group_of(self._comm, world=self._world)
+        buffer = np.empty(BLOCK_BYTES, np.uint8)
+        error = None
         for start in range(HEADER_BYTES, index.header.index_offset, BLOCK_BYTES):
             block = buffer[: min(BLOCK_BYTES, index.header.index_offset - start)]
             if blocks is not None and error is None:

@@ -65,7 +65,8 @@ def hosts_of(world: World) -> dict[str, str]:
     told = world.role_comm.gather((world.rank, MPI.Get_processor_name() if named else "")) or []
     found: dict[str, str] = {}
     for local in world.hosts.placement.hosts if told else ():
-        name, ranks = told[local[0]][1] or "unknown", [told[one][0] for one in local]
+        name = told[local[0]][1] or "unknown"
+        ranks = [told[one][0] for one in local]
         text = ",".join(map(str, ranks))
         if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
             text = f"{ranks[0]}-{ranks[-1]}"

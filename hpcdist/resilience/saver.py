@@ -232,7 +232,8 @@ class Saver:
 
     def forget_copies(self) -> None:
         """Free the memory: remove this node's copies, those of earlier attempts too, and make none from now on."""
-        tier, self.fast_tier = self.fast_tier, None
+        tier = self.fast_tier
+        self.fast_tier = None
         if tier is not None:
             tier.stop()
             if self._is_under_way(_LIMIT_S, self._copied):
@@ -282,7 +283,8 @@ class Saver:
 
     def _raise_failure(self, until_durable: bool = False) -> None:
         """Raise the error of the last save, once; its parts are done."""
-        durable, self._durable = self._durable, None
+        durable = self._durable
+        self._durable = None
         if durable is not None and durable.exception() is not None:
             atexit.unregister(self._wait_at_exit)  # it is reported now
             durable.result()
@@ -296,7 +298,9 @@ class Saver:
             done.result()
 
     def _start_to_wait(self) -> None:
-        self._n_blocks, self._waited_s, self._looked_s = self._n_blocks_so_far, 0.0, time.monotonic()
+        self._n_blocks = self._n_blocks_so_far
+        self._waited_s = 0.0
+        self._looked_s = time.monotonic()
         self._is_stuck = False
 
     @property
@@ -311,7 +315,8 @@ class Saver:
         self._waited_s += min(now - self._looked_s, BEAT_S + AWAKE_S)  # a longer gap means that the job was suspended
         self._looked_s = now
         if self._n_blocks_so_far != self._n_blocks:
-            self._n_blocks, self._waited_s = self._n_blocks_so_far, 0.0
+            self._n_blocks = self._n_blocks_so_far
+            self._waited_s = 0.0
         if self._waited_s > self._world.timeout_s:
             self._is_stuck = True
             raise CheckpointError(

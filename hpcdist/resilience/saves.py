@@ -41,7 +41,8 @@ class AttemptSaves:
         self._schedule = schedule
         self._save_fn = save_fn
         self._clock = clock
-        self.times, self._stalls = Durations(), Durations()
+        self.times = Durations()
+        self._stalls = Durations()
         self.begin(0, is_restored=False)
 
     def begin(self, step: int, is_restored: bool) -> None:
@@ -51,8 +52,10 @@ class AttemptSaves:
             step: steps so far.
             is_restored: whether a checkpoint holds that step.
         """
-        self._has_saved, self._is_restored = False, is_restored
-        self._kept_up_to, self._began_at = step, self._manager.saved_step
+        self._has_saved = False
+        self._is_restored = is_restored
+        self._kept_up_to = step
+        self._began_at = self._manager.saved_step
         self._is_noted = self._n_checks = 0
         self._compared_at: int | None = None
 
@@ -79,7 +82,8 @@ class AttemptSaves:
             DesyncError: if ranks differ; on all ranks.
             CheckpointError: if memory is insufficient; on all ranks.
         """
-        last, self._kept_up_to = self._kept_up_to, step
+        last = self._kept_up_to
+        self._kept_up_to = step
         self._n_checks += 1
         if self._n_checks == 1 and self._save_fn is None:
             self._manager.reserve()

@@ -29,9 +29,11 @@ from hpcdist.runtime.world import World
 logger = logging.getLogger("hpcdist")
 
 #: A window is at least this long, and this part of the attempt so far.
-WINDOW_S, WINDOW_SHARE = 1.0, 0.001
+WINDOW_S = 1.0
+WINDOW_SHARE = 0.001
 #: The log has a line about the pace at most this often, and in this part of the attempt so far.
-REPORT_S, REPORT_SHARE = 60.0, 0.01
+REPORT_S = 60.0
+REPORT_SHARE = 0.01
 _WAITS = ("input_s", "communication_s", "save_s", "between_s")
 #: Of the first steps each is recorded.
 N_FIRST = 32
@@ -90,7 +92,8 @@ class Window:
         self._n_steps += n_steps
         self._step_s += length_s
         if length_s > n_steps * self._longest_s:
-            self._longest_s, self._longest_step = length_s / n_steps, step
+            self._longest_s = length_s / n_steps
+            self._longest_step = step
         if stale > self._stalest:
             self._stalest = stale
 
@@ -160,12 +163,20 @@ class StepTimes:
         spent: TimeSpent = time_spent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file, self._spent, self._clock, self._records_all = file, spent, clock, records_all
-        self._step, self._n_polls = step, 0
+        self._file = file
+        self._spent = spent
+        self._clock = clock
+        self._records_all = records_all
+        self._step = step
+        self._n_polls = 0
         self._began_s = self._left_s = clock()
-        self._window, self._due_s = Window(self._began_s, spent), self._began_s + WINDOW_S
-        self._input_s, self._communication_s, self._save_s = spent.input_s, spent.communication_s, spent.save_s
-        self._rows, self._stale = spent.rows, spent.stale
+        self._window = Window(self._began_s, spent)
+        self._due_s = self._began_s + WINDOW_S
+        self._input_s = spent.input_s
+        self._communication_s = spent.communication_s
+        self._save_s = spent.save_s
+        self._rows = spent.rows
+        self._stale = spent.stale
         self._unreported: list[dict[str, Any]] = []
         self._is_ended = False
         file.add(header)
@@ -173,8 +184,10 @@ class StepTimes:
 
     def arrive(self, step: int) -> None:
         """Record that the program is between two steps, with `step` done."""
-        now, spent = self._clock(), self._spent
-        save_s, communication_s = spent.save_s, spent.communication_s
+        now = self._clock()
+        spent = self._spent
+        save_s = spent.save_s
+        communication_s = spent.communication_s
         length_s = now - self._left_s - (save_s - self._save_s)
         if step > self._step:
             self._window.add_steps(step, step - self._step, length_s, spent.stale - self._stale)
@@ -184,8 +197,13 @@ class StepTimes:
         else:
             waited_s = communication_s - self._communication_s
             self._window.add_between(length_s, spent.input_s - self._input_s, waited_s, spent.rows - self._rows)
-        self._step, self._left_s, self._save_s, self._communication_s = step, now, save_s, communication_s
-        self._input_s, self._rows, self._stale = spent.input_s, spent.rows, spent.stale
+        self._step = step
+        self._left_s = now
+        self._save_s = save_s
+        self._communication_s = communication_s
+        self._input_s = spent.input_s
+        self._rows = spent.rows
+        self._stale = spent.stale
 
     def leave(self) -> str | None:
         """Record that the program resumes: what happened since `arrive` is a save, or time between steps.
@@ -199,14 +217,17 @@ class StepTimes:
         spent = self._spent
         length_s = now - self._left_s - (spent.save_s - self._save_s)
         self._window.add_between(length_s, 0.0, spent.communication_s - self._communication_s, 0)
-        self._left_s, self._save_s, self._communication_s = now, spent.save_s, spent.communication_s
+        self._left_s = now
+        self._save_s = spent.save_s
+        self._communication_s = spent.communication_s
         if now < self._due_s:
             return None
         self._close(now)
         elapsed_s = now - self._began_s
         if now - self._unreported[0]["window"][0] < max(REPORT_S, REPORT_SHARE * elapsed_s):
             return None
-        text, self._unreported = pace_of(self._unreported), []
+        text = pace_of(self._unreported)
+        self._unreported = []
         return text
 
     def _close(self, now: float) -> None:
@@ -254,7 +275,10 @@ class RecordFile:
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._every_s, self._disk, self._clock = path.absolute(), every_s, disk or Disk(), clock
+        self._path = path.absolute()
+        self._every_s = every_s
+        self._disk = disk or Disk()
+        self._clock = clock
         self._thread = BackgroundThread("hpcdist-trace")
         self._lines: list[str] = []
         self._next_s = clock() + first_s
@@ -280,7 +304,9 @@ class RecordFile:
     def _start(self) -> None:
         """Let the thread append what is queued, unless it is still busy with what was queued before."""
         if self._lines and (self._appending is None or self._appending.done()):
-            lines, self._lines, self._next_s = self._lines, [], self._clock() + self._every_s
+            lines = self._lines
+            self._lines = []
+            self._next_s = self._clock() + self._every_s
             self._appending = self._thread.submit(lambda: self._append("".join(lines).encode()))
 
     def flush(self, for_s: float) -> None:
@@ -317,7 +343,8 @@ class RecordFile:
         rest = memoryview(content)
         while rest:
             done = self._disk.write(self._file, rest, end)
-            rest, end = rest[done:], end + done
+            rest = rest[done:]
+            end = end + done
 
     def _open(self) -> int:
         """Open the file. No name is made durable: records may be lost."""

@@ -34,7 +34,8 @@ class StepCount:
     def call(self) -> Iterator[None]:
         """Count the block as one step; if it raises, only if the optimizer has stepped in it."""
         with self._inside():
-            n_before, is_whole = self._flags.n_steps, False
+            n_before = self._flags.n_steps
+            is_whole = False
             try:
                 yield
                 is_whole = True
@@ -49,11 +50,13 @@ class StepCount:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        self._counted, self._is_inside = self.value, True
+        self._counted = self.value
+        self._is_inside = True
         try:
             yield
         finally:
-            self._seen, self._is_inside = self._flags.n_steps, False
+            self._seen = self._flags.n_steps
+            self._is_inside = False
 
     def count_reported(self, saved: int) -> None:
         """Count a step that the program reports.
@@ -62,4 +65,5 @@ class StepCount:
             saved: the last saved step: before the first report it may be an optimizer's count.
         """
         self._counted = max(self._counted + 1, saved)
-        self._seen, self._is_reported = self._flags.n_steps, True
+        self._seen = self._flags.n_steps
+        self._is_reported = True

@@ -27,7 +27,8 @@ logger = logging.getLogger("hpcdist")
 #: Least seconds between two checks for the stop file: a check is a request to a shared file system.
 FILE_LOOK_S = 2.0
 #: Longest wait for that check in the training thread, and the time after which a check without an answer is reported.
-FILE_WAIT_S, SILENCE_S = 0.001, 60.0
+FILE_WAIT_S = 0.001
+SILENCE_S = 60.0
 #: What a stop file says after whose request the job is not run again.
 STOP_FOR_GOOD = "hpcdist stop --for-good"
 #: Characters of a stop file that are read.
@@ -141,7 +142,8 @@ class StopFlag:
         return self._reason
 
     def _set_reason(self, reason: str) -> None:
-        self._reason, self.since = reason, self._clock()
+        self._reason = reason
+        self.since = self._clock()
 
     def _request_in_file(self) -> str | None:
         """Return what the stop file held at the last look, None without it; start the next look, if it is time.
@@ -156,13 +158,15 @@ class StopFlag:
     def _look_for_file(self, file: Path) -> str | None:
         now = self._clock()
         if self._look is None and now - self._file_looked_at >= FILE_LOOK_S:
-            self._file_looked_at, self._has_warned = now, False
+            self._file_looked_at = now
+            self._has_warned = False
             self._look = self._looker.submit(functools.partial(_text_of_request, file))
             wait([self._look], FILE_WAIT_S)
         if self._look is None:
             return None
         if self._look.done():
-            look, self._look = self._look, None
+            look = self._look
+            self._look = None
             return look.result()
         if now - self._file_looked_at >= SILENCE_S and not self._has_warned:
             self._has_warned = True

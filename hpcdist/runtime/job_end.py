@@ -38,14 +38,17 @@ SILENCE_S = 60.0
 FINISH_LIMIT_S = 86400.0
 #: Ranks other than 0 delay their reports by this much, and a little more each, so that a failure of all ranks is
 #: printed by rank 0 only: a launcher takes about half a second to end the others.
-REPORT_DELAY_S, MAX_REPORT_DELAY_S = 1.5, 3.0
+REPORT_DELAY_S = 1.5
+MAX_REPORT_DELAY_S = 3.0
 #: Time between two looks for heartbeats, and the longest sleep, of a rank that waits to leave.
-LOOK_S, MAX_SLEEP_S = 0.1, 0.002
+LOOK_S = 0.1
+MAX_SLEEP_S = 0.002
 #: If the MPI library's abort does not return, this process exits by itself.
 ABORT_LIMIT_S = 10.0
 _HEARTBEAT = np.empty(0, np.uint8)
 #: Tags of messages between ranks that leave.
-_HEARTBEAT_TAG, _END_TAG = 0, 1
+_HEARTBEAT_TAG = 0
+_END_TAG = 1
 #: Codes of ranks that leave as agreed.
 _ORDERLY = (ExitCode.DONE, ExitCode.RUN_AGAIN)
 
@@ -193,7 +196,8 @@ class ExitHooks:
         limit_s = FINISH_LIMIT_S if code in _ORDERLY else LAST_CALL_S if self._exit else UNKNOWN_CALL_S
         if self._is_beside_end:  # with the training, which may take for days
             limit_s = math.inf
-        started, is_logged = time.monotonic(), False
+        started = time.monotonic()
+        is_logged = False
         while not wait_until(request.Test, LOOK_S, yields=0, max_sleep_s=MAX_SLEEP_S):
             if self._received_heartbeat():
                 started = time.monotonic()

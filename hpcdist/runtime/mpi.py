@@ -38,7 +38,8 @@ def _load() -> None:
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = True
 
 
 def start_timeout_s() -> float:

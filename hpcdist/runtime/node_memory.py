@@ -44,7 +44,8 @@ class NodeWindow:
     """
 
     def __init__(self, node_comm: "MPI.Comm", nbytes: int, world: "World") -> None:
-        nbytes, fd = whole_pages(nbytes), -1
+        nbytes = whole_pages(nbytes)
+        fd = -1
         with world.agreed(node_comm):
             fd = create_memory(node_comm.size * nbytes) if node_comm.rank == 0 else -1
         path = world.broadcast_text(path_of(fd), 0, node_comm)
@@ -196,7 +197,9 @@ class NodeBarrier:
             CollectiveTimeoutError: when one does not come; on those that came.
         """
         self._sequence = sequence = self._sequence + 1
-        board, own, cell = self._board, self._own, 1 + (sequence & 1)
+        board = self._board
+        own = self._own
+        cell = 1 + (sequence & 1)
         board[own + cell] = mark
         if not _IS_ORDERED_BY_HARDWARE:
             fence()

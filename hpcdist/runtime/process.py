@@ -105,7 +105,8 @@ def _install_hooks() -> None:
     if not wait_until(MPI.COMM_WORLD.Ibarrier().Test, start_timeout_s()):
         error = late("world", start_timeout_s(), "some", _describe_process())
         end_job(f"hpcdist: {error}\n", int(error.exit_code))
-    launcher, comm = launcher_of(read_environment()), MPI.COMM_WORLD.Dup()
+    launcher = launcher_of(read_environment())
+    comm = MPI.COMM_WORLD.Dup()
     is_reporter = comm.rank == 0 and (launcher is None or comm.size > 1 or launcher.rank == 0)
     _hooks = ExitHooks(comm, _describe_process, is_reporter, _free_process_world, _is_beside_training)
     _hooks.install()

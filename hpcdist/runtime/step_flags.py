@@ -130,7 +130,8 @@ class StepFlags:
 
     def take(self) -> Request:
         """Return what was requested since the last call; equal on all ranks."""
-        received, self._received = self._received, Request.NONE
+        received = self._received
+        self._received = Request.NONE
         return received
 
     def poll(self, is_end_of_pass: bool = False, is_shared: bool = True) -> None:

@@ -123,10 +123,13 @@ class Wait:
     __slots__ = ("_before_s", "_began_s", "_kind", "_name", "_spent")
 
     def __init__(self, spent: TimeSpent, kind: str, name: str) -> None:
-        self._spent, self._kind, self._name = spent, kind, name
+        self._spent = spent
+        self._kind = kind
+        self._name = name
 
     def __enter__(self) -> None:
-        self._before_s, self._began_s = self._spent.begin(), time.monotonic()
+        self._before_s = self._spent.begin()
+        self._began_s = time.monotonic()
 
     def __exit__(self, *error: object) -> None:
         if self._before_s is not None:

@@ -13,7 +13,8 @@ from hpcdist.errors import CollectiveTimeoutError
 #: Times that the core is yielded before the first sleep, about a millisecond in all.
 YIELDS = 2000
 #: First and longest sleep. At 1 Gbit/s half a millisecond is 64 KiB, which sockets hold.
-SLEEP_S, MAX_SLEEP_S = 20e-6, 5e-4
+SLEEP_S = 20e-6
+MAX_SLEEP_S = 5e-4
 #: A longer pause between two looks counts as this long: the process was suspended.
 AWAKE_S = 1.0
 
@@ -35,13 +36,16 @@ def wait_until(
         if is_done():
             return True
         os.sched_yield()
-    waited_s, sleep_s, last = 0.0, SLEEP_S, time.monotonic()
+    waited_s = 0.0
+    sleep_s = SLEEP_S
+    last = time.monotonic()
     while not is_done():
         if waited_s > timeout_s:
             return False
         time.sleep(sleep_s)
         now = time.monotonic()
-        waited_s, last = waited_s + min(now - last, AWAKE_S), now
+        waited_s = waited_s + min(now - last, AWAKE_S)
+        last = now
         sleep_s = min(2 * sleep_s, max_sleep_s)
     return True
 

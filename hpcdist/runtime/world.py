@@ -93,7 +93,8 @@ class World:
         self, resolver: ClusterResolver | None = None, comm: MPI.Comm | None = None, serves: bool = False
     ) -> None:
         parent_comm = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
-        self.rank, self.size = parent_comm.rank, parent_comm.size
+        self.rank = parent_comm.rank
+        self.size = parent_comm.size
         self.step: int | None = None
         self.step_flags = single_rank_flags if self.size == 1 else StepFlags()
         self._task: Task | None = None
@@ -119,7 +120,8 @@ class World:
         color = {"ps": 1, "evaluator": 2}.get(self.task.type, 0 if self.coordinator is None else 3 + self.rank)
         self.role_comm: MPI.Comm = self.comm.Split(color, order.index(self.task) * self.size + self.rank)
         self.hosts = Hosts(self.role_comm, self)
-        self.node_comm, self.n_hosts = self.hosts.node_comm, len(self.hosts.placement.hosts)
+        self.node_comm = self.hosts.node_comm
+        self.n_hosts = len(self.hosts.placement.hosts)
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self._task})" if self._task else f"rank {self.rank}"
@@ -220,7 +222,8 @@ class World:
 
     def all_reduce_int(self, value: int, op: MPI.Op, comm: MPI.Comm) -> int:
         """Return `value` reduced over `comm`, an int of at most 63 bits. Collective: `comm`; bounded by `timeout_s`."""
-        send, receive = np.array([value], np.int64), np.empty(1, np.int64)
+        send = np.array([value], np.int64)
+        receive = np.empty(1, np.int64)
         self.wait(comm.Iallreduce(send, receive, op))
         return int(receive[0])
 
@@ -293,7 +296,8 @@ class World:
     def _agreed_tasks(
         self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Comm
     ) -> tuple[ClusterSpec, list[Task]]:
-        spec, declared = ClusterSpec({}), None
+        spec = ClusterSpec({})
+        declared = None
         with self.agreed():
             if resolver is None:
                 has_config = environ.get("TF_CONFIG", "").strip() not in ("", "{}")

@@ -47,7 +47,8 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
         num_replicas: int | None = None,
         gradient_op: ReduceOp | str | None = None,
     ) -> None:
-        world, name = make_world(), type(self).__name__
+        world = make_world()
+        name = type(self).__name__
         if world.n_hosts > 1:
             raise agreed(
                 ConfigurationError(
@@ -60,7 +61,8 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
             with world.agreed(world.role_comm):
                 kinds = {parse_device(device, name).type for device in devices}
                 if kinds == {"cpu"}:
-                    devices, num_replicas = [devices[0]], len(devices)
+                    num_replicas = len(devices)
+                    devices = [devices[0]]
         if devices is not None and len(devices) != n_ranks:
             raise agreed(
                 ConfigurationError(

@@ -110,7 +110,8 @@ class _Method:
         self._optimizer = weakref.ref(optimizer)
 
     def __call__(self, grads_and_params: GradientsAndParameters) -> None:
-        strategy, optimizer = self._strategy(), self._optimizer()
+        strategy = self._strategy()
+        optimizer = self._optimizer()
         if strategy is None or optimizer is None:
             raise UsageError(
                 "apply_gradients: expected the optimizer, and a model made in the strategy's scope, alive, got one "

@@ -105,7 +105,9 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         non_finite: str = "reject",
         device: str | torch.device | None = None,
     ) -> None:
-        self._partitioner, self._placement, self._non_finite = variable_partitioner, placement, non_finite
+        self._partitioner = variable_partitioner
+        self._placement = placement
+        self._non_finite = non_finite
         self._rules = Rules(max_staleness, synchronous)
         self._client: Client | None = None
         #: With a coordinator: all ranks, for functions and their results alone.
@@ -117,8 +119,10 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """Check cluster and options; on a ps rank, serve and exit."""
         tasks = self.world.spec
         n_workers = sum(task.is_training for task in self.world.tasks)
-        rules, roles = self._rules, "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
-        is_bounded, least = rules.max_staleness is not None, 0 if rules.max_staleness is None else rules.max_staleness
+        rules = self._rules
+        roles = "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
+        is_bounded = rules.max_staleness is not None
+        least = 0 if rules.max_staleness is None else rules.max_staleness
         checks = (
             (tasks.has_tasks("ps"), "ps tasks", tasks, roles),
             (n_workers > 0, "worker tasks", tasks, roles),
@@ -141,7 +145,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     def _agree_rules(self) -> None:
         """Take the chief's rules: ranks that serve are given none. Collective: all ranks."""
-        world, rules = self.world, self._rules
+        world = self.world
+        rules = self._rules
         own = json.dumps([rules.max_staleness, rules.is_synchronous, self._non_finite])
         chiefs = world.broadcast_text(own, self.client_ranks[0], world.comm)
         with world.agreed():
@@ -181,7 +186,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     def _take_part(self) -> None:
         """Serve on a ps rank; become a client of the servers on a worker. Collective: all ranks."""
-        world, workers = self.world, self.client_ranks
+        world = self.world
+        workers = self.client_ranks
         servers = [rank for rank, task in enumerate(world.tasks) if task.type == "ps"]
         world.wait(world.comm.Ibarrier())  # making a communicator blocks: nobody may be missing then
         comm = world.comm.Dup()
@@ -238,7 +244,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         if self._client is None:  # an evaluator
             return PrivateStorage()
         needs_sum = self._rules.is_synchronous and self.world.role_comm.size > 1
-        is_by_bytes, skips = self._placement == "bytes", self._non_finite == "skip"
+        is_by_bytes = self._placement == "bytes"
+        skips = self._non_finite == "skip"
         if self._entry_comm.size > 1:
             return EntryParameters(self._entry_comm, self.world, self._client, self._partitioner, is_by_bytes, skips)
         return ServedParameters(self.world, self._client, self._partitioner, is_by_bytes, skips, needs_sum)

@@ -284,7 +284,8 @@ def reduce_in_replica(exchange: Exchange, op: ReduceOp, leaves: Sequence[Any], s
     """
 
     def combine(contributions: list[Any]) -> list[Any]:
-        values, structures = [own for own, _ in contributions], [own for _, own in contributions]
+        values = [own for own, _ in contributions]
+        structures = [own for _, own in contributions]
         reduced = reduce_values(exchange, op, values, structures)
         return [[copy_of(one) for one in reduced] for _ in contributions]
 

@@ -79,7 +79,8 @@ class ReplicaContext:
         Cost: one all-reduce for each dtype in the nest, and two gathers for each sparse tensor.
         """
         self._require("all_reduce")
-        op, given = ReduceOp.parse(reduce_op), leaves(value)
+        op = ReduceOp.parse(reduce_op)
+        given = leaves(value)
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         if op is ReduceOp.SUM and any(self.strategy.sums.are_summed_gradients(tensors)):
             raise UsageError(
@@ -167,7 +168,8 @@ def _reduce_leaves(strategy: "Strategy", op: ReduceOp, leaves: list[Any], form: 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: ReduceOp, strategy: "Strategy", form: str, *leaves: Any) -> tuple[Any, ...]:
-        ctx.op, ctx.strategy = op, weakref.ref(strategy)
+        ctx.op = op
+        ctx.strategy = weakref.ref(strategy)
         reduced = reduce_in_replica(strategy, op, leaves, form)
         ctx.is_needed = ctx.needs_input_grad[3:]
         fixed = [one for one, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
@@ -186,7 +188,10 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, leaf: Tensor, axis: int, strategy: "Strategy") -> Tensor:
         joined: Tensor
         joined, start = gather_in_replica(strategy, leaf, axis)
-        ctx.strategy, ctx.axis, ctx.start, ctx.n_rows = weakref.ref(strategy), axis, start, leaf.shape[axis]
+        ctx.strategy = weakref.ref(strategy)
+        ctx.axis = axis
+        ctx.start = start
+        ctx.n_rows = leaf.shape[axis]
         return joined
 
     @staticmethod

@@ -82,7 +82,8 @@ def regroup(
     Raises:
         UsageError: when the structures differ.
     """
-    first, options = nests[0], (is_single_kept, has_no_plain, keeps_objects)
+    first = nests[0]
+    options = (is_single_kept, has_no_plain, keeps_objects)
     if is_nest(first) and isinstance(first, dict):
         _check_alike(nests, [sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests])
         columns = [[nest[key] for nest in nests] for key in sorted_keys(first)]

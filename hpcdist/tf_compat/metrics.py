@@ -396,7 +396,8 @@ class AUC(_Confusion):
         summation_method: str = "interpolation",
         name: str | None = None,
     ) -> None:
-        self._curve, self._method = str(curve).upper(), str(summation_method).lower()
+        self._curve = str(curve).upper()
+        self._method = str(summation_method).lower()
         is_known = self._curve in ("ROC", "PR") and self._method in ("interpolation", "minoring", "majoring")
         if not is_known or num_thresholds < 2:
             raise UsageError(
@@ -427,9 +428,11 @@ class AUC(_Confusion):
             return _area_of_precision(true_positives, false_positives, false_negatives)
         recall = _divided(true_positives, true_positives + false_negatives)
         if self._curve == "ROC":
-            x, y = _divided(false_positives, false_positives + true_negatives), recall
+            x = _divided(false_positives, false_positives + true_negatives)
+            y = recall
         else:
-            x, y = recall, _divided(true_positives, true_positives + false_positives)
+            x = recall
+            y = _divided(true_positives, true_positives + false_positives)
         pairs = torch.stack([y[:-1], y[1:]])
         heights = {"interpolation": pairs.mean(0), "minoring": pairs.amin(0), "majoring": pairs.amax(0)}[self._method]
         return ((x[:-1] - x[1:]) * heights).sum()
@@ -438,7 +441,8 @@ class AUC(_Confusion):
 def _area_of_precision(true_positives: Tensor, false_positives: Tensor, false_negatives: Tensor) -> Tensor:
     """Return the area under precision and recall, with counts that are linear between two thresholds, as in Keras."""
     positives = true_positives + false_positives
-    gained, spent = true_positives[:-1] - true_positives[1:], positives[:-1] - positives[1:]
+    gained = true_positives[:-1] - true_positives[1:]
+    spent = positives[:-1] - positives[1:]
     slope = _divided(gained, spent.clamp(min=0))
     offset = true_positives[1:] - slope * positives[1:]
     is_safe = (positives[:-1] > 0) & (positives[1:] > 0)

@@ -67,7 +67,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def _replica(self) -> ReplicaContext | None:
         """Return the replica whose part this is; None when there are no others."""
-        entry, strategy = context.current(), self._owner.strategy
+        entry = context.current()
+        strategy = self._owner.strategy
         if strategy.num_replicas_in_sync < max(2, strategy.n_replicas):  # workers of servers are at steps of their own
             return None
         if entry is not None and entry.strategy is not strategy:

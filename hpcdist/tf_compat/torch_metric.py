@@ -49,7 +49,8 @@ class TorchMetric:
                 f"TorchMetric: expected a torchmetrics.Metric, got {metric!r}; pass the metrics of a collection one by "
                 f"one."
             )
-        self._metric, self._number = metric, next(_numbers)
+        self._metric = metric
+        self._number = next(_numbers)
         self._strategy = get_strategy()
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +105,8 @@ class TorchMetric:
             CheckpointMismatch: when fewer ranks than at the save share states that only the metric's own `compute` can
                 combine.
         """
-        rank, n_ranks = self._strategy.rank, self._strategy.size
+        rank = self._strategy.rank
+        n_ranks = self._strategy.size
         own = [[(int(count), dict(values)) for count, values in states] for states in state["ranks"][rank::n_ranks]]
         self._metric.reset()
         if len(own) > 1:
@@ -126,7 +128,8 @@ class TorchMetric:
 
     def _all_states(self, method: str) -> list[_States]:
         """Return the states of all ranks, which must all call the same method of the same metric."""
-        own, group = _states_of(self._metric), self._strategy.group
+        own = _states_of(self._metric)
+        group = self._strategy.group
         if group is None:
             return [own]
         call = f"{method} of metric {self._number} {self.name!r}"
@@ -171,7 +174,8 @@ def _set_states(metric: Any, states: _States) -> None:
     for part, (count, values) in zip(_metrics_of(metric), states, strict=True):
         for name, value in values.items():
             setattr(part, name, on_device(value, part.device))
-        part._update_count, part._computed = count, None
+        part._update_count = count
+        part._computed = None
 
 
 def _combined(metric: Any, all_states: Sequence[_States]) -> _States:

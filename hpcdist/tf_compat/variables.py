@@ -128,7 +128,8 @@ class Variable(Readable):
         self.aggregation = parse_member(VariableAggregation, aggregation)
         self.trainable = resolve_trainable(self.synchronization, trainable)
         self.strategy = get_strategy()
-        self._is_unmanaged, self._is_assigned = not has_strategy(), False
+        self._is_unmanaged = not has_strategy()
+        self._is_assigned = False
         self._is_on_read = self.synchronization is VariableSynchronization.ON_READ and not self._is_unmanaged
         self._check_creation()
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
@@ -176,7 +177,8 @@ class Variable(Readable):
             UsageError: outside `run`, for an ON_READ variable without aggregation.
             RuntimeError: in another strategy's scope or run.
         """
-        replica, updated = self._replica("read_value"), self._updated_copy()
+        replica = self._replica("read_value")
+        updated = self._updated_copy()
         if updated is not None or not self._is_on_read:
             return self._copies[updated or 0].clone()
         if replica is not None:
@@ -273,7 +275,8 @@ class Variable(Readable):
 
     def _update(self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]) -> "Variable":
         self._is_assigned |= method in ("assign", "scatter_update")
-        replica, updated = self._replica(method), self._updated_copy()
+        replica = self._replica(method)
+        updated = self._updated_copy()
         if updated is not None:
             self._write(updated, apply, self._fitting(method, value))
         elif replica is None:
@@ -389,7 +392,8 @@ class Variable(Readable):
 
     def take_assigned(self) -> bool:
         """Return whether the value was set since the last call, and not only added to."""
-        was_assigned, self._is_assigned = self._is_assigned, False
+        was_assigned = self._is_assigned
+        self._is_assigned = False
         return was_assigned
 
     @torch.no_grad()

@@ -66,12 +66,14 @@ def _wait_for_members(store: Any, rank: int, size: int, limit_s: float) -> None:
     """
     ranks = range(size)
     store.set(f"here/{rank}", "1")
-    cause, verdict = None, "all are here"
+    cause = None
+    verdict = "all are here"
     try:
         store.wait([f"here/{one}" for one in ranks], timedelta(seconds=limit_s))
     except RuntimeError as error:
         absent = [one for one in ranks if not store.check([f"here/{one}"])]
-        cause, verdict = error, f"no answer from {absent} of its ranks"
+        cause = error
+        verdict = f"no answer from {absent} of its ranks"
     verdict = store.compare_set("verdict", "", verdict).decode()  # the first one counts
     if verdict != "all are here":
         raise CollectiveTimeoutError(

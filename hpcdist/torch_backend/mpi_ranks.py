@@ -34,8 +34,11 @@ class MPIRanks(Ranks):
     """
 
     def __init__(self, group: Group) -> None:
-        self._group, self._comm = group, group.comm
-        self.rank, self.size, self.timeout_s = self._comm.rank, self._comm.size, self._group.timeout_s
+        self._group = group
+        self._comm = group.comm
+        self.rank = self._comm.rank
+        self.size = self._comm.size
+        self.timeout_s = self._group.timeout_s
         largest_tag = self._comm.Get_attr(MPI.TAG_UB)
         assert isinstance(largest_tag, int), "every MPI library says it"
         self.largest_tag = largest_tag
@@ -125,7 +128,8 @@ class MPIRanks(Ranks):
         return message
 
     def free(self) -> None:
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         try:
             with contextlib.ExitStack() as stack:  # all of them, whichever raises
                 for message in messages:
@@ -159,7 +163,8 @@ class _MPIMessage(Message):
 
     def __init__(self, title: str, group: Group, request: MPI.Request, data: Array, tensor: Tensor | None) -> None:
         super().__init__(title, group.world, data, tensor, group.timeout_s)
-        self._request, self._status = request, MPI.Status()
+        self._request = request
+        self._status = MPI.Status()
 
     def _look(self) -> None:
         try:

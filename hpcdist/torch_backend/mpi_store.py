@@ -17,9 +17,11 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import wait_until
 from hpcdist.runtime.world import World
 
-_REQUEST_TAG, _REPLY_TAG = 1, 2
+_REQUEST_TAG = 1
+_REPLY_TAG = 2
 #: Pauses of the thread between two looks for requests: right after one, and the longest.
-_LOOK_S, _LONGEST_LOOK_S = 2e-4, 5e-3
+_LOOK_S = 2e-4
+_LONGEST_LOOK_S = 5e-3
 #: How much longer than a request's own limit its answer is waited for.
 _SLACK_S = 30.0
 

@@ -61,7 +61,10 @@ class NodeRanks(Ranks):
     largest_tag = 2**31 - 1
 
     def __init__(self, store: Store, rank: int, names: Sequence[str], timeout_s: float, is_crowded: bool) -> None:
-        self.store, self.rank, self.size, self.timeout_s = store, rank, len(names), timeout_s
+        self.store = store
+        self.rank = rank
+        self.size = len(names)
+        self.timeout_s = timeout_s
         self.name = names[rank]
         n_cells = self.size * CELLS
         sums_start = whole_pages(n_cells * 8)
@@ -105,12 +108,14 @@ class NodeRanks(Ranks):
         """
         lengths = self._barrier.wait(sent.size) or [sent.size]
         for start in range(0, max(lengths), SLOT_BYTES):
-            stop, self._turn = start + SLOT_BYTES, 1 - self._turn
+            stop = start + SLOT_BYTES
+            self._turn = 1 - self._turn
             part = sent[start:stop]
             self._slots[self.rank][self._turn, : part.size] = part
             self._barrier.wait()
             for rank, first, target in reads:
-                low, high = max(first, start), min(first + target.size, stop)
+                low = max(first, start)
+                high = min(first + target.size, stop)
                 if low < high:
                     target[low - first : high - first] = self._slots[rank][self._turn, low - start : high - start]
 
@@ -155,7 +160,8 @@ class NodeRanks(Ranks):
             self._sums.all_reduce(array, op, divisor)
 
     def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:
-        start, n_own = sum(counts[: self.rank]), counts[self.rank]
+        start = sum(counts[: self.rank])
+        n_own = counts[self.rank]
         rows = np.empty((self.size, n_own), given.dtype)
         reads = [(rank, start * given.itemsize, row.view(np.uint8)) for rank, row in enumerate(rows)]
         self._exchange(given.view(np.uint8), reads)
@@ -250,7 +256,8 @@ class _SentMessage(Message):
 
     def __init__(self, title: str, ranks: NodeRanks, data: Array, key: str) -> None:
         super().__init__(title, ranks.name, data, None, ranks.timeout_s)
-        self._store, self._key = ranks.store, key
+        self._store = ranks.store
+        self._key = key
         if data.size <= INLINE_BYTES:  # a file descriptor for each would run out
             self._store.set(key, b"here " + data.tobytes())
         else:
@@ -283,7 +290,9 @@ class _Receiver(Message):
 
     def __init__(self, title: str, ranks: NodeRanks, tensor: Tensor, source: int, tag: int) -> None:
         super().__init__(title, ranks.name, no_bytes(tensor.nbytes), tensor, ranks.timeout_s)
-        self._ranks, self.source, self.tag = ranks, source, tag
+        self._ranks = ranks
+        self.source = source
+        self.tag = tag
 
     def copy(self, message: memoryview, source: int) -> None:
         """Take the bytes of a message."""
@@ -312,7 +321,9 @@ def _share(store: Store, rank: int, size: int, nbytes: int, timeout_s: float) ->
     Raises:
         CollectiveFailed: the first rank's, when one cannot; on every rank.
     """
-    text, fd, pieces = "", -1, []
+    text = ""
+    fd = -1
+    pieces = []
     try:
         try:
             if rank == 0:

@@ -69,7 +69,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks.rank, ranks.size)
         self._ranks = ranks
-        self._group_name, self._is_shut_down = "", False
+        self._group_name = ""
+        self._is_shut_down = False
 
     def name(self) -> str:
         """Return "hpcdist"."""
@@ -163,7 +164,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         """Put the reduction of this rank's tensor of each rank's list into the output."""
-        (output,), (parts,) = outputs, inputs
+        (output,) = outputs
+        (parts,) = inputs
         self._require("reduce_scatter", parts, output)
         if parts[self.rank()].numel() != output.numel():
             raise mismatch(
@@ -216,7 +218,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """Put each rank's tensor into its place of the list."""
-        (parts,), (own,) = outputs, inputs
+        (parts,) = outputs
+        (own,) = inputs
         self._require("all_gather", parts, own)
         if own.numel() != parts[self.rank()].numel():
             raise mismatch("all_gather", f"{parts[self.rank()].numel()} elements of rank {self.rank()}", own.shape)
@@ -260,7 +263,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         """Put each rank's tensor into its place of root's list."""
-        (own,), is_root = inputs, self.rank() == opts.rootRank
+        (own,) = inputs
+        is_root = self.rank() == opts.rootRank
         parts = outputs[0] if is_root else []
         if is_root:
             self._require("gather", parts, own)
@@ -274,7 +278,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         """Put this rank's tensor of root's list into the output."""
-        (output,), is_root = outputs, self.rank() == opts.rootRank
+        (output,) = outputs
+        is_root = self.rank() == opts.rootRank
         parts = inputs[0] if is_root else []
         _require_host("scatter", output)
         if is_root:
@@ -297,9 +302,11 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Put each rank's tensor for this one into its place of the list."""
         self._require("all_to_all", inputs)
         self._require("all_to_all", outputs)
-        sent, counts = [_bytes_of(one) for one in inputs], [one.nbytes for one in outputs]
+        sent = [_bytes_of(one) for one in inputs]
+        counts = [one.nbytes for one in outputs]
         sizes = [one.size for one in sent]
-        received, coming = no_bytes(sum(counts)), np.empty(self.size(), np.int64)
+        received = no_bytes(sum(counts))
+        coming = np.empty(self.size(), np.int64)
         with self._call("all_to_all", None):
             self._require_same("all_to_all", inputs[0].dtype)
             of_a_size = [coming.itemsize] * self.size()

@@ -119,7 +119,10 @@ class Message(Work):
 
     def __init__(self, title: str, rank: object, data: Array, tensor: Tensor | None, timeout_s: float) -> None:
         super().__init__()
-        self._title, self._rank, self._data, self._tensor = title, rank, data, tensor
+        self._title = title
+        self._rank = rank
+        self._data = data
+        self._tensor = tensor
         self._timeout_s = timeout_s
         self._error: CollectiveError | None = None
         self._source = ANY_RANK
@@ -135,7 +138,8 @@ class Message(Work):
 
     def _arrive(self, n_bytes: int, source: int) -> None:
         """Take note that this many bytes are in `data`, or are sent."""
-        self._is_done, self._source = True, source
+        self._is_done = True
+        self._source = source
         if self._tensor is None:
             return
         if n_bytes == self._data.size:
@@ -201,7 +205,8 @@ class Pending(Work):
 
     def __init__(self, handle: Handle, future: Future[Any]) -> None:
         super().__init__()
-        self._handle, self._future = handle, future
+        self._handle = handle
+        self._future = future
 
     def is_completed(self) -> bool:
         """Return whether `wait` returns at once."""

@@ -322,7 +322,8 @@ class History(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the logs of an earlier run."""
-        self.epoch, self.history = list(state["epoch"]), {name: list(own) for name, own in state["history"].items()}
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(own) for name, own in state["history"].items()}
 
 
 class LambdaCallback(Callback):
@@ -364,7 +365,10 @@ class _Monitor(Callback):
     def __init__(self, monitor: str, mode: str, best: float | None, min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
             raise UsageError(f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; min is for losses.")
-        self.monitor, self.mode, self.best, self.min_delta = monitor, mode, best, abs(min_delta)
+        self.monitor = monitor
+        self.mode = mode
+        self.best = best
+        self.min_delta = abs(min_delta)
 
     def _is_better(self, value: float, than: float | None) -> bool:
         is_min = self._is_min()
@@ -423,8 +427,11 @@ class EarlyStopping(_Monitor):
         start_from_epoch: int = 0,
     ) -> None:
         super().__init__(monitor, mode, None, min_delta)
-        self.patience, self.verbose, self.baseline = patience, verbose, baseline
-        self.restore_best_weights, self.start_from_epoch = restore_best_weights, start_from_epoch
+        self.patience = patience
+        self.verbose = verbose
+        self.baseline = baseline
+        self.restore_best_weights = restore_best_weights
+        self.start_from_epoch = start_from_epoch
         self.wait = self.stopped_epoch = self.best_epoch = 0
         self._best_weights: dict[str, Any] | None = None
 
@@ -447,7 +454,8 @@ class EarlyStopping(_Monitor):
             if self.baseline is None or self._is_better(value, self.baseline):
                 self.wait = 0
         elif self.wait >= self.patience and epoch > 0:
-            self.stopped_epoch, self.model.stop_training = epoch, True
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
 
     def _note_weights(self, epoch: int) -> None:
         self.best_epoch = epoch
@@ -504,13 +512,18 @@ class ReduceLROnPlateau(_Monitor):
         super().__init__(monitor, mode, None, min_delta)
         if factor >= 1:
             raise UsageError(f"ReduceLROnPlateau: expected a factor below 1, got {factor}; 0.1 is usual.")
-        self.factor, self.patience, self.verbose = factor, patience, verbose
-        self.cooldown, self.min_lr = cooldown, min_lr
+        self.factor = factor
+        self.patience = patience
+        self.verbose = verbose
+        self.cooldown = cooldown
+        self.min_lr = min_lr
         self.wait = self.cooldown_counter = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget an earlier fit."""
-        self.best, self.wait, self.cooldown_counter = None, 0, 0
+        self.best = None
+        self.wait = 0
+        self.cooldown_counter = 0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Compare the value with the best one; the rate goes to the logs."""
@@ -527,7 +540,8 @@ class ReduceLROnPlateau(_Monitor):
         elif self.cooldown_counter == 0:
             self.wait += 1
             if self.wait >= self.patience and self._reduce(epoch):
-                self.cooldown_counter, self.wait = self.cooldown, 0
+                self.cooldown_counter = self.cooldown
+                self.wait = 0
 
     def _reduce(self, epoch: int) -> bool:
         before = self.model.learning_rate
@@ -548,7 +562,8 @@ class LearningRateScheduler(Callback):
     """
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
-        self._schedule, self.verbose = schedule, verbose
+        self._schedule = schedule
+        self.verbose = verbose
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the rate."""
@@ -586,8 +601,11 @@ class LearningRateWarmup(Callback):
     saved = ("initial_lr", "n_steps", "epoch")
 
     def __init__(self, warmup_epochs: int = 5, initial_lr: float | None = None, verbose: int = 0) -> None:
-        self.warmup_epochs, self.initial_lr, self.verbose = warmup_epochs, initial_lr, verbose
-        self.n_steps, self.epoch = 0, 0
+        self.warmup_epochs = warmup_epochs
+        self.initial_lr = initial_lr
+        self.verbose = verbose
+        self.n_steps = 0
+        self.epoch = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Note the rate."""

@@ -90,7 +90,9 @@ class _TrainCall:
     """
 
     def __init__(self) -> None:
-        self.global_step, self.is_running, self.number = 0, False, 0
+        self.global_step = 0
+        self.is_running = False
+        self.number = 0
         self.end: int | None = None
         self._batches: DistributedInput | None = None
         self._cursor: dict[str, Any] | None = None
@@ -101,12 +103,16 @@ class _TrainCall:
         if self.is_running and self.number == number and self._cursor is not None:
             batches.load_state_dict(self._cursor)
             return False
-        self.is_running, self.number, self.end = True, number, end
+        self.is_running = True
+        self.number = number
+        self.end = end
         return True
 
     def finish(self) -> None:
         """End the call."""
-        self.is_running, self._batches, self._cursor = False, None, None
+        self.is_running = False
+        self._batches = None
+        self._cursor = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it. Equal on all ranks."""
@@ -148,7 +154,9 @@ class Estimator:
     def __init__(
         self, model_fn: Callable[..., Model], model_dir: Any = None, config: RunConfig | None = None, params: Any = None
     ) -> None:
-        self.config, self.params, self._model_fn = config or RunConfig(), params, model_fn
+        self.config = config or RunConfig()
+        self.params = params
+        self._model_fn = model_fn
         self.strategy = self.config.strategy()
         folder = Path(model_dir or self.config.model_dir or self._temporary_folder())
         self.model_dir = folder.absolute()  # the program may change its folder
@@ -194,7 +202,8 @@ class Estimator:
             if model.loss_scale is not None:
                 parts["loss_scale"] = model.loss_scale
             checkpoint = Checkpoint(**parts)
-            world, newest = checkpoint.world, ""
+            world = checkpoint.world
+            newest = ""
             with world.agreed(world.role_comm):
                 if world.role_comm.rank == 0:
                     newest = latest_checkpoint(self.model_dir / "checkpoints") or ""
@@ -254,7 +263,8 @@ class Estimator:
                 return self  # before input_fn is called, as in TensorFlow; the run is finished
             batches = self._batches(input_fn)
             end = max_steps if steps is None else self.global_step + steps
-            is_new, first = self._call.begin(self._n_calls, batches, end), self.global_step
+            is_new = self._call.begin(self._n_calls, batches, end)
+            first = self.global_step
             try:
                 self._steps(model, batches)
                 self._agree_on_step()
@@ -277,7 +287,8 @@ class Estimator:
             self._manager = CheckpointManager(checkpoint, folder, self.config.keep_checkpoint_max)
         manager = self._manager
         manager.wait()  # for a save of a call that has raised
-        every, config = self.config.save_checkpoints_steps, self.config
+        every = self.config.save_checkpoints_steps
+        config = self.config
         schedule = SaveSchedule(
             every_steps=None if every is None else max(1, every // self._n_apart),
             every_s=config.save_checkpoints_secs if every is None else None,
@@ -296,7 +307,10 @@ class Estimator:
 
     def _steps(self, model: Model, batches: DistributedInput) -> None:
         """Make the steps of the call that are left."""
-        call, config, n_apart, first = self._call, self.config, self._n_apart, self._call.global_step
+        call = self._call
+        config = self.config
+        n_apart = self._n_apart
+        first = self._call.global_step
         left = None if call.end is None else max(0, math.ceil((call.end - first) / n_apart))
         began_at = time.monotonic()
         model.train()

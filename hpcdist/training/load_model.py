@@ -26,7 +26,8 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
         CheckpointMismatch: when the file is of another model, or of no model.
     """
     description = json.loads(read_value(filepath, "description", ""))
-    layers, compiled = description["layers"], description["compiled"]
+    layers = description["layers"]
+    compiled = description["compiled"]
     if factory is None and layers is None:
         raise UsageError(
             f"load_model: expected a factory for {filepath}, whose model is not a Sequential of layers of torch.nn, "

@@ -65,7 +65,8 @@ class Position:
     is_state_collective = True
 
     def __init__(self, model: "Model", epoch: int) -> None:
-        self._model, self._last = model, None
+        self._model = model
+        self._last = None
         self.epoch = epoch
         self.step_logs: dict[str, float] = {}
         self.step = self.test_step = 0
@@ -86,7 +87,9 @@ class Position:
     def end_steps(self) -> None:
         """Move to the validation. Collective: chief and workers."""
         self.logs = self.results()
-        self._last, self.step_logs, self.is_validating = None, {}, True
+        self._last = None
+        self.step_logs = {}
+        self.is_validating = True
 
     def results(self) -> dict[str, float]:
         """Return the metrics, and the other values of the last step. Collective: chief and workers."""
@@ -100,7 +103,9 @@ class Position:
         self.epoch += 1
         self.step = self.test_step = 0
         self.has_begun = self.has_begun_test = self.is_validating = False
-        self.logs, self._last, self.step_logs = {}, None, {}
+        self.logs = {}
+        self._last = None
+        self.step_logs = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it. Equal on all ranks. Collective: chief and workers."""
@@ -154,14 +159,18 @@ class Fit:
         options: FitOptions,
         callbacks: Sequence[Callback],
     ) -> None:
-        self._model, self._train, self._validation, self._options = model, train, validation, options
+        self._model = model
+        self._train = train
+        self._validation = validation
+        self._options = options
         self.position = Position(model, options.initial_epoch)
         backups = [one for one in callbacks if isinstance(one, BackupAndRestore)]
         if len(backups) > 1:
             raise UsageError("fit: expected at most one BackupAndRestore, got several; leave one.")
         self._backup = backups[0] if backups else None
         shown = [Progress(options.verbose, self._backup.next_save if self._backup else lambda: "")]
-        self._given, self._callbacks = callbacks, [*callbacks, *(shown if options.verbose else [])]
+        self._given = callbacks
+        self._callbacks = [*callbacks, *(shown if options.verbose else [])]
         self._has_begin_hooks = any(one.has_hook("on_train_batch_begin", "on_batch_begin") for one in callbacks)
         self._is_checked = False
         self._endless: Iterator[tuple[Any, int | None]] | None = None
@@ -267,7 +276,8 @@ class Fit:
 
     def _steps(self, epoch: int) -> None:
         """Make the steps of an epoch that are left."""
-        position, model = self.position, self._model
+        position = self.position
+        model = self._model
         logs = LocalLogs(model)
         left = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
         for batch, n_rows in self._batches(left):

@@ -39,7 +39,8 @@ def _failing_layer(model: nn.Module, error: BaseException) -> tuple[str, str, st
     ]
     if not calls:
         return None
-    layer, args = calls[-1]["self"], calls[-1]["args"]
+    layer = calls[-1]["self"]
+    args = calls[-1]["args"]
     name = names[id(layer)].removeprefix("module.")
     if not name or not type(layer).__module__.startswith("torch."):
         return None

@@ -47,7 +47,9 @@ class ModelCheckpoint(_Monitor):
             )
         self._filepath = os.fspath(filepath)
         self._folder = Path().absolute()  # the program may change it
-        self.verbose, self.save_best_only, self.save_weights_only = verbose, save_best_only, save_weights_only
+        self.verbose = verbose
+        self.save_best_only = save_best_only
+        self.save_weights_only = save_weights_only
         self._save_freq = save_freq
         self.epoch = self.n_steps = 0
 

@@ -52,7 +52,8 @@ class LossScale:
         """
         gradients = [one.grad for one in parameters if one.grad is not None]
         sums = torch.stack([one.abs().sum(dtype=torch.float64) for one in gradients]) if gradients else torch.zeros(1)
-        self._has_overflow, self._is_removed = not bool(torch.isfinite(sums).all()), True
+        self._has_overflow = not bool(torch.isfinite(sums).all())
+        self._is_removed = True
         for one in gradients:
             one.mul_(1 / self.scale)
         return not self._has_overflow
@@ -75,7 +76,8 @@ class LossScale:
         if self._has_overflow:
             self.scale /= 2
         elif self._n_good == _GROWTH_STEPS:
-            self.scale, self._n_good = self.scale * 2, 0
+            self.scale = self.scale * 2
+            self._n_good = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale and steps since the last change. Equal on all ranks."""
@@ -83,7 +85,8 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take those of an earlier run."""
-        self.scale, self._n_good = state["scale"], state["n_good"]
+        self.scale = state["scale"]
+        self._n_good = state["n_good"]
 
 
 def as_float32(value: Any) -> Any:

@@ -78,8 +78,8 @@ ON_DISK = [
     Mutant(
         "newest attempt first",
         "Store.use_latest",
-        "found, self.damaged = self.saved()[::-1], []",
-        "found, self.damaged = sorted(self.saved(), key=lambda saved: -saved.step), []",
+        "newest_first = self.saved()[::-1]",
+        "newest_first = sorted(self.saved(), key=lambda saved: -saved.step)",
         STORE,
     ),
     Mutant("steps only increase", "Store.path_of", "step < last", "False", STORE),

@@ -146,8 +146,12 @@ class NcclCommunicator:
     """
 
     def __init__(self, comm: MPI.Comm, device: int, inner: Any, limit_s: float, yields: int = YIELDS) -> None:
-        self.rank, self.size, self.device = comm.rank, comm.size, device
-        self._inner, self._limit_s, self._yields = inner, limit_s, yields
+        self.rank = comm.rank
+        self.size = comm.size
+        self.device = device
+        self._inner = inner
+        self._limit_s = limit_s
+        self._yields = yields
         self._nccl = load_nccl()
 
     def all_reduce(self, array: DeviceArray, op: str = "sum") -> None:
@@ -185,7 +189,8 @@ class NcclCommunicator:
             CollectiveFailed: when NCCL reports that a peer failed; the communicator is then of no more use.
             CollectiveTimeoutError: when the others do not arrive within the limit.
         """
-        stream, waited_s = load_cupy().cuda.get_current_stream(), 0.0
+        stream = load_cupy().cuda.get_current_stream()
+        waited_s = 0.0
         while not wait_until(lambda: stream.done, _CHECK_S, self._yields):
             waited_s += _CHECK_S
             self._check_peers(waited_s)

@@ -27,7 +27,8 @@ def choose_device(group: Group) -> int:
     Raises:
         ConfigurationError: without cupy, driver or GPU; on every rank alike.
     """
-    index, error = 0, None
+    index = 0
+    error = None
     try:
         index = plan_devices(group.node_comm.size, len(visible_devices()))[group.node_comm.rank]
         use_device(index)
@@ -84,7 +85,8 @@ def join(group: Group, comm: MPI.Comm, device: int, limit_s: float) -> Any:
         ConfigurationError: without cupy, NCCL or GPU, and for two ranks on one GPU; on every rank alike.
         CollectiveFailed: when NCCL fails on a rank, or one does not arrive; on every rank alike.
     """
-    identity, error = "", None
+    identity = ""
+    error = None
     try:
         load_nccl()
         identity = visible_devices()[device]
@@ -113,7 +115,8 @@ def _two_ranks_on_one(group: Group, identity: str) -> ConfigurationError | None:
 
 def _broadcast_unique_id(group: Group, comm: MPI.Comm) -> Any:
     """Return root's unique id, in the form that cupy made it."""
-    packed, error = np.zeros(129, np.uint8), None
+    packed = np.zeros(129, np.uint8)
+    error = None
     if comm.rank == 0:
         try:
             packed[:] = pack_unique_id(load_nccl().get_unique_id())
@@ -157,7 +160,9 @@ class _Joining:
     def __init__(self, comm: MPI.Comm, device: int, unique_id: Any) -> None:
         self.inner: Any = None
         self.error: Exception | None = None
-        self._comm, self._device, self._unique_id = comm, device, unique_id
+        self._comm = comm
+        self._device = device
+        self._unique_id = unique_id
         self._thread = threading.Thread(target=self._run, name="hpcdist-nccl", daemon=True)
         self._thread.start()
 

@@ -71,13 +71,15 @@ class ClusterCoordinator:
     def __init__(self, strategy: ParameterServerStrategy, closure_timeout_s: float | None = None) -> None:
         if hasattr(self, "_dispatcher"):  # it was there
             return
-        world, comm = strategy.world, strategy.closures_comm
+        world = strategy.world
+        comm = strategy.closures_comm
         if world.coordinator != world.rank or comm is None:
             raise ConfigurationError(
                 f"ClusterCoordinator: expected workers in hpcdist.Server(resolver).join(), got {world.spec}, whose "
                 f"workers run the program themselves; let ranks of task_type worker and ps call it."
             )
-        self._strategy, self._world = strategy, world
+        self._strategy = strategy
+        self._world = world
         self._definitions = Definitions(strategy, strategy.engine, strategy.served)
         if closure_timeout_s is not None and not closure_timeout_s > 0:
             raise UsageError(
@@ -125,7 +127,8 @@ class ClusterCoordinator:
             raise UsageError(f"schedule: expected a function, got {type(fn).__name__}; pass the function itself.")
         self._require_running("schedule")
         payload = self._definitions.dump(fn, tuple(args or ()), dict(kwargs or {}))
-        queue, changed = self._dispatcher.queue, self._dispatcher.changed
+        queue = self._dispatcher.queue
+        changed = self._dispatcher.changed
         generators = self._strategy.engine.generators
         self._n_scheduled += 1
         closure = Closure(
@@ -165,7 +168,8 @@ class ClusterCoordinator:
         except PSUnavailable as error:
             dispatcher.queue.note_error(error)
             raise
-        n_new, self._n_steps = dispatcher.n_steps - self._n_steps, dispatcher.n_steps
+        n_new = dispatcher.n_steps - self._n_steps
+        self._n_steps = dispatcher.n_steps
         generators = self._strategy.engine.generators
         if n_new:
             generators.restore(generators.seed, generators.step + n_new)
@@ -186,7 +190,8 @@ class ClusterCoordinator:
 
     def _raise_error(self) -> None:
         """Raise the first error, if there is one, once nothing runs any more."""
-        queue, changed = self._dispatcher.queue, self._dispatcher.changed
+        queue = self._dispatcher.queue
+        changed = self._dispatcher.changed
         with changed:
             if not queue.has_failed:
                 return
@@ -217,10 +222,12 @@ class ClusterCoordinator:
         """
         strategy = self.strategy
         if isinstance(dataset_fn, DistributedDataset):
-            dataset, options = dataset_fn.dataset, dataset_fn.options
+            dataset = dataset_fn.dataset
+            options = dataset_fn.options
             return PerWorkerDataset(lambda: strategy.experimental_distribute_dataset(dataset, options))
         if isinstance(dataset_fn, DistributedFromFunction):
-            made, options = dataset_fn.datasets[0], dataset_fn.options
+            made = dataset_fn.datasets[0]
+            options = dataset_fn.options
             return PerWorkerDataset(lambda: strategy.distribute_datasets_from_function(lambda _: made, options))
         if isinstance(dataset_fn, Dataset):
             return PerWorkerDataset(lambda: dataset_fn)
@@ -241,5 +248,6 @@ class ClusterCoordinator:
             args: for it.
             kwargs: likewise.
         """
-        given, named = tuple(args or ()), dict(kwargs or {})
+        given = tuple(args or ())
+        named = dict(kwargs or {})
         return PerWorkerValues(lambda: fn(*given, **named))

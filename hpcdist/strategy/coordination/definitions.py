@@ -47,7 +47,9 @@ class Definitions:
     """
 
     def __init__(self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters) -> None:
-        self._strategy, self._engine, self._storage = strategy, engine, storage
+        self._strategy = strategy
+        self._engine = engine
+        self._storage = storage
         self._objects: list[Any] = []
         self._n_objects = 0
         self._names: dict[int, Name] = {}
@@ -203,7 +205,9 @@ class Copies:
     """
 
     def __init__(self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters, worker: int) -> None:
-        self._strategy, self._engine, self._storage = strategy, engine, storage
+        self._strategy = strategy
+        self._engine = engine
+        self._storage = storage
         self._worker = worker
         self._objects: dict[int, Any] = {}
         self._makers: dict[int, Callable[[], Any]] = {}

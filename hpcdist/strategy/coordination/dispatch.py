@@ -28,7 +28,8 @@ _MAX_SLEEP_S = 1e-4
 #: there are enough for all; and not where a function begins with what the one before has changed.
 _SHORT_S = 0.05
 #: A worker that has not been heard of for this long is silent, or for this part of the time limit if that is longer.
-LOST_S, LOST_PART = 5.0, 1 / 20
+LOST_S = 5.0
+LOST_PART = 1 / 20
 
 
 class WorkerError(Exception):
@@ -56,12 +57,14 @@ class _Worker:
     """
 
     def __init__(self, rank: int, number: int) -> None:
-        self.rank, self.number = rank, number
+        self.rank = rank
+        self.number = number
         self.n_known = 0
         self.sent: dict[Key, int] = {}
         self.n_seen = -1
         self.sent_at: list[float] = []
-        self.last_s, self.answered_at = _SHORT_S, 0.0
+        self.last_s = _SHORT_S
+        self.answered_at = 0.0
         self.heard_at = 0.0
         self.is_silent = False
         self.is_stuck = False
@@ -99,8 +102,11 @@ class Dispatcher:
         self.queue = ClosureQueue()
         self.changed = make_condition()
         self.n_steps = 0
-        self.is_over, self._exit_code = False, -1
-        self._now, self._looked_at = 0.0, time.monotonic()  # a clock that stands still while this process is suspended
+        self.is_over = False
+        self._exit_code = -1
+        # a clock that stands still while this process is suspended
+        self._now = 0.0
+        self._looked_at = time.monotonic()
         self._ended_at = 0.0
         self._free_at = 0.0
         self._is_reported = False
@@ -115,7 +121,8 @@ class Dispatcher:
         """
         with self.changed:
             self.queue.cancel_waiting("the coordinator has left; join before that")
-            self._exit_code, self.is_over = code, True
+            self._exit_code = code
+            self.is_over = True
             self.changed.notify_all()
         self._thread.join()
 
@@ -177,7 +184,8 @@ class Dispatcher:
         if self._is_any_busy:
             wait_until(functools.partial(self._has_work, received), LOOK_S, 0, _MAX_SLEEP_S)
         now = time.monotonic()
-        self._now, self._looked_at = self._now + min(now - self._looked_at, AWAKE_S), now
+        self._now = self._now + min(now - self._looked_at, AWAKE_S)
+        self._looked_at = now
         for rank, message in received:
             self._take_result(self._workers[rank], message)
         self._hear()
@@ -288,7 +296,8 @@ class Dispatcher:
             if error is not None or not is_awaited:
                 worker.sent.clear()  # what it has changed does not count
             self._count_steps(n_steps)
-            self._ended_at, self._is_reported = self._now, False
+            self._ended_at = self._now
+            self._is_reported = False
             self.changed.notify_all()
 
     def _apply(self, changes: Changes) -> Exception | None:
@@ -368,7 +377,8 @@ def _error_of(payload: Bytes, worker: _Worker) -> Exception:
     try:
         error, trace = pickles.loads(payload)
     except Exception as caught:  # noqa: BLE001  of a class that only the worker can import
-        error, trace = HpcdistError(f"a function failed, and its error cannot be read here: {caught}"), ""
+        error = HpcdistError(f"a function failed, and its error cannot be read here: {caught}")
+        trace = ""
     found = error if isinstance(error, Exception) else HpcdistError(f"{type(error).__name__}: {error}")
     found.__cause__ = WorkerError(f"on worker {worker.number}, rank {worker.rank}:\n{trace}")
     return found

@@ -168,7 +168,8 @@ class ClosureQueue:
         closure = self._first_of(worker).pop(0)
         if closure.is_over:
             return None
-        closure.is_over, closure.used = True, None
+        closure.is_over = True
+        closure.used = None
         self.n_ended += 1
         if closure.is_waiting:  # of a worker that was silent for a while
             closure.is_waiting = False
@@ -179,7 +180,9 @@ class ClosureQueue:
         """Cancel what has not begun."""
         while self._waiting:
             closure = self._waiting.popleft()
-            closure.is_waiting, closure.is_over, closure.used = False, True, None
+            closure.is_waiting = False
+            closure.is_over = True
+            closure.used = None
             closure.result.set_error(
                 ClosureCancelledError(f"schedule: expected {closure.name!r} to run, got it cancelled, as {reason}.")
             )

@@ -34,7 +34,8 @@ BEAT_S = 0.5
 #: The tag of heartbeats.
 BEAT_TAG = 7503
 #: How long a worker looks for messages before it looks at everything else, and its longest sleep meanwhile.
-_LOOK_S, _MAX_SLEEP_S = 0.2, 1e-4
+_LOOK_S = 0.2
+_MAX_SLEEP_S = 1e-4
 #: The number of the worker whose function runs, in this process.
 _worker_index: int | None = None
 
@@ -61,7 +62,8 @@ def serve_closures(strategy: ParameterServerStrategy) -> int:
     Raises:
         CollectiveTimeoutError: when the coordinator does not say with which code it leaves.
     """
-    worker, world = _Worker(strategy), strategy.world
+    worker = _Worker(strategy)
+    world = strategy.world
     with StopSignals() as signals, _Heart(worker, signals) as heart:
         world.step_flags.attach(heart)
         worker.run_all()
@@ -82,10 +84,12 @@ class _Worker:
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         assert strategy.closures_comm is not None, "this worker serves"
-        self.world, self.comm = strategy.world, strategy.closures_comm
+        self.world = strategy.world
+        self.comm = strategy.closures_comm
         self.coordinator, *workers = strategy.client_ranks
         self._index = workers.index(self.world.rank)
-        self._strategy, self._storage = strategy, strategy.served
+        self._strategy = strategy
+        self._storage = strategy.served
         self._copies = Copies(strategy, strategy.engine, self._storage, self._index)
         self._is_forced = False
         self.mailbox = Mailbox(self.comm)
@@ -131,7 +135,9 @@ class _Worker:
             result = pickles.dumps(value)
         except (Exception, SystemExit) as caught:  # noqa: BLE001  the coordinator raises it
             self._is_forced = True  # what the function has written to variables must not stay
-            error, result, changes = caught, _pickle_of(caught), ({}, {})
+            error = caught
+            result = _pickle_of(caught)
+            changes = ({}, {})
         n_steps = self.world.step_flags.n_steps - before
         return pickles.dumps((error is None, result, changes, n_steps))
 
@@ -153,7 +159,8 @@ class _Worker:
     def _noted(self, name: str) -> Iterator[None]:
         """Note which function runs in the block."""
         global _worker_index
-        _worker_index, self.running_since = self._index, (time.monotonic(), name)
+        _worker_index = self._index
+        self.running_since = (time.monotonic(), name)
         try:
             yield
         finally:
@@ -167,7 +174,8 @@ class _Heart:
     """
 
     def __init__(self, worker: _Worker, signals: StopSignals) -> None:
-        self._worker, self._signals = worker, signals
+        self._worker = worker
+        self._signals = signals
         self._reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="hpcdist heartbeat", daemon=True)
@@ -206,7 +214,8 @@ class _Heart:
         self._reasons.put(reason)
 
     def _beat(self) -> None:
-        worker, sent = self._worker, list[tuple[MPI.Request, bytes]]()
+        worker = self._worker
+        sent = list[tuple[MPI.Request, bytes]]()
         reported = 0.0
         while not self._is_over.wait(BEAT_S):
             if self._signals.last:
@@ -215,7 +224,8 @@ class _Heart:
             text = b"" if self._reasons.empty() else self._reasons.get().encode()
             sent = [one for one in sent if not one[0].Test()]
             sent.append((worker.comm.Isend(np.frombuffer(text, np.uint8), worker.coordinator, BEAT_TAG), text))
-            running, limit_s = worker.running_since, worker.world.timeout_s
+            running = worker.running_since
+            limit_s = worker.world.timeout_s
             if running is not None and running[0] != reported and time.monotonic() - running[0] > limit_s:
                 reported = running[0]
                 log(f"{worker.world}: {running[1]!r} has run for {limit_s:g} s, and is still running; stack:")
