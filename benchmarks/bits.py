@@ -77,8 +77,8 @@ def train(strategy, name, kind, n_steps=10):
     losses = []
     for number in range(n_steps):
         parts = strategy.experimental_distribute_values_from_function(lambda of: part_of(of.replica_id_in_sync_group))
-        own = parts.values
-        x, y = (hpcdist.PerReplica([rows[number][part] for part in own]) for rows in (images, labels))
+        local_parts = parts.values
+        x, y = (hpcdist.PerReplica([rows[number][part] for part in local_parts]) for rows in (images, labels))
         losses.append(float(strategy.reduce("sum", strategy.run(step, args=(x, y)), axis=None)))
     return digest(model.state_dict().values()), digest([torch.tensor(losses)])
 
@@ -94,13 +94,13 @@ def digest(tensors):
 def train_all():
     """Train every model with every optimizer on these ranks; the chief prints the digests as JSON."""
     torch.set_num_threads(1)
-    found = {}
+    digests = {}
     for name in MODELS:
         for kind in OPTIMIZERS:
             strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=N_REPLICAS)
-            found[f"{name} {kind}"] = train(strategy, name, kind)
+            digests[f"{name} {kind}"] = train(strategy, name, kind)
     if strategy.is_chief:
-        print(json.dumps(found))
+        print(json.dumps(digests))
 
 
 def print_table():

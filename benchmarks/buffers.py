@@ -48,9 +48,9 @@ class RandomSets:
         start, scale, shift = self._drawn[number]
         tolerance = 1e-6 * self._size * self._size
         for first in range(0, result.size, _PIECE):
-            got = result[first : first + _PIECE]
-            sums = self._sum[start + first : start + first + got.size]
-            error = np.abs(sums * scale + float(shift) * self._size - got).max(initial=0.0)
+            piece = result[first : first + _PIECE]
+            sums = self._sum[start + first : start + first + piece.size]
+            error = np.abs(sums * scale + float(shift) * self._size - piece).max(initial=0.0)
             if not error <= tolerance:
                 raise AssertionError(
                     f"benchmark: expected the sum over {self._size} ranks within {tolerance:g}, got an error of "

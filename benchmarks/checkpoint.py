@@ -88,9 +88,9 @@ class Files:
     def block(self, write, model):
         """Return the time of writing a file; then remove it."""
         path = next(self._names)
-        taken = timed(lambda: write(model, path))
+        seconds = timed(lambda: write(model, path))
         path.unlink()
-        return taken
+        return seconds
 
 
 def timed(act):
@@ -110,19 +110,19 @@ class Saves:
     def block(self, blocking):
         """Return what the training thread waits for; then let the file be written, verified, and the last one go."""
         step = next(self._steps)
-        taken = timed(lambda: self._manager.save(step, blocking=blocking))
+        seconds = timed(lambda: self._manager.save(step, blocking=blocking))
         self._manager.wait()
-        return taken
+        return seconds
 
 
 def async_save(model, folder):
     """Return what the training thread waits for in torch's async_save; then let it end, and remove the file."""
     path = folder / "dcp"
     pending = []
-    taken = timed(lambda: pending.append(dcp.async_save(model.state_dict(), checkpoint_id=path)))
+    seconds = timed(lambda: pending.append(dcp.async_save(model.state_dict(), checkpoint_id=path)))
     pending[0].result()
     shutil.rmtree(path)
-    return taken
+    return seconds
 
 
 class Copies:
@@ -210,9 +210,9 @@ class Training:
                 self._manager.save(next(self._steps), blocking=False)
             self._train(self._n_steps)
 
-        taken = timed(run)
+        seconds = timed(run)
         self._manager.wait()
-        return taken
+        return seconds
 
 
 def time_training(folder, n_rounds, seconds):

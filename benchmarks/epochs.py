@@ -63,7 +63,9 @@ def launch(args, model, n_ranks):
     options = ["--job", model, "--epochs", args.epochs, "--steps", args.steps]
     command = [Path(sys.executable).with_name("mpirun"), "-n", n_ranks, sys.executable, __file__, *options]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([str(one) for one in command], env=environ, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [str(argument) for argument in command], env=environ, capture_output=True, text=True, timeout=600
+    )
     if done.returncode:
         raise SystemExit(f"epochs: expected the launch to end with 0, got {done.returncode}:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -75,13 +77,13 @@ def main():
         train(args)
         return
     counts = [int(text) for text in args.ranks.split(",")]
-    found = {}
+    epoch_times = {}
     for model in args.models.split(","):
         times = {n_ranks: [] for n_ranks in counts}
         for number in range(args.rounds):
             for n_ranks in counts[:: 1 if number % 2 else -1]:
                 times[n_ranks] += launch(args, model, n_ranks)
-        found[model] = times
+        epoch_times[model] = times
         medians = {n_ranks: statistics.median(values) for n_ranks, values in times.items()}
         for n_ranks, median in medians.items():
             spread = f"{min(times[n_ranks]):.3f} .. {max(times[n_ranks]):.3f}"
@@ -90,7 +92,7 @@ def main():
             )
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "epochs.json").write_text(json.dumps(found, indent=1))
+        (args.out / "epochs.json").write_text(json.dumps(epoch_times, indent=1))
 
 
 if __name__ == "__main__":

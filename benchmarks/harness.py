@@ -50,13 +50,13 @@ def run_rounds(
     wall: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     cpu: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(n_rounds):
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+        round_times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for name in block_order(list(contenders), number):
             if time.monotonic() - said_at > SILENCE_S:
                 said_at = time.monotonic()
                 say(f"round {number + 1} of {n_rounds}, {name}; {said_at - began_at:.0f} s so far")
-            taken[name].append(contenders[name]())
-        for name, ((wall_1, cpu_1), (wall_2, cpu_2)) in taken.items():
+            round_times[name].append(contenders[name]())
+        for name, ((wall_1, cpu_1), (wall_2, cpu_2)) in round_times.items():
             wall[name].append((wall_1, wall_2))
             cpu[name].append((cpu_1, cpu_2))
     return wall, cpu

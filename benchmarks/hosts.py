@@ -37,8 +37,8 @@ def show(row, usable, n_hosts):
     row["times_bound"] = times[len(times) // 2] / bound_s
     row["times_bytes"] = max(row["sent"]) / bound_bytes
     spread = f"({times[0] / bound_s:.3f} .. {times[-1] / bound_s:.3f})"
-    taken = f"{1000 * times[len(times) // 2]:8.1f} ms  {row['times_bound']:.3f} of the bound {spread}"
-    print(f"{row['nbytes'] >> 20:5} MiB  {row['name']:24} {taken}  bytes {row['times_bytes']:.3f}")
+    time_text = f"{1000 * times[len(times) // 2]:8.1f} ms  {row['times_bound']:.3f} of the bound {spread}"
+    print(f"{row['nbytes'] >> 20:5} MiB  {row['name']:24} {time_text}  bytes {row['times_bytes']:.3f}")
 
 
 def main():

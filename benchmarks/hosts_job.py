@@ -49,7 +49,7 @@ def time_one(group, call, tolerance, nbytes, seed):
     group.comm.Barrier()
     sent = bytes_sent() - sent
     assert np.abs(array - total).max() <= tolerance * total.max(), "a wrong sum"
-    per_host = [one for place, one in group.comm.allgather((group.node_comm.rank, sent)) if place == 0]
+    per_host = [n_sent for place, n_sent in group.comm.allgather((group.node_comm.rank, sent)) if place == 0]
     return group.comm.allreduce(taken_s, MPI.MAX), per_host
 
 
@@ -60,14 +60,14 @@ def main():
     rows = []
     for nbytes in sizes:
         ways = contenders(group)
-        found = {name: [] for name in ways}
+        measured = {name: [] for name in ways}
         for repeat in range(-1, repeats):  # the first makes connections and measures, and does not count
             for name, (call, tolerance) in list(ways.items())[:: 1 if repeat % 2 else -1]:
                 result = time_one(group, call, tolerance, nbytes, repeat + 1)
                 if repeat >= 0:
-                    found[name].append(result)
-        for name, results in found.items():
-            seconds = [one for one, _ in results]
+                    measured[name].append(result)
+        for name, results in measured.items():
+            seconds = [slowest_s for slowest_s, _ in results]
             rows.append({"nbytes": nbytes, "name": name, "seconds": seconds, "sent": results[-1][1]})
     if group.rank == 0:
         print(json.dumps({"n_hosts": len(group.placement.hosts), "rows": rows}), flush=True)

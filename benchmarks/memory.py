@@ -95,7 +95,7 @@ def main():
     after = comm.allreduce(pss_bytes())
     if comm.rank == 0:
         name = "ZeroRedundancyOptimizer" if args.sharded else "Adam on every rank"
-        millions = sum(one.numel() for one in model.parameters()) / 1e6
+        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         print(
             f"{name}, {millions:g} M parameters, {comm.size} ranks: at most "
             f"{(peak - before) / 1e6:.0f} MB in a step, {(after - before) / 1e6:.0f} MB after zero_grad"

@@ -28,14 +28,14 @@ def main():
     job = ROOT / "benchmarks" / "overlap_job.py"
     command = [sys.executable, job, args.layers, args.features, args.repeats, args.forward]
     with VirtualHosts(args.hosts, args.rate) as hosts:
-        found = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=1200).result
-    middle = {name: sorted(found[name])[args.repeats // 2] for name in ("bare", "serial", "overlapped")}
+        times_s = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=1200).result
+    middle = {name: sorted(times_s[name])[args.repeats // 2] for name in ("bare", "serial", "overlapped")}
     exposed = (middle["overlapped"] - middle["bare"]) / middle["serial"]
     times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in middle.items())
     print(
-        f"{args.hosts} hosts, {found['nbytes'] / 1e6:.1f} MB: {times}; exposed {100 * exposed:.1f} % of the serial time"
+        f"{args.hosts} hosts, {times_s['nbytes'] / 1e6:.1f} MB: {times}; exposed {100 * exposed:.1f} % of the serial time"
     )
-    (args.out / "overlap.json").write_text(json.dumps(found, indent=1))
+    (args.out / "overlap.json").write_text(json.dumps(times_s, indent=1))
 
 
 if __name__ == "__main__":

@@ -84,13 +84,13 @@ def main():
     communication_s = median([step_s(serial, whole, comm) for _ in range(repeats)])
     for layer in [*model, *whole]:
         layer.seconds = share * communication_s / n_layers, (1 - share) * communication_s / n_layers
-    found = {"bare": [], "serial": [], "overlapped": []}
+    times_s = {"bare": [], "serial": [], "overlapped": []}
     for _ in range(repeats):
-        found["bare"].append(step_s(strategy, model, comm, syncs=False))
-        found["serial"].append(step_s(serial, whole, comm))
-        found["overlapped"].append(step_s(strategy, model, comm))
+        times_s["bare"].append(step_s(strategy, model, comm, syncs=False))
+        times_s["serial"].append(step_s(serial, whole, comm))
+        times_s["overlapped"].append(step_s(strategy, model, comm))
     if comm.rank == 0:
-        print(json.dumps({"nbytes": n_bytes, "communication_s": communication_s, **found}), flush=True)
+        print(json.dumps({"nbytes": n_bytes, "communication_s": communication_s, **times_s}), flush=True)
 
 
 if __name__ == "__main__":

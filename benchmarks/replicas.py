@@ -49,8 +49,8 @@ class Trainer:
             self._optimizer = adam(self._model)
         rows = [torch.cat(parts) for parts in zip(*batches(BATCH, 0, 1), strict=True)]
         dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH).repeat()
-        taken = itertools.islice(self._strategy.experimental_distribute_dataset(dataset), 16)
-        self._data = itertools.cycle(list(taken))
+        first_batches = itertools.islice(self._strategy.experimental_distribute_dataset(dataset), 16)
+        self._data = itertools.cycle(list(first_batches))
         self._watches = watches() - before
 
     def _step(self, inputs, labels):
@@ -85,10 +85,10 @@ def main():
     contenders[PLAIN + AGAIN] = contenders[PLAIN]
     for block in contenders.values():
         block()
-    one = case(f"{args.model}, {comm.size} ranks", *run_rounds(contenders, args.rounds), [PLAIN])
+    measured_case = case(f"{args.model}, {comm.size} ranks", *run_rounds(contenders, args.rounds), [PLAIN])
     record = environment.record()
     if comm.rank == 0:
-        publish({"label": "replicas", "environment": record, "cases": [one]}, args.out, "replicas")
+        publish({"label": "replicas", "environment": record, "cases": [measured_case]}, args.out, "replicas")
 
 
 if __name__ == "__main__":

@@ -22,20 +22,20 @@ def case(name: str, samples: Samples, cpu: Samples, baselines: list[str], nbytes
     return {"case": name, "bytes": nbytes, "baselines": baselines, "samples": samples, "cpu": cpu}
 
 
-def table(one: dict[str, Any]) -> str:
+def table(measured_case: dict[str, Any]) -> str:
     """Return the rows of a case, the strongest baseline first, then by time.
 
     The factor is how many times faster than the strongest baseline, with its 95 % interval; the difference is in time.
     Where the gate is not passed there is no factor.
     """
-    samples = one["samples"]
-    first = strongest(one["samples"], one["baselines"])
+    samples = measured_case["samples"]
+    first = strongest(measured_case["samples"], measured_case["baselines"])
     ratio = gate_ratio(samples)
     shown = [name for name in samples if not name.endswith(AGAIN)]
     shown.sort(key=lambda name: (name != first, float(np.median(per_round(samples[name])))))
-    lines = [f"{one['case']}: {_verdict(ratio)}"]
+    lines = [f"{measured_case['case']}: {_verdict(ratio)}"]
     lines.append(f"  {'':44s} {'wall':>10s} {'CPU':>10s}  {'factor':>6s} {'95 % interval':14s} {'difference':>10s}")
-    lines += [_row(name, one, first, passes_gate(ratio)) for name in shown]
+    lines += [_row(name, measured_case, first, passes_gate(ratio)) for name in shown]
     return "\n".join(lines)
 
 
@@ -46,20 +46,18 @@ def _verdict(ratio: float | None) -> str:
     return f"A/A {ratio:.3f}, {verdict}"
 
 
-def _row(name: str, one: dict[str, Any], first: str, is_quotable: bool) -> str:
-    samples = one["samples"]
-    wall, cpu = (float(np.median(per_round(values[name]))) for values in (samples, one["cpu"]))
+def _row(name: str, measured_case: dict[str, Any], first: str, is_quotable: bool) -> str:
+    samples = measured_case["samples"]
+    wall, cpu = (float(np.median(per_round(values[name]))) for values in (samples, measured_case["cpu"]))
     row = f"  {name:44s} {duration(wall):>10s} {duration(cpu):>10s}"
     if not is_quotable:
         return row
     if name == first:
         return f"{row}  {'1.00':>6s} strongest baseline"
-    found = bootstrap_interval(paired_ratios(samples[first], samples[name]))
+    interval = bootstrap_interval(paired_ratios(samples[first], samples[name]))
     difference = float(np.median(per_round(samples[name]) - per_round(samples[first])))
-    bounds = f"{found.low:.2f} .. {found.high:.2f}"
-    return (
-        f"{row}  {found.median:6.2f} {bounds:14s} {('+' if difference > 0 else '-') + duration(abs(difference)):>10s}"
-    )
+    bounds = f"{interval.low:.2f} .. {interval.high:.2f}"
+    return f"{row}  {interval.median:6.2f} {bounds:14s} {('+' if difference > 0 else '-') + duration(abs(difference)):>10s}"
 
 
 def duration(seconds: float) -> str:
@@ -78,18 +76,25 @@ def merge(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     labels_of: dict[tuple[str, str], list[str]] = {}
     for report in reports:
-        for one in report["cases"]:
-            for name in one["samples"]:
-                labels = labels_of.setdefault((one["case"], name), [])
+        for measured_case in report["cases"]:
+            for name in measured_case["samples"]:
+                labels = labels_of.setdefault((measured_case["case"], name), [])
                 labels += [report["label"]] if report["label"] not in labels else []
     merged: dict[str, dict[str, Any]] = {}
     for report in reports:
-        for one in report["cases"]:
-            target = merged.setdefault(one["case"], case(one["case"], {}, {}, [], one["bytes"]))
-            for name in one["samples"]:
-                _add(target, one, name, _labelled(name, report["label"], labels_of[one["case"], name]))
-    for one in merged.values():
-        _cut_to_shortest(one)
+        for measured_case in report["cases"]:
+            target = merged.setdefault(
+                measured_case["case"], case(measured_case["case"], {}, {}, [], measured_case["bytes"])
+            )
+            for name in measured_case["samples"]:
+                _add(
+                    target,
+                    measured_case,
+                    name,
+                    _labelled(name, report["label"], labels_of[measured_case["case"], name]),
+                )
+    for measured_case in merged.values():
+        _cut_to_shortest(measured_case)
     return list(merged.values())
 
 
@@ -99,17 +104,17 @@ def _labelled(name: str, label: str, labels: list[str]) -> str:
     return f"{name[: -len(AGAIN)]} [{label}]{AGAIN}" if name.endswith(AGAIN) else f"{name} [{label}]"
 
 
-def _add(target: dict[str, Any], one: dict[str, Any], name: str, new_name: str) -> None:
+def _add(target: dict[str, Any], source: dict[str, Any], name: str, new_name: str) -> None:
     for kind in ("samples", "cpu"):
-        target[kind].setdefault(new_name, []).extend(one[kind][name])
-    if name in one["baselines"] and new_name not in target["baselines"]:
+        target[kind].setdefault(new_name, []).extend(source[kind][name])
+    if name in source["baselines"] and new_name not in target["baselines"]:
         target["baselines"].append(new_name)
 
 
-def _cut_to_shortest(one: dict[str, Any]) -> None:
-    n_rounds = min(len(values) for values in one["samples"].values())
+def _cut_to_shortest(measured_case: dict[str, Any]) -> None:
+    n_rounds = min(len(values) for values in measured_case["samples"].values())
     for kind in ("samples", "cpu"):
-        one[kind] = {name: values[:n_rounds] for name, values in one[kind].items()}
+        measured_case[kind] = {name: values[:n_rounds] for name, values in measured_case[kind].items()}
 
 
 def publish(report: dict[str, Any], folder: Path, stem: str) -> None:
@@ -117,7 +122,7 @@ def publish(report: dict[str, Any], folder: Path, stem: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.json"
     path.write_text(json.dumps(report, indent=1))
-    print("\n\n".join(table(one) for one in report["cases"]), flush=True)
+    print("\n\n".join(table(measured_case) for measured_case in report["cases"]), flush=True)
     print(f"raw samples: {path}; {picture(report, folder / f'{stem}.png')}", flush=True)
 
 
@@ -133,17 +138,19 @@ def picture(report: dict[str, Any], path: Path) -> str:
     figure, axes = pyplot.subplots(figsize=(8, 6), layout="constrained")
     contenders: dict[str, int] = {}
     labels: dict[str, int] = {}
-    names = dict.fromkeys(name for one in report["cases"] for name in one["samples"] if not name.endswith(AGAIN))
+    names = dict.fromkeys(
+        name for measured_case in report["cases"] for name in measured_case["samples"] if not name.endswith(AGAIN)
+    )
     for name in names:
-        cases = [one for one in report["cases"] if name in one["samples"]]
-        places = [one["bytes"] or one["case"] for one in cases]
-        times = [np.median(per_round(one["samples"][name])) for one in cases]
+        cases = [measured_case for measured_case in report["cases"] if name in measured_case["samples"]]
+        places = [measured_case["bytes"] or measured_case["case"] for measured_case in cases]
+        times = [np.median(per_round(measured_case["samples"][name])) for measured_case in cases]
         contender, _, label = name.partition(" [")  # of merged reports: the launch
         color = f"C{contenders.setdefault(contender, len(contenders))}"
         style = ("o-", "s--", "^:")[labels.setdefault(label, len(labels)) % 3]
         axes.plot(places, times, style, color=color, label=name, markersize=4)
     axes.set_yscale("log")
-    if all(one["bytes"] for one in report["cases"]):
+    if all(measured_case["bytes"] for measured_case in report["cases"]):
         axes.set_xscale("log", base=2)
     axes.set(xlabel="bytes per rank" if report["cases"][0]["bytes"] else "", ylabel="seconds (slowest rank, median)")
     axes.legend(fontsize="small")

@@ -58,16 +58,16 @@ def mpirun(bin_folder, args, script, *options, python=None):
 
 def has(python, module):
     """Return whether a Python has a module; says so when not."""
-    found = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120).returncode == 0
-    if not found:
+    is_installed = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120).returncode == 0
+    if not is_installed:
         print(f"{module}: not installed, left out", flush=True)
-    return found
+    return is_installed
 
 
 def run_allreduce(args):
     """Launch the all-reduce under both MPI libraries and merge."""
-    own = Path(sys.executable).parent
-    sides = {"MPICH": (own, {})}
+    bin_folder_here = Path(sys.executable).parent
+    sides = {"MPICH": (bin_folder_here, {})}
     if (args.openmpi / "mpirun").exists():
         sides["Open MPI"] = (args.openmpi, OPENMPI)
     else:
@@ -86,35 +86,35 @@ def run_allreduce(args):
 def peers(args, model):
     """Return the commands of the peers that are there for this model, each without its --out."""
     options = ["--model", model, "--rounds", args.rounds]
-    found = {"threads": [sys.executable, HERE / "peers/torch_threads.py", *options, "--threads", args.ranks]}
+    commands = {"threads": [sys.executable, HERE / "peers/torch_threads.py", *options, "--threads", args.ranks]}
     if model != "transformer" and has(args.peers_python, "tensorflow"):
         script = HERE / "peers/tensorflow_ring.py"
-        found["tensorflow"] = [args.peers_python, script, *options, "--workers", args.ranks]
+        commands["tensorflow"] = [args.peers_python, script, *options, "--workers", args.ranks]
     if has(args.peers_python, "horovod.torch"):
-        own = Path(sys.executable).parent
-        found["horovod"] = mpirun(own, args, "peers/horovod_step.py", *options, python=args.peers_python)
-    return found
+        bin_folder = Path(sys.executable).parent
+        commands["horovod"] = mpirun(bin_folder, args, "peers/horovod_step.py", *options, python=args.peers_python)
+    return commands
 
 
 def run_steps(args, model):
     """Launch one model's contenders and peers in turn and merge."""
-    own = Path(sys.executable).parent
+    bin_folder = Path(sys.executable).parent
     reports = []
 
     def run_ours(number):
         folder = args.out / f"step-{number}"
         options = ["--model", model, "--rounds", args.rounds, "--label", "ranks", "--out", folder]
-        launch(mpirun(own, args, "step.py", *options), {}, args.limit)
+        launch(mpirun(bin_folder, args, "step.py", *options), {}, args.limit)
         reports.append(folder / f"step-{model}.json")
 
     def run_peers(number):
-        for name, command in found.items():
+        for name, command in peer_commands.items():
             path = args.out / f"step-{number}" / f"{name}-{model}.json"
             launch([*command, "--out", path], environs.get(name, {}), args.limit)
             reports.append(path)
 
     environs = {"threads": {"OMP_NUM_THREADS": str(args.ranks)}, "horovod": {"HOROVOD_CYCLE_TIME": "0.1"}}
-    found = peers(args, model)
+    peer_commands = peers(args, model)
     for number, run in enumerate([run_ours, run_peers, run_peers, run_ours]):
         run(number)
     merge("step.py", reports, args.out / model, args)

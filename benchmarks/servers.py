@@ -54,25 +54,25 @@ def job(args, n_ranks, *options, servers=1, chief=""):
 
 def compare(contenders, args, baseline):
     """Run contenders in turn, and print steps per second, and how many times those of the baseline."""
-    found = {name: [] for name in contenders}
+    rates_of = {name: [] for name in contenders}
     for number in range(args.rounds):
         for name, contender in contenders.items():
             say(f"round {number + 1} of {args.rounds}, {name}")
-            found[name].append(contender()["steps_per_s"])
-    for name, rates in found.items():
-        ratios = [own / other for own, other in zip(rates, found[baseline], strict=True)]
+            rates_of[name].append(contender()["steps_per_s"])
+    for name, rates in rates_of.items():
+        ratios = [rate / baseline_rate for rate, baseline_rate in zip(rates, rates_of[baseline], strict=True)]
         spread = f"({min(ratios):.2f} .. {max(ratios):.2f})"
         print(f"{name:24} {statistics.median(rates):8.1f} steps/s  {statistics.median(ratios):.2f} {spread}")
     if args.out is not None:
-        publish(found, args)
+        publish(rates_of, args)
 
 
-def publish(found, args):
+def publish(rates_of, args):
     """Write steps per second of all rounds, and a picture of seconds per step."""
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"servers-{args.part}"
-    path.with_suffix(".json").write_text(json.dumps({"part": args.part, "steps_per_s": found}, indent=1))
-    samples = {name: [(1 / rate, 1 / rate) for rate in rates] for name, rates in found.items()}
+    path.with_suffix(".json").write_text(json.dumps({"part": args.part, "steps_per_s": rates_of}, indent=1))
+    samples = {name: [(1 / rate, 1 / rate) for rate in rates] for name, rates in rates_of.items()}
     print(picture({"cases": [case(f"servers {args.part}", samples, {}, [])]}, path.with_suffix(".png")))
 
 

@@ -53,7 +53,7 @@ def make_step(args, strategy):
     x = torch.randn(args.batch, next(model.parameters()).shape[1])
     y = torch.randint(0, 10, (args.batch,))
     stalls = random.Random(strategy.rank)
-    fixed = [torch.full_like(one, 1e-6) for one in model.parameters()]
+    fixed = [torch.full_like(parameter, 1e-6) for parameter in model.parameters()]
 
     def step():
         optimizer.zero_grad()
@@ -64,8 +64,8 @@ def make_step(args, strategy):
         optimizer.step()
 
     def step_of_bytes():
-        for one, gradient in zip(model.parameters(), fixed, strict=True):
-            one.grad = gradient
+        for parameter, gradient in zip(model.parameters(), fixed, strict=True):
+            parameter.grad = gradient
         optimizer.step()
 
     return step_of_bytes if args.elements and args.kind != "all-reduce" else step
@@ -127,8 +127,8 @@ def main():
     slowest_s = max(strategy.world.role_comm.allgather(own_s))
     if strategy.is_chief:
         staleness = strategy.statistics()["staleness"] if args.kind != "all-reduce" else {}
-        found = {"steps_per_s": args.steps * strategy.size / slowest_s, "step_s": slowest_s / args.steps}
-        print(json.dumps({**found, "workers": strategy.size, "staleness": staleness}), flush=True)
+        rates = {"steps_per_s": args.steps * strategy.size / slowest_s, "step_s": slowest_s / args.steps}
+        print(json.dumps({**rates, "workers": strategy.size, "staleness": staleness}), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def ring_s(n_hosts, n_ranks, nbytes, links):
     size = n_hosts * n_ranks
     rank = n_ranks - 1
     sent = (
-        (n_ranks, 4 * sum(one.stop - one.start for one in turn.sends), 1) for turn in plan_ring(size, rank, nbytes // 4)
+        (n_ranks, 4 * sum(message.stop - message.start for message in turn.sends), 1)
+        for turn in plan_ring(size, rank, nbytes // 4)
     )
     return rounds_s(sent, links["RING"], n_hosts, n_ranks, n_flows=1)
 
@@ -100,8 +101,11 @@ def halving_of(size, rank, nbytes, distance=1):
     """Return the rounds of a rank among ranks that are `distance` apart."""
     return [
         (
-            distance * max(abs(one.peer - rank) for one in turn.sends or turn.receives),
-            4 * max(sum(one.stop - one.start for one in messages) for messages in (turn.sends, turn.receives)),
+            distance * max(abs(message.peer - rank) for message in turn.sends or turn.receives),
+            4
+            * max(
+                sum(message.stop - message.start for message in messages) for messages in (turn.sends, turn.receives)
+            ),
             max(len(turn.sends), len(turn.receives)),
         )
         for turn in plan_halving(size, rank, nbytes // 4)
@@ -136,10 +140,12 @@ def hierarchical_s(n_hosts, n_ranks, nbytes, links, is_ordered=False):
 def lanes_s(n_hosts, n_ranks, nbytes, link, is_ordered=False, chunk=None):
     """Follow a host through the pipeline of `collectives/hierarchical.py`: begin, combine and finish each chunk."""
     if chunk is None:
-        small, large = (lanes_s(n_hosts, n_ranks, one, link, chunk=1 << 20) for one in (16 << 10, 256 << 10))
+        small, large = (
+            lanes_s(n_hosts, n_ranks, probe_bytes, link, chunk=1 << 20) for probe_bytes in (16 << 10, 256 << 10)
+        )
         chunk = chunk_bytes(nbytes, max(1e-12, (large - small) / (240 << 10)))
     n_rows = rows_sent(n_hosts, n_ranks, is_ordered)
-    others = n_hosts - 1
+    n_other_hosts = n_hosts - 1
     sizes = [min(chunk, nbytes - start) for start in range(0, nbytes, chunk)]
     cpu_s = 0.0
     wire_s = 0.0
@@ -148,13 +154,13 @@ def lanes_s(n_hosts, n_ranks, nbytes, link, is_ordered=False, chunk=None):
         for phase, number in enumerate((step, step - 1, step - 2)):
             if not 0 <= number < len(sizes):
                 continue
-            part = sizes[number] * others / n_hosts
+            part = sizes[number] * n_other_hosts / n_hosts
             if phase > 0:
                 cpu_s = max(cpu_s, arrives[number, phase - 1])
             cpu_s += sizes[number] * link.local_byte_s
             if phase < 2:
                 n_sent = n_rows if phase == 0 else 1
-                cpu_s += 2 * others * n_sent * link.message_s
+                cpu_s += 2 * n_other_hosts * n_sent * link.message_s
                 wire_s = max(wire_s, cpu_s) + n_sent * part * link.byte_s * spread(link, n_hosts)
                 arrives[number, phase] = wire_s + link.latency_s
     return cpu_s
@@ -179,9 +185,9 @@ def fit(rows, message_s):
             for index in range(2)
             for scale in (factor, 1 / factor)
         ]
-        found = min(tried, key=badness)
-        if badness(found) < badness(best):
-            best = found
+        candidate = min(tried, key=badness)
+        if badness(candidate) < badness(best):
+            best = candidate
         else:
             factor = math.sqrt(factor)
     return Link(best[0], message_s, best[1])
@@ -201,9 +207,9 @@ def measure(args):
         sizes = sorted({nbytes for hosts, nbytes in FITTED + HELD_OUT if hosts == n_hosts})
         command = [sys.executable, Path(__file__), "--job", *sizes]
         with VirtualHosts(n_hosts, args.rate) as hosts:
-            found = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=600).result
-        rows += [{"hosts": n_hosts, **row} for row in found["rows"]]
-    return {"message_s": found["message_s"], "rows": rows}
+            result = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=600).result
+        rows += [{"hosts": n_hosts, **row} for row in result["rows"]]
+    return {"message_s": result["message_s"], "rows": rows}
 
 
 def run_job(sizes, repeats=7):
@@ -273,8 +279,8 @@ def predictions(links, n_ranks, nbytes, compute_s):
             times = {name: call(n_hosts, local, nbytes, links) for name, call in SIMULATED.items()}
             times["HIERARCHICAL, never by halving"] = lanes_s(n_hosts, local, nbytes, links["HIERARCHICAL"])
             for name, is_ordered in (("ordered", True), ("unordered", False)):
-                found = hierarchical_s(n_hosts, 6, nbytes, links, is_ordered)
-                times[f"HIERARCHICAL, as many hosts of 6 ranks, {name}"] = found
+                seconds = hierarchical_s(n_hosts, 6, nbytes, links, is_ordered)
+                times[f"HIERARCHICAL, as many hosts of 6 ranks, {name}"] = seconds
         taken_s = times.get("HIERARCHICAL", 2 * nbytes * links["RING"].local_byte_s)
         weak = step_s(compute_s, taken_s)
         strong = step_s(2 * compute_s / size, taken_s)
@@ -334,11 +340,12 @@ def main():
     fast = {name: replace(link, byte_s=8e-9 / args.gigabits) for name, link in links.items()}
     pods = {name: replace(link, pod=32, oversubscription=4.0) for name, link in fast.items()}
     tables = {"full bisection": fast, "pods of 32 hosts, 4:1": pods}
-    found = {
-        title: predictions(one, args.ranks, int(1e6 * args.megabytes), args.compute) for title, one in tables.items()
+    predicted = {
+        title: predictions(table_links, args.ranks, int(1e6 * args.megabytes), args.compute)
+        for title, table_links in tables.items()
     }
-    (args.out / "predicted.json").write_text(json.dumps(found, indent=1))
-    for title, table in found.items():
+    (args.out / "predicted.json").write_text(json.dumps(predicted, indent=1))
+    for title, table in predicted.items():
         print(f"predicted, {args.gigabits:g} Gbit/s, {args.ranks} ranks a host, {args.megabytes:g} MB, {title}:")
         for row in table:
             print(
@@ -346,7 +353,7 @@ def main():
                     f"{name} {value if name == 'ranks' else round(1000 * value, 1)}" for name, value in row.items()
                 )
             )
-    draw(found, args.out / "predicted.png")
+    draw(predicted, args.out / "predicted.png")
 
 
 if __name__ == "__main__":

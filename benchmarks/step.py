@@ -73,8 +73,8 @@ class Trainer:
         self._n_taken = 0
         before = watches()
         self.model, self._optimizer = ALL[name](args.model, args.device, comm)
-        own = watches() - before
-        self._guard = partial(with_watches, own) if name in (HPCDIST, SHARDED) else without_watches
+        added_watches = watches() - before
+        self._guard = partial(with_watches, added_watches) if name in (HPCDIST, SHARDED) else without_watches
 
     def train(self, n_steps):
         """Take steps; return the last loss."""
@@ -108,9 +108,9 @@ def check_against(reference, trainer, loss):
     trainer.check_equal_replicas()
     errors = [abs(loss - reference[0])]
     pairs = zip(flat(trainer.model), reference[1:], strict=True)
-    for got, due in pairs:
-        has_none = trainer.name in (SHARDED, SHARED_FLOOR) and not len(got)
-        errors.append(0.0 if has_none else float(np.abs(got - due).max()))
+    for values, due in pairs:
+        has_none = trainer.name in (SHARDED, SHARED_FLOOR) and not len(values)
+        errors.append(0.0 if has_none else float(np.abs(values - due).max()))
     limits = [LOSS_TOLERANCE, WEIGHT_TOLERANCE, GRADIENT_TOLERANCE * float(np.abs(reference[2]).max())]
     if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
         raise AssertionError(

@@ -129,15 +129,15 @@ def watches() -> set[tuple[int, int]]:
 
 
 @contextmanager
-def with_watches(own: set[tuple[int, int]]) -> Iterator[None]:
+def with_watches(shown_watches: set[tuple[int, int]]) -> Iterator[None]:
     """Hide, for a block, steps and backwards from our other strategies: a program has one."""
-    kept = [dict(table) for table in _WATCHES]
+    saved_tables = [dict(table) for table in _WATCHES]
     try:
-        for place, number in watches() - own:
+        for place, number in watches() - shown_watches:
             del _WATCHES[place][number]
         yield
     finally:
-        for table, before in zip(_WATCHES, kept, strict=True):
+        for table, before in zip(_WATCHES, saved_tables, strict=True):
             table.update(before)
 
 
@@ -146,7 +146,7 @@ def without_watches() -> Iterator[None]:
     """Take away, for a block, what our strategies see of steps, backwards and forwards."""
     hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     tables = (*hooks, *_LOOP_WATCHES)
-    kept = [dict(table) for table in tables]
+    saved_tables = [dict(table) for table in tables]
     try:
         for table in tables:
             table.clear()
@@ -154,6 +154,6 @@ def without_watches() -> Iterator[None]:
         with with_watches(set()):
             yield
     finally:
-        for table, before in zip(tables, kept, strict=True):
+        for table, before in zip(tables, saved_tables, strict=True):
             table.update(before)
         torch_hooks._choose_call()

@@ -55,7 +55,7 @@ class Walk:
             is_iterator = bool(code.co_flags & inspect.CO_GENERATOR) or code.co_name == "__next__"
             self._stack.append(name if is_iterator else None)
             self.entered[name] += 1
-            iterators = [one for one in self._stack if one]
+            iterators = [entry for entry in self._stack if entry]
             if len(iterators) > len(self.deepest_iterators):
                 self.deepest_iterators = iterators
         elif event == "return" and self._stack:

@@ -12,8 +12,8 @@ __all__ = sorted({**NAMES, **MODULES})
 
 
 def __getattr__(name: str) -> Any:
-    found = globals()[name] = resolve(name)
-    return found
+    resolved = globals()[name] = resolve(name)
+    return resolved
 
 
 def __dir__() -> list[str]:

@@ -8,8 +8,8 @@ __all__ = sorted(ALIASES["cluster_resolver"])
 
 
 def __getattr__(name: str) -> Any:
-    found = globals()[name] = resolve_alias("cluster_resolver", name)
-    return found
+    resolved = globals()[name] = resolve_alias("cluster_resolver", name)
+    return resolved
 
 
 def __dir__() -> list[str]:

@@ -8,8 +8,8 @@ __all__ = sorted(ALIASES["coordinator"])
 
 
 def __getattr__(name: str) -> Any:
-    found = globals()[name] = resolve_alias("coordinator", name)
-    return found
+    resolved = globals()[name] = resolve_alias("coordinator", name)
+    return resolved
 
 
 def __dir__() -> list[str]:

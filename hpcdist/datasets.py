@@ -46,13 +46,17 @@ class ImageDataset:
         Raises:
             DataError: when there is none, or a file is not whole.
         """
-        found = self._find(path)
-        parts = _read_npz(found) if found.is_file() else {key: _read_idx(found, name) for key, name in _FILES.items()}
+        dataset_path = self._find(path)
+        parts = (
+            _read_npz(dataset_path)
+            if dataset_path.is_file()
+            else {key: _read_idx(dataset_path, name) for key, name in _FILES.items()}
+        )
         for images, labels in (("x_train", "y_train"), ("x_test", "y_test")):
             if len(parts[images]) != len(parts[labels]):
                 raise DataError(
                     f"load_data: expected a label for each image, got {len(parts[images])} images and "
-                    f"{len(parts[labels])} labels in {found}; fetch it again."
+                    f"{len(parts[labels])} labels in {dataset_path}; fetch it again."
                 )
         return (parts["x_train"], parts["y_train"]), (parts["x_test"], parts["y_test"])
 
@@ -101,8 +105,8 @@ def _read_idx(folder: Path, name: str) -> Array:
         raise DataError(
             f"load_data: expected a whole IDX file of bytes, got {len(data)} bytes in {path}; fetch it again."
         )
-    found: Array = np.frombuffer(data, np.uint8, offset=4 + 4 * n_dims).reshape(shape).copy()
-    return found
+    array: Array = np.frombuffer(data, np.uint8, offset=4 + 4 * n_dims).reshape(shape).copy()
+    return array
 
 
 mnist = ImageDataset("mnist")

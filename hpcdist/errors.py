@@ -167,8 +167,8 @@ class AttemptReplaced(CheckpointError):
 
 def error_class(name: str) -> type[HpcdistError]:
     """Return the class of this module called `name`; `HpcdistError` when there is none."""
-    found = globals().get(name)
-    return found if isinstance(found, type) and issubclass(found, HpcdistError) else HpcdistError
+    candidate = globals().get(name)
+    return candidate if isinstance(candidate, type) and issubclass(candidate, HpcdistError) else HpcdistError
 
 
 def agreed(error: HpcdistError) -> HpcdistError:

@@ -16,7 +16,7 @@ Nest = Any
 _LEAVES_OF_TORCH = ("torch.Size", "torch.nn.utils.rnn.PackedSequence")
 
 
-def map_nest(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
+def map_nest(function: Callable[..., Any], nest: Nest, *more_nests: Nest) -> Nest:
     """Return the nest with function(leaf, ...) in place of every leaf; the other nests have the same form.
 
     Types are kept, named tuples and the key order of dicts included.
@@ -25,11 +25,14 @@ def map_nest(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
         ValueError, KeyError: when another nest has fewer or more children.
     """
     if not is_nest(nest):
-        return function(nest, *others)
+        return function(nest, *more_nests)
     if isinstance(nest, dict):
-        children = [map_nest(function, nest[key], *(other[key] for other in others)) for key in sorted_keys(nest)]
+        children = [
+            map_nest(function, nest[key], *(further_nest[key] for further_nest in more_nests))
+            for key in sorted_keys(nest)
+        ]
     else:
-        children = [map_nest(function, *column) for column in zip(nest, *others, strict=True)]
+        children = [map_nest(function, *column) for column in zip(nest, *more_nests, strict=True)]
     return with_children(nest, children)
 
 
@@ -44,15 +47,15 @@ def is_nest(value: Any) -> bool:
 
 def leaves(nest: Nest) -> list[Any]:
     """Return the leaves of a nest, depth first."""
-    found: list[Any] = []
-    map_nest(found.append, nest)
-    return found
+    collected: list[Any] = []
+    map_nest(collected.append, nest)
+    return collected
 
 
 def with_leaves(nest: Nest, values: Iterable[Any]) -> Nest:
     """Return the nest with values, as many as it has leaves, in place of them."""
-    left = iter(values)
-    return map_nest(lambda _: next(left), nest)
+    remaining_values = iter(values)
+    return map_nest(lambda _: next(remaining_values), nest)
 
 
 def form_of(nest: Nest) -> str:
@@ -80,8 +83,8 @@ def sorted_keys(nest: dict[Any, Any]) -> list[Any]:
 def with_children(nest: Nest, children: Sequence[Nest]) -> Nest:
     """Return a tuple, list or dict like `nest` with other children, given in the order in which they are visited."""
     if isinstance(nest, dict):
-        made = copy.copy(nest)  # keeps the type, the order of the keys and what a subclass holds
+        mapping = copy.copy(nest)  # keeps the type, the order of the keys and what a subclass holds
         for key, child in zip(sorted_keys(nest), children, strict=True):
-            made[key] = child
-        return made
+            mapping[key] = child
+        return mapping
     return type(nest)(*children) if hasattr(nest, "_fields") else type(nest)(children)

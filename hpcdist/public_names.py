@@ -180,8 +180,8 @@ def resolve(name: str) -> Any:
     if name in MODULES:
         return import_module(f"hpcdist.{MODULES[name]}")
     if name not in NAMES:
-        known = ", ".join(sorted({**NAMES, **MODULES}))
-        raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {known}")
+        known_names = ", ".join(sorted({**NAMES, **MODULES}))
+        raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {known_names}")
     return getattr(import_module(f"hpcdist.{NAMES[name]}"), name)
 
 

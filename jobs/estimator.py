@@ -78,13 +78,13 @@ def main():
         train_distribute=make_strategy(args),
     )
     classifier = estimator.Estimator(model_fn, config=config, params={"lr": 0.05})
-    found = estimator.train_and_evaluate(
+    results = estimator.train_and_evaluate(
         classifier,
         estimator.TrainSpec(train_fn, max_steps=args.max_steps),
         estimator.EvalSpec(eval_fn, steps=None),
     )
-    if found is not None and classifier.strategy.is_chief:
-        metrics, _ = found
+    if results is not None and classifier.strategy.is_chief:
+        metrics, _ = results
         print(f"global step {metrics['global_step']}  accuracy {metrics['accuracy']:.4f}", flush=True)
 
 

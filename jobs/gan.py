@@ -54,13 +54,13 @@ def main():
         return hpcdist.compute_average_loss(losses[:, 0], global_batch_size=args.batch)
 
     def train_step(real):
-        made = generator(torch.randn(len(real), NOISE))
+        generated = generator(torch.randn(len(real), NOISE))
         discriminator_optimizer.zero_grad()
-        discriminator_loss = judged(real, is_real=True) + judged(made.detach(), is_real=False)
+        discriminator_loss = judged(real, is_real=True) + judged(generated.detach(), is_real=False)
         discriminator_loss.backward()
         discriminator_optimizer.step()
         generator_optimizer.zero_grad()
-        generator_loss = judged(made, is_real=True)
+        generator_loss = judged(generated, is_real=True)
         generator_loss.backward()
         generator_optimizer.step()
         return generator_loss.detach(), discriminator_loss.detach()

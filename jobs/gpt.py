@@ -108,7 +108,7 @@ class GPT(nn.Module):
 
 def write(model, prompt, context, n_characters=160):
     """Return the prompt and what follows it; every rank draws the same."""
-    text = [ord(one) for one in prompt]
+    text = [ord(character) for character in prompt]
     draws = np.random.default_rng(1)
     for _ in range(n_characters):
         logits = model.predict_on_batch(np.array([text[-context:]]))[0, -1].astype(np.float64)

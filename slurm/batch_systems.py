@@ -83,10 +83,10 @@ def facts_of_pbs(text: str, now_s: float) -> Facts:
 
 def facts_of_lsf(text: str, now_s: float) -> Facts:
     """Read the output of `bjobs -noheader -o "stat time_left"`, such as "RUN 0:58 L"."""
-    found = re.match(r"\s*(\w+)(?:\s+(\d+):(\d+))?", text)
-    if found is None:
+    match = re.match(r"\s*(\w+)(?:\s+(\d+):(\d+))?", text)
+    if match is None:
         return Facts()
-    state, hours, minutes = found.groups()
+    state, hours, minutes = match.groups()
     end_s = None if hours is None else now_s + int(hours) * 3600 + int(minutes) * 60
     return Facts("RUNNING" if state == "RUN" else str(state), end_s=end_s)
 
@@ -140,10 +140,10 @@ FLUX = BatchSystem(  # the script runs in an instance of its own, whose parent k
 
 def batch_system(environ: Mapping[str, str]) -> BatchSystem:
     """Return the batch system of this job, by its variables."""
-    found = [system for system in (SLURM, PBS, LSF, FLUX) if environ.get(system.id_variable)]
-    if not found:
+    systems = [system for system in (SLURM, PBS, LSF, FLUX) if environ.get(system.id_variable)]
+    if not systems:
         raise SystemExit("expected to run in a batch job of Slurm, PBS, LSF or Flux, got none of their variables")
-    return found[0]
+    return systems[0]
 
 
 def receive_signals() -> None:

@@ -75,11 +75,13 @@ class Job:
         self._end_s = float(variable) if self.is_slurm and variable.isdecimal() else None
         self.n_restarts = self._count_restarts(self.look().n_restarts)
 
-    def _count_restarts(self, known: int | None) -> int:
+    def _count_restarts(self, earlier_count: int | None) -> int:
         variable = self.environ.get("SLURM_RESTART_COUNT", "0") if self.is_slurm else ""
         if not variable.isdecimal():
-            return known or 0
-        return int(variable) if known is None else min(known, int(variable))  # the variable may be inherited
+            return earlier_count or 0
+        return (
+            int(variable) if earlier_count is None else min(earlier_count, int(variable))
+        )  # the variable may be inherited
 
     def log(self, text: str) -> None:
         """Print a line to the log."""
@@ -214,9 +216,9 @@ class Job:
 
     def _filled(self, command: Sequence[str], nodes: Sequence[str]) -> list[str]:
         """Fill in the nodes; without scontrol, whose names are not known, the whole allocation."""
-        known = ",".join(nodes) or self.environ.get("SLURM_JOB_NODELIST", "")
+        node_list = ",".join(nodes) or self.environ.get("SLURM_JOB_NODELIST", "")
         n_nodes = len(nodes) or int(self.environ.get("SLURM_JOB_NUM_NODES", "1"))
-        return filled(command, known, n_nodes, int(self.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+        return filled(command, node_list, n_nodes, int(self.environ.get("SLURM_NTASKS_PER_NODE", "1")))
 
     def _answering(self, nodes: Sequence[str]) -> list[str]:
         """Return the nodes that can start a process; asked all at once, as a lost one does not answer."""

@@ -38,8 +38,8 @@ _SIGNALS = re.compile(r"(Killed|Segmentation fault|Bus error|Illegal instruction
 
 def failed_node(text: str) -> str | None:
     """Return the node whose rank a signal ended first, by what the launcher printed; None if no signal did."""
-    found = [match for match in (pattern.search(text) for pattern in _FAILURES) if match is not None]
-    first = min(found, key=re.Match.start, default=None)
+    matches = [match for match in (pattern.search(text) for pattern in _FAILURES) if match is not None]
+    first = min(matches, key=re.Match.start, default=None)
     return first["node"] if first is not None and _SIGNALS.match(first["how"]) else None
 
 
@@ -51,4 +51,7 @@ def filled(command: Sequence[str], nodes: str, n_nodes: int, ranks_per_node: int
         "n_nodes": str(n_nodes),
         "n_ranks": str(n_nodes * ranks_per_node),
     }
-    return [re.sub(r"%(n_nodes|n_ranks|nodes|hosts)\b", lambda found: values[found[1]], part) for part in command]
+    return [
+        re.sub(r"%(n_nodes|n_ranks|nodes|hosts)\b", lambda placeholder: values[placeholder[1]], part)
+        for part in command
+    ]

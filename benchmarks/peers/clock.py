@@ -60,6 +60,6 @@ def write(name: str, rounds: Rounds, args: argparse.Namespace, environment: dict
     samples = {name: [[wall for wall, _ in pair] for pair in rounds]}
     cpu = {name: [[cpu for _, cpu in pair] for pair in rounds]}
     baselines = [name] if is_baseline else []
-    one = {"case": args.model, "bytes": None, "baselines": baselines, "samples": samples, "cpu": cpu}
+    case = {"case": args.model, "bytes": None, "baselines": baselines, "samples": samples, "cpu": cpu}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"label": name, "environment": environment, "cases": [one]}, indent=1))
+    args.out.write_text(json.dumps({"label": name, "environment": environment, "cases": [case]}, indent=1))

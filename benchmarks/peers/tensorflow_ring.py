@@ -46,9 +46,9 @@ def start_worker(addresses, index):
 
 def free_ports(n_ports):
     sockets = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
