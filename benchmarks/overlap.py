@@ -32,9 +32,8 @@ def main():
     middle = {name: sorted(times_s[name])[args.repeats // 2] for name in ("bare", "serial", "overlapped")}
     exposed = (middle["overlapped"] - middle["bare"]) / middle["serial"]
     times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in middle.items())
-    print(
-        f"{args.hosts} hosts, {times_s['nbytes'] / 1e6:.1f} MB: {times}; exposed {100 * exposed:.1f} % of the serial time"
-    )
+    share = f"exposed {100 * exposed:.1f} % of the serial time"
+    print(f"{args.hosts} hosts, {times_s['nbytes'] / 1e6:.1f} MB: {times}; {share}")
     (args.out / "overlap.json").write_text(json.dumps(times_s, indent=1))
 
 

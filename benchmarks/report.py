@@ -57,7 +57,8 @@ def _row(name: str, measured_case: dict[str, Any], first: str, is_quotable: bool
     interval = bootstrap_interval(paired_ratios(samples[first], samples[name]))
     difference = float(np.median(per_round(samples[name]) - per_round(samples[first])))
     bounds = f"{interval.low:.2f} .. {interval.high:.2f}"
-    return f"{row}  {interval.median:6.2f} {bounds:14s} {('+' if difference > 0 else '-') + duration(abs(difference)):>10s}"
+    sign = "+" if difference > 0 else "-"
+    return f"{row}  {interval.median:6.2f} {bounds:14s} {sign + duration(abs(difference)):>10s}"
 
 
 def duration(seconds: float) -> str:

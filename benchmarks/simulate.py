@@ -123,7 +123,7 @@ def rows_sent(n_hosts, n_ranks, is_ordered):
     placement = placed(n_hosts, n_ranks)
     if not is_ordered or placement.is_aligned:
         return 1
-    return max(len(plan_lanes(placement, host, True).kept) for host in {0, n_hosts // 2, n_hosts - 1})
+    return max(len(plan_lanes(placement, host, True).retained_rows) for host in {0, n_hosts // 2, n_hosts - 1})
 
 
 def hierarchical_s(n_hosts, n_ranks, nbytes, links, is_ordered=False):

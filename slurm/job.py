@@ -329,13 +329,13 @@ class _PassedOn:
     """Passes on what a process prints, and keeps the last 64 KiB of it."""
 
     def __init__(self, source: IO[bytes], to: TextIO) -> None:
-        self._kept = b""
+        self._tail = b""
         self._thread = threading.Thread(target=self._copy, args=(source, to), daemon=True)
         self._thread.start()
 
     def _copy(self, source: IO[bytes], to: TextIO) -> None:
         while piece := os.read(source.fileno(), 1 << 16):
-            self._kept = (self._kept + piece)[-(1 << 16) :]
+            self._tail = (self._tail + piece)[-(1 << 16) :]
             with contextlib.suppress(OSError):  # a full disk must not end the program
                 while piece:
                     piece = piece[os.write(to.fileno(), piece) :]
@@ -343,7 +343,7 @@ class _PassedOn:
     def text(self) -> str:
         """Return what was kept. A process that was left behind may hold the pipe: it is waited for, for a second."""
         self._thread.join(1.0)
-        return self._kept.decode(errors="replace")
+        return self._tail.decode(errors="replace")
 
 
 def main(arguments: list[str]) -> int:

@@ -19,8 +19,8 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
     Cost: some ten small files of /proc and /sys.
     """
-    known = [*_of_machine(root / "proc/meminfo"), *_of_cgroups(root)]
-    return min(known) if known else None
+    limits = [*_of_machine(root / "proc/meminfo"), *_of_cgroups(root)]
+    return min(limits) if limits else None
 
 
 def _of_machine(path: Path) -> Iterator[int]:

@@ -172,12 +172,12 @@ def make_folders(disk: Disk, path: Path) -> None:
         disk.sync_folder(folder.parent)
 
 
-def is_same(path: Path, other: Path) -> bool:
+def is_same(path: Path, other_path: Path) -> bool:
     """Return whether two names are of one file or folder, which need not exist yet: links and mounts count."""
-    if path.resolve() == other.resolve():
+    if path.resolve() == other_path.resolve():
         return True
     try:
-        return os.path.samefile(path, other)
+        return os.path.samefile(path, other_path)
     except OSError:  # one of them does not exist
         return False
 

@@ -53,11 +53,11 @@ def parse_header(data: bytes, path: Path) -> Header:
         line, digest, zeros = data.decode().split("\n")
         if len(data) != HEADER_BYTES or digest != _digest(line) or zeros.strip("\0"):
             raise ValueError("other bytes than were committed")
-        said = json.loads(line)
-        _check_format(said["format"], path)
-        (index_offset, index_nbytes) = said["index"]
-        (arrays_digest, index_digest) = said["xxh3_128"]
-        header = Header(said["nbytes"], index_offset, index_nbytes, arrays_digest, index_digest)
+        fields = json.loads(line)
+        _check_format(fields["format"], path)
+        (index_offset, index_nbytes) = fields["index"]
+        (arrays_digest, index_digest) = fields["xxh3_128"]
+        header = Header(fields["nbytes"], index_offset, index_nbytes, arrays_digest, index_digest)
         if header.to_bytes() != data or not _is_sound(header):
             raise ValueError(line[:80])
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
@@ -80,16 +80,16 @@ def _is_sound(header: Header) -> bool:
     )
 
 
-def _check_format(found: object, path: Path) -> None:
-    if type(found) is not int or found < 1:
-        raise ValueError(f"format {found!r}"[:80])
-    if found > FORMAT:
+def _check_format(stored: object, path: Path) -> None:
+    if type(stored) is not int or stored < 1:
+        raise ValueError(f"format {stored!r}"[:80])
+    if stored > FORMAT:
         raise CheckpointMismatch(
-            f"restore: expected checkpoint format {FORMAT}, got {found} in {path}; install the hpcdist that wrote it, "
+            f"restore: expected checkpoint format {FORMAT}, got {stored} in {path}; install the hpcdist that wrote it, "
             f"or move the file away to resume from an older one."
         )
-    if found < FORMAT:
-        raise ValueError(f"format {found}, of an hpcdist before {FORMAT}")
+    if stored < FORMAT:
+        raise ValueError(f"format {stored}, of an hpcdist before {FORMAT}")
 
 
 def _digest(line: str) -> str:

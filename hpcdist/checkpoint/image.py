@@ -71,10 +71,10 @@ class FileImage:
         nbytes = sum(values.nbytes for _, values in placed)
         n_copiers = min(MAX_COPIERS, len(os.sched_getaffinity(0)), 1 + nbytes // (2 * BLOCK_BYTES))
         with ThreadPoolExecutor(MAX_COPIERS) as threads:
-            others = [threads.submit(self._put_each, pieces[first::n_copiers]) for first in range(1, n_copiers)]
+            futures = [threads.submit(self._put_each, pieces[first::n_copiers]) for first in range(1, n_copiers)]
             self._put_each(pieces[::n_copiers])
-        for other in others:
-            other.result()
+        for future in futures:
+            future.result()
 
     def _put_each(self, placed: list[Placed]) -> None:
         for offset, values in placed:
@@ -115,14 +115,14 @@ class FileImage:
 def _take(nbytes: int) -> mmap.mmap:
     """Return so much memory; raise CheckpointError if there is not enough: its first use would kill this process."""
     available = available_bytes()
-    got = None if available is None or available >= nbytes else f"{available} available"
+    cause = None if available is None or available >= nbytes else f"{available} available"
     try:
-        if got is None:
+        if cause is None:
             return mmap.mmap(-1, nbytes)
     except OSError as error:
-        got = str(error.strerror)
+        cause = str(error.strerror)
     raise CheckpointError(
-        f"save: expected {nbytes} bytes of memory for a copy of the state, got {got}; ask the batch system for more. "
+        f"save: expected {nbytes} bytes of memory for a copy of the state, got {cause}; ask the batch system for more. "
         f"Earlier checkpoints are untouched."
     )
 

@@ -122,24 +122,24 @@ def _make_dataset(file: h5py.File, path: str, dtype: np.dtype[Any], shape: tuple
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
     space = h5py.h5s.create_simple(shape)
     kind = h5py.h5t.py_create(dtype, logical=True)
-    made = h5py.h5d.create(file.id, path.encode(), kind, space, creation, links)
-    return made.get_offset() if 0 not in shape else 0
+    dataset = h5py.h5d.create(file.id, path.encode(), kind, space, creation, links)
+    return dataset.get_offset() if 0 not in shape else 0
 
 
 def _paths(names: list[str]) -> list[str]:
     """Return the path in the file for each array: its name, or #NUMBER where HDF5 cannot take that."""
     groups: set[str] = set()
-    taken = {"index"}
+    used_paths = {"index"}
     paths = []
     for number, name in enumerate(names):
         above = {name[:at] for at, letter in enumerate(name) if letter == "/"}
-        is_fit = _is_path(name) and name not in taken and name not in groups and not above & taken
+        is_fit = _is_path(name) and name not in used_paths and name not in groups and not above & used_paths
         if is_fit:
             groups |= above
         path = name if is_fit else f"#{number}"
-        while not is_fit and (path in taken or path in groups):
+        while not is_fit and (path in used_paths or path in groups):
             path = f"#{path}"
-        taken.add(path)
+        used_paths.add(path)
         paths.append(path)
     return paths
 

@@ -76,14 +76,18 @@ class Index:
 
     def to_text(self) -> str:
         """Return text from which `from_text` makes an equal index."""
-        return json.dumps({**vars(self), "header": vars(self.header), "arrays": [astuple(one) for one in self.arrays]})
+        return json.dumps(
+            {**vars(self), "header": vars(self.header), "arrays": [astuple(array) for array in self.arrays]}
+        )
 
     @classmethod
     def from_text(cls, text: str) -> "Index":
         """Return the index of which `to_text` made the text. It is not checked: a rank of this job sent it."""
-        said = json.loads(text)
-        arrays = tuple(StoredArray(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in said["arrays"])
-        return cls(**{**said, "header": Header(**said["header"]), "arrays": arrays})
+        fields = json.loads(text)
+        arrays = tuple(
+            StoredArray(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in fields["arrays"]
+        )
+        return cls(**{**fields, "header": Header(**fields["header"]), "arrays": arrays})
 
 
 class CheckpointFile:
@@ -107,11 +111,11 @@ class CheckpointFile:
         if status.st_size != header.nbytes:
             raise self._damaged(f"{header.nbytes} bytes", f"{status.st_size} bytes")
         size = header.nbytes - header.index_offset
-        rest = b"" if size > _MAX_INDEX_BYTES else _read(self._descriptor, size, header.index_offset)
-        if xxhash.xxh3_128_hexdigest(rest) != header.index_digest:
+        tail = b"" if size > _MAX_INDEX_BYTES else _read(self._descriptor, size, header.index_offset)
+        if xxhash.xxh3_128_hexdigest(tail) != header.index_digest:
             raise self._damaged("the index as committed", "other bytes")
         try:
-            return _parse_index(header, json.loads(rest[: header.index_nbytes]))
+            return _parse_index(header, json.loads(tail[: header.index_nbytes]))
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise self._damaged("an index", f"{type(error).__name__}: {error}") from None
 
@@ -168,9 +172,9 @@ class CheckpointFile:
         if digest.hexdigest() != self.index.header.arrays_digest:
             raise self._damaged("arrays as committed", "other bytes")
 
-    def _damaged(self, expected: str, found: str) -> CheckpointDamaged:
-        found = " ".join(found.split())[:200]
-        return CheckpointDamaged(f"restore: expected {expected} in {self.path}, got {found}; use another.")
+    def _damaged(self, expected: str, actual: str) -> CheckpointDamaged:
+        actual = " ".join(actual.split())[:200]
+        return CheckpointDamaged(f"restore: expected {expected} in {self.path}, got {actual}; use another.")
 
 
 class ArrayWriter:
@@ -183,21 +187,22 @@ class ArrayWriter:
 
     def __init__(self, stored: tuple[StoredArray, ...], arrays: list[npt.NDArray[Any]]) -> None:
         places = sorted(
-            zip((one.offset for one in stored), map(_bytes_of, arrays), strict=True), key=lambda pair: pair[0]
+            zip((stored_array.offset for stored_array in stored), map(_bytes_of, arrays), strict=True),
+            key=lambda pair: pair[0],
         )
-        self._left = [(offset, target) for offset, target in places if len(target)][::-1]
+        self._remaining = [(offset, target) for offset, target in places if len(target)][::-1]
 
     def take(self, start: int, block: memoryview) -> None:
         """Copy what a block, at an offset in the file, holds of the arrays. Blocks come in order, without gaps."""
-        while self._left:
-            offset, target = self._left[-1]
+        while self._remaining:
+            offset, target = self._remaining[-1]
             begin = max(offset - start, 0)
             end = min(offset + len(target) - start, len(block))
             if begin < end:
                 target[start + begin - offset : start + end - offset] = block[begin:end]
             if offset + len(target) > start + len(block):
                 return
-            self._left.pop()
+            self._remaining.pop()
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
@@ -210,12 +215,16 @@ def named_arrays(stored: Sequence[StoredArray], arrays: Sequence[npt.NDArray[Any
     Raises:
         ValueError: for a bool that is neither 0 nor 1.
     """
-    found = []
-    for one, values in zip(stored, arrays, strict=True):
-        if one.dtype == "bool" and (values > 1).any():
-            raise ValueError(f"a bool that is neither 0 nor 1 in {one.name!r}")
-        found.append(NamedArray(one.name, one.dtype, values.view(np.bool_) if one.dtype == "bool" else values))
-    return found
+    converted = []
+    for stored_array, values in zip(stored, arrays, strict=True):
+        if stored_array.dtype == "bool" and (values > 1).any():
+            raise ValueError(f"a bool that is neither 0 nor 1 in {stored_array.name!r}")
+        converted.append(
+            NamedArray(
+                stored_array.name, stored_array.dtype, values.view(np.bool_) if stored_array.dtype == "bool" else values
+            )
+        )
+    return converted
 
 
 @contextmanager
@@ -303,31 +312,31 @@ def read_end(path: Path, n_bytes: int) -> str:
 
 def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
     """Return bytes of a file; fewer at its end only."""
-    found = b""
-    while len(found) < nbytes and (piece := os.pread(descriptor, nbytes - len(found), offset + len(found))):
-        found += piece
-    return found
+    content = b""
+    while len(content) < nbytes and (piece := os.pread(descriptor, nbytes - len(content), offset + len(content))):
+        content += piece
+    return content
 
 
-def _parse_index(header: Header, said: Any) -> Index:
+def _parse_index(header: Header, fields: Any) -> Index:
     """Return an index. Raises ValueError, KeyError or TypeError for one that no save writes: anyone can digest."""
-    if is_too_deep(said):
+    if is_too_deep(fields):
         raise ValueError("nesting that is too deep")
-    step = said["step"]
-    time_s = said["time_s"]
-    metrics = said["metrics"]
-    written = said["written"]
+    step = fields["step"]
+    time_s = fields["time_s"]
+    metrics = fields["metrics"]
+    written = fields["written"]
     if type(step) is not int or not 0 <= step < 1 << 63:
         raise TypeError("a step that is none")
     if type(metrics) is not dict or type(written) is not dict or not all(map(_is_number, (time_s, *metrics.values()))):
         raise TypeError("time_s, metrics or written of another type")
-    arrays = tuple(_parse_row(*row) for row in said["arrays"])
+    arrays = tuple(_parse_row(*row) for row in fields["arrays"])
     end = HEADER_BYTES
     for array in sorted(arrays, key=lambda array: array.offset):
         if array.nbytes and not end <= array.offset <= header.index_offset - array.nbytes:
             raise ValueError(f"{array.name[:40]!r} at byte {array.offset}, between {end} and {header.index_offset}")
         end = max(end, array.offset + array.nbytes)
-    return Index(header, step, time_s, metrics, written, arrays, said["state"])
+    return Index(header, step, time_s, metrics, written, arrays, fields["state"])
 
 
 def _parse_row(name: Any, dtype: Any, shape: Any, offset: Any) -> StoredArray:

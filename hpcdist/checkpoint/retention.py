@@ -61,13 +61,13 @@ class Retention:
                 f"CheckpointManager: expected best_mode 'min' or 'max', got {self.best_mode!r}; give one of them."
             )
 
-    def kept(self, saved: Sequence[SaveFacts]) -> list[SaveFacts]:
+    def retained(self, saved: Sequence[SaveFacts]) -> list[SaveFacts]:
         """Return the checkpoints to keep, in order, of `saved`, which is ordered from the oldest."""
         newest = saved if self.max_to_keep is None else saved[-self.max_to_keep :]
         by_time = _apart(saved, [facts.time_s / _HOUR_S for facts in saved], self.keep_every_n_hours)
         by_step = _apart(saved, [facts.step for facts in saved], self.keep_every_n_steps)
         chosen = [*newest, *by_time, *by_step, *self._by_value(saved)[: self.n_best]]
-        return [facts for facts in saved if any(facts is one for one in chosen)]
+        return [facts for facts in saved if any(facts is chosen_facts for chosen_facts in chosen)]
 
     def best(self, saved: Sequence[SaveFacts]) -> SaveFacts | None:
         """Return the checkpoint with the best value of `keep_best`; None if no one has a value."""

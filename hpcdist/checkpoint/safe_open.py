@@ -36,12 +36,12 @@ def open_data(path: str, names: list[str]) -> tuple[h5py.File, dict[str, h5py.Da
 def _data(file: h5py.File, name: str, path: str) -> h5py.Dataset:
     group: Any = file
     for part in name.strip("/").split("/"):
-        found = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
-        if not isinstance(found, h5py.HardLink):
-            there = sorted(group)[:8] if isinstance(group, h5py.Group) else []
+        link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
+        if not isinstance(link, h5py.HardLink):
+            sibling_names = sorted(group)[:8] if isinstance(group, h5py.Group) else []
             raise DataError(
-                f"from_hdf5: expected a dataset {name!r} in {path!r}, got {'none' if found is None else 'a link'} at "
-                f"{part!r}, beside {there}; name an existing one."
+                f"from_hdf5: expected a dataset {name!r} in {path!r}, got {'none' if link is None else 'a link'} at "
+                f"{part!r}, beside {sibling_names}; name an existing one."
             )
         group = group[part]
     if not isinstance(group, h5py.Dataset) or group.ndim < 1 or group.is_virtual or group.external:

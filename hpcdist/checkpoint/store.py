@@ -111,9 +111,9 @@ class Store:
             CheckpointError: if the folder exists and cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
-            found = (_CHECKPOINT.match(name) for name in durable.patiently(lambda: _names_in(self.path)))
-            saved = [Saved(int(match[2]), int(match[1])) for match in found if match]
-        return sorted(one for one in saved if one.step < 1 << 63)
+            matches = (_CHECKPOINT.match(name) for name in durable.patiently(lambda: _names_in(self.path)))
+            saved = [Saved(int(match[2]), int(match[1])) for match in matches if match]
+        return sorted(checkpoint for checkpoint in saved if checkpoint.step < 1 << 63)
 
     def read_latest(
         self, but: Collection[int] = (), before_reading: Callable[[Saved], None] = lambda saved: None
@@ -163,9 +163,9 @@ class Store:
         an old one, of a network file system: a newer one comes within a minute. Otherwise like `read_latest`.
         """
         since = time.monotonic() if since is None else since
-        found = self.saved()[::-1]
+        candidates = self.saved()[::-1]
         self.damaged = []
-        for saved in sorted(found, key=lambda saved: saved.step in but):  # stable: else the newest comes first
+        for saved in sorted(candidates, key=lambda saved: saved.step in but):  # stable: else the newest comes first
             try:
                 return self._use(saved, use)
             except CheckpointDamaged as error:
@@ -174,17 +174,17 @@ class Store:
                 if is_gone and self.attempt:
                     self.refresh_listings()
                 listed = self.saved()[::-1]
-                was_pruned = listed != found or (is_missing and n_looks == 1)
+                was_pruned = listed != candidates or (is_missing and n_looks == 1)
                 if was_pruned and n_looks < _MAX_LOOKS:
                     time.sleep(_LOOK_AGAIN_S)
                     return self.use_latest(use, but, n_looks + 1, since)
-                if is_gone and listed == found and time.monotonic() - since < _OLD_LISTING_S:
+                if is_gone and listed == candidates and time.monotonic() - since < _OLD_LISTING_S:
                     time.sleep(_LOOK_LATER_S)
                     return self.use_latest(use, but, n_looks, since)
                 if saved in listed and not is_gone:
                     self.damaged.append(saved)
                     logger.warning("skipped damaged step %d: %s", saved.step, error)
-        if found:
+        if candidates:
             raise self._none_sound() from None
         return None
 
@@ -233,8 +233,8 @@ class Store:
         return self.path / "attempts" / f"{number:04d}.jsonl"
 
     def _attempts(self) -> list[int]:
-        found = (_ATTEMPT.match(name) for name in _names_in(self.path / "attempts"))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_ATTEMPT.match(name) for name in _names_in(self.path / "attempts"))
+        return sorted(int(match[1]) for match in matches if match)
 
     @contextmanager
     def explained(self, operation: str, expected: str) -> Iterator[None]:
@@ -364,9 +364,9 @@ class Store:
         with self.explained("save", "to name the run"):
             inode = durable.patiently(lambda: os.stat(self.path)).st_ino
             with contextlib.suppress(FileNotFoundError):
-                found = self._read_run_id(path)
-                if found[1] == inode:
-                    return found[0]
+                stored_id = self._read_run_id(path)
+                if stored_id[1] == inode:
+                    return stored_id[0]
             name = secrets.token_hex(8)
             durable.patiently(lambda: durable.replace_text(self._disk, path, f"{name} {inode}"))
         return name
@@ -381,9 +381,9 @@ class Store:
             raise self._no_run_id(path, str(error)) from None
         return match[1], int(match[2])
 
-    def _no_run_id(self, path: Path, found: str) -> CheckpointError:
+    def _no_run_id(self, path: Path, text: str) -> CheckpointError:
         return CheckpointError(
-            f"restore: expected the name of the run in {path}, got {found}; remove the file (copies in memory are then "
+            f"restore: expected the name of the run in {path}, got {text}; remove the file (copies in memory are then "
             f"no longer found)."
         )
 
@@ -468,13 +468,13 @@ class Store:
         with self._tolerated("old checkpoints stay"):
             self.check_current()
             readable = {saved: facts for saved in self.saved() if (facts := self._facts_of(saved)) is not None}
-            kept = retention.kept(list(readable.values()))
+            survivors = retention.retained(list(readable.values()))
             for saved, facts in readable.items():
-                if not any(facts is one for one in kept):
+                if not any(facts is survivor for survivor in survivors):
                     with contextlib.suppress(FileNotFoundError):  # two nodes may share one memory
                         self._disk.remove(self.path / str(saved))
             self._link("latest.h5", newest)
-            best = retention.best(kept)
+            best = retention.best(survivors)
             for saved, facts in readable.items():
                 if facts is best:
                     self._link("best.h5", saved)
@@ -522,10 +522,10 @@ class Store:
         """
         with self.explained("restore", "to set damaged checkpoints aside"):
             durable.patiently(self._set_damaged_aside)
-        own = [saved.step for saved in self.saved() if saved.attempt == self.attempt]
+        attempt_steps = [saved.step for saved in self.saved() if saved.attempt == self.attempt]
         self.damaged = []
         self._last_before = used.step
-        self._last_saved = max(own, default=-1)
+        self._last_saved = max(attempt_steps, default=-1)
 
     def _set_damaged_aside(self) -> None:
         for saved in self.damaged:
@@ -576,5 +576,5 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
         CheckpointError: if checkpoints exist but none verifies, a newer hpcdist wrote one, one cannot be read, or each
             was pruned before it was read.
     """
-    found = Store(directory).latest()
-    return None if found is None else str(found[1])
+    latest = Store(directory).latest()
+    return None if latest is None else str(latest[1])

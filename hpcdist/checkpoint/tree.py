@@ -152,9 +152,9 @@ def _name_of_type(value: Any) -> str:
 
 
 def _factory_name(value: "defaultdict[Any, Any]", name: str) -> str:
-    for known, factory in _FACTORIES.items():
+    for factory_name, factory in _FACTORIES.items():
         if value.default_factory is factory:
-            return known
+            return factory_name
     raise CheckpointError(
         f"save: expected a defaultdict of {', '.join(_FACTORIES)}, got one of {value.default_factory!r} in {name!r}; "
         f"save it as a dict."

@@ -19,36 +19,36 @@ class BatchJobState(NamedTuple):
 
     job: str
     state: str
-    left: str
+    time_left: str
     reason: str
     run_dir: str
 
     def __str__(self) -> str:
-        return f"{self.state}, {self.left} left, {self.reason}"
+        return f"{self.state}, {self.time_left} left, {self.reason}"
 
 
-def is_job_number(given: str) -> bool:
+def is_job_number(run: str) -> bool:
     """Return whether a job of Slurm is meant, or a task of an array, and not a folder."""
-    return bool(_JOB.match(given)) and not Path(given).exists()
+    return bool(_JOB.match(run)) and not Path(run).exists()
 
 
-def run_folder(given: str) -> Path:
+def run_folder(run: str) -> Path:
     """Return the run folder that is meant: a folder, or that of a job of Slurm by its number.
 
     Raises:
         UsageError: if Slurm does not know the job, if `hpcdist submit` has not made it, or if it is a whole array.
     """
-    if not is_job_number(given):
-        return Path(given)
-    known = _states_of(given)
-    if len(known) > 1:
+    if not is_job_number(run):
+        return Path(run)
+    jobs = _states_of(run)
+    if len(jobs) > 1:
         raise UsageError(
-            f"expected one job, got {given}, an array with {', '.join(one.job for one in known[:4])}; name one of them."
+            f"expected one job, got {run}, an array with {', '.join(job.job for job in jobs[:4])}; name one of them."
         )
-    text = known[0].run_dir if known else _run_dir_of_ended(given)
+    text = jobs[0].run_dir if jobs else _run_dir_of_ended(run)
     if not text:
         raise UsageError(
-            f"expected a run folder, or a job of `hpcdist submit` that Slurm knows, got {given!r}; give the run folder."
+            f"expected a run folder, or a job of `hpcdist submit` that Slurm knows, got {run!r}; give the run folder."
         )
     return Path(text)
 
@@ -77,17 +77,17 @@ def _states_of(job: str) -> list[BatchJobState]:
 def own_jobs() -> list[BatchJobState]:
     """Return the jobs of this user that `hpcdist submit` has made and that wait or run."""
     listed = _output_of("squeue", "--me", "--noheader", "--array", "--format", _FORMAT)
-    return [one for one in _parse(listed) if one.run_dir]
+    return [job for job in _parse(listed) if job.run_dir]
 
 
 def _parse(text: str) -> list[BatchJobState]:
-    found = []
+    job_states = []
     for line in text.splitlines():
         fields = line.split("\t")
         if len(fields) == 6:
-            job, task, state, left, reason, comment = (one.strip() for one in fields)
-            found.append(BatchJobState(job, state, left, reason, _run_dir_in(comment, task)))
-    return found
+            job, task, state, time_left, reason, comment = (field.strip() for field in fields)
+            job_states.append(BatchJobState(job, state, time_left, reason, _run_dir_in(comment, task)))
+    return job_states
 
 
 def _run_dir_in(comment: str, task: str) -> str:

@@ -141,11 +141,11 @@ def bar_chart(name: str, title: str, unit: str, rows: Mapping[str, Mapping[str, 
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH_IN, 1.2 + 0.2 * (len(parts) // 2) + 0.3 * len(rows)), layout="constrained")
         plot = figure.subplots()
-        left = [0.0] * len(rows)
+        bar_starts = [0.0] * len(rows)
         for part, colour in zip(parts, _part_colours(len(parts)), strict=True):
             values = [row[part] for row in rows.values()]
-            plot.barh(list(rows), values, left=left, height=0.62, color=colour, label=part)
-            left = [before + value for before, value in zip(left, values, strict=True)]
+            plot.barh(list(rows), values, left=bar_starts, height=0.62, color=colour, label=part)
+            bar_starts = [before + value for before, value in zip(bar_starts, values, strict=True)]
         plot.invert_yaxis()
         plot.grid(visible=False, axis="y")
         plot.set(xlabel=unit)

@@ -69,12 +69,12 @@ def show(path: Path, is_json: bool) -> None:
     \b
     hpcdist ckpt show runs/train/checkpoints/best.h5
     """
-    found = _newest(path)
-    index = use_one(found, lambda _, file: file.index)
+    checkpoint_path = _newest(path)
+    index = use_one(checkpoint_path, lambda _, file: file.index)
     if is_json:
-        echo(json.dumps({"path": str(found), **_facts_of(index), "arrays": _arrays_of(index)}, indent=1))
+        echo(json.dumps({"path": str(checkpoint_path), **_facts_of(index), "arrays": _arrays_of(index)}, indent=1))
         return
-    echo(f"{found}: step {index.step}, saved {_time(index.time_s)}, {_size(index.header.nbytes)}")
+    echo(f"{checkpoint_path}: step {index.step}, saved {_time(index.time_s)}, {_size(index.header.nbytes)}")
     for title, facts in (("metrics", index.metrics), ("written", index.written)):
         for name, value in facts.items():
             echo(f"  {title}  {name} = {value}")
@@ -93,13 +93,13 @@ def verify(paths: Sequence[Path], is_json: bool) -> int:
     \b
     hpcdist ckpt verify runs/train
     """
-    found = [(path, _what_is_wrong(path)) for given in paths for path in _all_in(given)]
+    verdicts = [(path, _what_is_wrong(path)) for file_or_folder in paths for path in _all_in(file_or_folder)]
     if is_json:
-        echo(json.dumps([{"path": str(path), "is_sound": not wrong, "error": wrong} for path, wrong in found]))
+        echo(json.dumps([{"path": str(path), "is_sound": not wrong, "error": wrong} for path, wrong in verdicts]))
     else:
-        for path, wrong in found:
+        for path, wrong in verdicts:
             echo(f"damaged  {wrong}" if wrong else f"sound    {path}")
-    return ExitCode.CHECKPOINT_IO if any(wrong for _, wrong in found) else ExitCode.DONE
+    return ExitCode.CHECKPOINT_IO if any(wrong for _, wrong in verdicts) else ExitCode.DONE
 
 
 @command.command()
@@ -114,15 +114,19 @@ def diff(first: Path, second: Path, is_json: bool) -> int:
     \b
     hpcdist ckpt diff runs/a runs/b
     """
-    one, other = (_read(_newest(path)) for path in (first, second))
-    rows = list(_differences(one[1], other[1]))
+    first_index, first_arrays = _read(_newest(first))
+    second_index, second_arrays = _read(_newest(second))
+    rows = list(_differences(first_arrays, second_arrays))
     if is_json:
-        echo(json.dumps({"steps": [one[0].step, other[0].step], "differences": rows}, indent=1))
+        steps = [first_index.step, second_index.step]
+        echo(json.dumps({"steps": steps, "differences": rows}, indent=1))
     else:
         for row in rows:
             echo(f"{row['name']}: {row['difference']}")
-        n_equal = len({array.name for array in one[1]} | {array.name for array in other[1]}) - len(rows)
-        echo(f"steps {one[0].step} and {other[0].step}: {n_equal} arrays have the same bits, {len(rows)} differ")
+        names = {array.name for array in [*first_arrays, *second_arrays]}
+        n_equal = len(names) - len(rows)
+        steps_text = f"steps {first_index.step} and {second_index.step}"
+        echo(f"{steps_text}: {n_equal} arrays have the same bits, {len(rows)} differ")
     return ExitCode.UNCAUGHT if rows else ExitCode.DONE
 
 
@@ -142,9 +146,9 @@ def export(path: Path, target: Path, name: str) -> None:
     hpcdist ckpt export runs/train/checkpoints/best.h5 best.safetensors
     """
     _require_new(target, (".safetensors", ".pt"))
-    found = _newest(path)
-    index, every = _read(found)
-    arrays = _of_object(every, name, found)
+    checkpoint_path = _newest(path)
+    index, every = _read(checkpoint_path)
+    arrays = _of_object(every, name, checkpoint_path)
     from hpcdist.cli.torch_files import write_tensors
 
     write_tensors(target, arrays)
@@ -194,9 +198,9 @@ def prune(
     retention = Retention(keep, keep_best=keep_best, best_mode=best_mode, keep_every_n_steps=keep_every_steps)
     sound = [saved for saved in store.saved() if saved <= newest[0]]
     readable = {saved: facts for saved in sound if (facts := _save_facts(store, saved)) is not None}
-    kept = retention.kept(list(readable.values()))
+    retained_facts = retention.retained(list(readable.values()))
     for saved, facts in readable.items():
-        if saved == newest[0] or any(facts is one for one in kept):
+        if saved == newest[0] or any(facts is retained for retained in retained_facts):
             continue
         if yes:
             durable.Disk().remove(store.path / str(saved))
@@ -227,20 +231,20 @@ def _newest(path: Path) -> Path:
     if not path.is_dir():
         return path
     store = _store_of(path)
-    found = store.latest()
-    if found is None:
+    latest = store.latest()
+    if latest is None:
         raise CheckpointError(f"hpcdist ckpt: expected checkpoints in {store.path}, got none; correct the folder.")
-    return found[1]
+    return latest[1]
 
 
 def _all_in(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     store = _store_of(path)
-    found = [store.path / str(saved) for saved in store.saved()]
-    if not found:
+    checkpoint_paths = [store.path / str(saved) for saved in store.saved()]
+    if not checkpoint_paths:
         raise CheckpointError(f"hpcdist ckpt: expected checkpoints in {store.path}, got none; correct the folder.")
-    return found
+    return checkpoint_paths
 
 
 def _require_new(target: Path, suffixes: Sequence[str]) -> None:
@@ -269,7 +273,10 @@ def _facts_of(index: Index) -> dict[str, Any]:
 
 
 def _arrays_of(index: Index) -> list[dict[str, Any]]:
-    return [{"name": one.name, "dtype": one.dtype, "shape": one.shape, "bytes": one.nbytes} for one in index.arrays]
+    return [
+        {"name": array.name, "dtype": array.dtype, "shape": array.shape, "bytes": array.nbytes}
+        for array in index.arrays
+    ]
 
 
 def _save_facts(store: Store, saved: Saved) -> SaveFacts | None:
@@ -298,21 +305,21 @@ def _read(path: Path) -> tuple[Index, list[NamedArray]]:
 
 def _differences(first: Sequence[NamedArray], second: Sequence[NamedArray]) -> Iterator[dict[str, str]]:
     """Yield name and difference of each array that has not the same bits in both."""
-    ours, theirs = ({array.name: array for array in arrays} for arrays in (first, second))
-    for name in dict.fromkeys([*ours, *theirs]):
-        one = ours.get(name)
-        other = theirs.get(name)
-        if one is None or other is None:
-            yield {"name": name, "difference": f"only in the {'first' if other is None else 'second'}"}
-        elif (one.dtype, one.values.shape) != (other.dtype, other.values.shape):
-            kinds = [f"{array.dtype} {_shape(array.values.shape)}" for array in (one, other)]
+    ours, second_by_name = ({array.name: array for array in arrays} for arrays in (first, second))
+    for name in dict.fromkeys([*ours, *second_by_name]):
+        first_array = ours.get(name)
+        second_array = second_by_name.get(name)
+        if first_array is None or second_array is None:
+            yield {"name": name, "difference": f"only in the {'first' if second_array is None else 'second'}"}
+        elif (first_array.dtype, first_array.values.shape) != (second_array.dtype, second_array.values.shape):
+            kinds = [f"{array.dtype} {_shape(array.values.shape)}" for array in (first_array, second_array)]
             yield {"name": name, "difference": " and ".join(kinds)}
-        elif one.values.tobytes() != other.values.tobytes():
-            yield {"name": name, "difference": _distance(one, other)}
+        elif first_array.values.tobytes() != second_array.values.tobytes():
+            yield {"name": name, "difference": _distance(first_array, second_array)}
 
 
-def _distance(one: NamedArray, other: NamedArray) -> str:
-    a, b = (_as_numbers(array) for array in (one, other))
+def _distance(first_array: NamedArray, second_array: NamedArray) -> str:
+    a, b = (_as_numbers(array) for array in (first_array, second_array))
     differ = a != b
     n_nan = int((np.isnan(a) | np.isnan(b)).sum()) if a.dtype.kind in "fc" else 0
     with np.errstate(invalid="ignore", over="ignore"):
@@ -335,17 +342,17 @@ def _of_object(arrays: Sequence[NamedArray], name: str, path: Path) -> list[Name
     if not name:
         return list(arrays)
     prefix = f"{name}/"
-    found = [
+    object_arrays = [
         NamedArray(array.name.removeprefix(prefix), array.dtype, array.values)
         for array in arrays
         if array.name.startswith(prefix)
     ]
-    if not found:
+    if not object_arrays:
         objects = sorted({array.name.partition("/")[0] for array in arrays})
         raise UsageError(
             f"hpcdist ckpt: expected an object with arrays in {path}, {', '.join(objects)}, got {name!r}; name one."
         )
-    return found
+    return object_arrays
 
 
 # -- text ----------------------------------------------------------------------------------------------------------

@@ -205,5 +205,9 @@ def _reason(printed: str) -> str:
 
 def _facts_in(printed: str) -> list[RankFacts]:
     """Return the facts that rank 0 has printed; none where it has not."""
-    found = [line.partition(MARK)[2] for line in printed.splitlines() if MARK + "[" in line]
-    return [RankFacts(**{**one, "cores": tuple(one["cores"])}) for one in json.loads(found[0])] if found else []
+    payloads = [line.partition(MARK)[2] for line in printed.splitlines() if MARK + "[" in line]
+    return (
+        [RankFacts(**{**rank_fields, "cores": tuple(rank_fields["cores"])}) for rank_fields in json.loads(payloads[0])]
+        if payloads
+        else []
+    )

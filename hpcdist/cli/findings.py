@@ -80,17 +80,17 @@ def findings_of(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:
         folder: the run folder that was looked for; empty for none.
     """
     hosts: dict[str, list[RankFacts]] = {}
-    for one in ranks:
-        hosts.setdefault(one.host, []).append(one)
-    per_host = ", ".join(f"{len(found)} on {host}" for host, found in hosts.items())
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    per_host = ", ".join(f"{len(host_ranks)} on {host}" for host, host_ranks in hosts.items())
     yield Finding("ok", "world", f"{len(ranks)} ranks: {per_host}")
     yield _roles(ranks)
     yield _launch(ranks)
-    for host, found in hosts.items():
-        yield from _cores(host, found)
+    for host, host_ranks in hosts.items():
+        yield from _cores(host, host_ranks)
     yield from _memory(hosts)
     yield _gpus(hosts)
-    yield from _speeds("copies", "in memory", {host: _least_copy(found) for host, found in hosts.items()})
+    yield from _speeds("copies", "in memory", {host: _least_copy(host_ranks) for host, host_ranks in hosts.items()})
     if len(hosts) > 1:
         yield from _between_hosts(hosts)
     if folder:
@@ -99,15 +99,15 @@ def findings_of(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:
 
 def _roles(ranks: Sequence[RankFacts]) -> Finding:
     counts: dict[str, int] = {}
-    for one in ranks:
-        role = one.task.split()[0]
+    for rank in ranks:
+        role = rank.task.split()[0]
         counts[role] = counts.get(role, 0) + 1
     return Finding("ok", "roles", ", ".join(f"{role} {count}" for role, count in counts.items()))
 
 
 def _launch(ranks: Sequence[RankFacts]) -> Finding:
     """Return how the ranks found each other, and what the MPI library says of GPU memory, which it never gets."""
-    kinds = sorted({one.pmi or "neither PMI nor PMIx" for one in ranks})
+    kinds = sorted({rank.pmi or "neither PMI nor PMIx" for rank in ranks})
     words = {True: "takes GPU memory", False: "takes no GPU memory", None: "does not say whether it takes GPU memory"}
     text = f"{', '.join(kinds)}; the MPI library {words[ranks[0].is_cuda_aware]}, which hpcdist does not need"
     if len(kinds) > 1:
@@ -116,11 +116,11 @@ def _launch(ranks: Sequence[RankFacts]) -> Finding:
 
 
 def _cores(host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    used = {core for one in ranks for core in one.cores}
-    least = min(len(one.cores) for one in ranks)
-    is_shared = sum(len(one.cores) for one in ranks) > len(used)
+    used = {core for rank in ranks for core in rank.cores}
+    least = min(len(rank.cores) for rank in ranks)
+    is_shared = sum(len(rank.cores) for rank in ranks) > len(used)
     share = len(used) // len(ranks) if is_shared else least
-    threads = max(one.omp_threads for one in ranks)
+    threads = max(rank.omp_threads for rank in ranks)
     if len(ranks) > len(used):
         yield Finding(
             "warn",
@@ -149,10 +149,10 @@ def _cores(host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _memory(hosts: dict[str, list[RankFacts]]) -> Iterator[Finding]:
     for host, ranks in hosts.items():
-        if not all(one.can_share for one in ranks):
+        if not all(rank.can_share for rank in ranks):
             cure = "let containers share the host's process ids, or raise the memory limit; sums go by MPI meanwhile"
             yield Finding("warn", "shared memory", f"ranks of {host} cannot share memory", cure)
-        elif (free := min(one.shm_bytes for one in ranks)) < MIN_SHM_BYTES:
+        elif (free := min(rank.shm_bytes for rank in ranks)) < MIN_SHM_BYTES:
             text = f"{free >> 20} MiB are free in /dev/shm of {host}, where MPI libraries keep theirs"
             yield Finding("warn", "shared memory", text, "give the container more (--shm-size), or clean up there")
         else:
@@ -161,46 +161,46 @@ def _memory(hosts: dict[str, list[RankFacts]]) -> Iterator[Finding]:
 
 def _gpus(hosts: dict[str, list[RankFacts]]) -> Finding:
     lacking = [
-        f"{max(one.n_gpus for one in ranks)} for {len(ranks)} ranks of {host}"
+        f"{max(rank.n_gpus for rank in ranks)} for {len(ranks)} ranks of {host}"
         for host, ranks in hosts.items()
-        if 0 < max(one.n_gpus for one in ranks) < len(ranks)
+        if 0 < max(rank.n_gpus for rank in ranks) < len(ranks)
     ]
     if lacking:
         return Finding("warn", "GPUs", ", ".join(lacking), "start as many ranks on a host as it has GPUs")
-    if all(one.n_gpus == 0 for ranks in hosts.values() for one in ranks):
+    if all(rank.n_gpus == 0 for ranks in hosts.values() for rank in ranks):
         return Finding("ok", "GPUs", "none: ranks compute on the host")
     return Finding("ok", "GPUs", "one for each rank")
 
 
 def _least_copy(ranks: Sequence[RankFacts]) -> float:
-    return min(one.copy_bytes_s for one in ranks)
+    return min(rank.copy_bytes_s for rank in ranks)
 
 
-def _speeds(topic: str, what: str, speeds: dict[str, float]) -> Iterator[Finding]:
+def _speeds(topic: str, transfer: str, speeds: dict[str, float]) -> Iterator[Finding]:
     """Yield the median speed, and every host that is much slower."""
     median = statistics.median(speeds.values())
     slow = {host: speed for host, speed in speeds.items() if speed < SLOW * median}
     for host, speed in slow.items():
-        text = f"{speed / 1e9:.2f} GB/s {what} on {host}, {median / 1e9:.2f} on most"
+        text = f"{speed / 1e9:.2f} GB/s {transfer} on {host}, {median / 1e9:.2f} on most"
         yield Finding("warn", topic, text, f"look for other programs there, or leave it out (--exclude={host})")
     if not slow:
-        yield Finding("ok", topic, f"{median / 1e9:.2f} GB/s {what} for each rank")
+        yield Finding("ok", topic, f"{median / 1e9:.2f} GB/s {transfer} for each rank")
 
 
 def _between_hosts(hosts: dict[str, list[RankFacts]]) -> Iterator[Finding]:
-    others = {host: ranks[0] for host, ranks in list(hosts.items())[1:]}
-    yield from _speeds("links", "from rank 0", {host: one.link_bytes_s for host, one in others.items()})
-    latency_s = statistics.median(one.latency_s for one in others.values())
+    remote_ranks = {host: ranks[0] for host, ranks in list(hosts.items())[1:]}
+    yield from _speeds("links", "from rank 0", {host: rank.link_bytes_s for host, rank in remote_ranks.items()})
+    latency_s = statistics.median(rank.latency_s for rank in remote_ranks.values())
     yield Finding("ok", "latency", f"{1e6 * latency_s:.0f} us one way")
-    skewed = {host: one.skew_s for host, one in others.items() if abs(one.skew_s) > MAX_SKEW_S}
+    skewed = {host: rank.skew_s for host, rank in remote_ranks.items() if abs(rank.skew_s) > MAX_SKEW_S}
     for host, skew_s in skewed.items():
         yield Finding("warn", "clock", f"that of {host} differs by {skew_s:.1f} s", "start its time service (chrony)")
     if not skewed:
-        yield Finding("ok", "clock", f"within {max(abs(one.skew_s) for one in others.values()) * 1e3:.1f} ms")
+        yield Finding("ok", "clock", f"within {max(abs(rank.skew_s) for rank in remote_ranks.values()) * 1e3:.1f} ms")
 
 
 def _folder(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:
-    wrong = {one.host: one.folder_error for one in ranks if one.folder_error}
+    wrong = {rank.host: rank.folder_error for rank in ranks if rank.folder_error}
     for host, error in wrong.items():
         yield Finding("fail", "run folder", f"{folder} on {host} {error}", "use a folder that all hosts share")
     if not wrong:

@@ -79,12 +79,12 @@ def mpi_library() -> str:
         ConfigurationError: where it finds none, or another one.
     """
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    found = _output_of([sys.executable, "-c", probe])
-    if "Open MPI" in found:
+    library_version = _output_of([sys.executable, "-c", probe])
+    if "Open MPI" in library_version:
         return "openmpi"
-    if "MPICH" in found or "Intel(R) MPI" in found or "MVAPICH" in found:
+    if "MPICH" in library_version or "Intel(R) MPI" in library_version or "MVAPICH" in library_version:
         return "mpich"
-    last = (found.split("\n")[-1] or "nothing")[:200]
+    last = (library_version.split("\n")[-1] or "nothing")[:200]
     raise ConfigurationError(
         f"hpcdist run: expected an MPI library that mpi4py can load, got {last!r}; load your site's MPI module, or "
         f"pip install mpich."
@@ -119,12 +119,12 @@ def find_launcher(library: str, environ: Mapping[str, str]) -> Launcher:
 
 def _candidates(library: str) -> Iterator[str]:
     beside = Path(sys.executable).parent
-    found = set()
+    seen_paths = set()
     suffix = "openmpi" if library == "openmpi" else "mpich"
     for name in ("mpirun", "mpiexec", f"mpirun.{suffix}"):
         for path in (shutil.which(name, path=str(beside)), shutil.which(name)):
-            if path and path not in found:
-                found.add(path)
+            if path and path not in seen_paths:
+                seen_paths.add(path)
                 yield path
 
 
@@ -195,7 +195,7 @@ def _openmpi_options(request: Request) -> list[str]:
 def _srun_options(request: Request) -> list[str]:
     options = ["--mpi=pmi2", "--kill-on-bad-exit=1", "--overlap", f"--ntasks={request.n_ranks}"]
     if request.hosts:
-        options += ["--nodelist=" + ",".join(one.partition(":")[0] for one in request.hosts.split(","))]
+        options += ["--nodelist=" + ",".join(host_entry.partition(":")[0] for host_entry in request.hosts.split(","))]
     if request.cpus_per_task:
         options += [f"--cpus-per-task={request.cpus_per_task}"]
     return [*options, *([] if request.is_bound else ["--cpu-bind=none"])]
@@ -238,14 +238,14 @@ def require_no_launcher(caller: str, environ: Mapping[str, str]) -> None:
 
 def n_cores() -> int:
     """Return how many cores this process may use: hardware threads of one core count once, as launchers bind cores."""
-    found = set()
+    core_ids = set()
     for cpu in os.sched_getaffinity(0):
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
         try:
-            found.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
+            core_ids.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
         except OSError:  # as in some containers
-            found.add((str(cpu), ""))
-    return len(found)
+            core_ids.add((str(cpu), ""))
+    return len(core_ids)
 
 
 def as_text(command: Sequence[str], added: Mapping[str, str]) -> str:

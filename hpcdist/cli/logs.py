@@ -54,8 +54,12 @@ def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int |
         )
     chosen = [_records(path, rank) for rank, path in files.items() if not ranks or rank in ranks]
     least = _LEVELS.index(level.upper()) if level else 0
-    found = (one for one in heapq.merge(*chosen) if one.level not in _LEVELS or _LEVELS.index(one.level) >= least)
-    for record in found if tail is None else list(found)[-tail:]:
+    matching_records = (
+        log_record
+        for log_record in heapq.merge(*chosen)
+        if log_record.level not in _LEVELS or _LEVELS.index(log_record.level) >= least
+    )
+    for record in matching_records if tail is None else list(matching_records)[-tail:]:
         facts = {"time": record.time, "rank": record.rank, "level": record.level, "text": record.text}
         echo(json.dumps(facts) if is_json else record.text)
 
@@ -84,8 +88,8 @@ def _head_of(line: str) -> tuple[str, str] | None:
     """Return time and level of a line that begins a record; None for another one."""
     if line.startswith("{"):
         try:
-            said = json.loads(line)
-            return str(said["time"]), str(said["level"])
+            fields = json.loads(line)
+            return str(fields["time"]), str(fields["level"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
     time = _TIME.match(line)

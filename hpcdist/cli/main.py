@@ -32,28 +32,28 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         match cmd_name:
             case "run":
-                from hpcdist.cli.run import command as found
+                from hpcdist.cli.run import command as subcommand
             case "submit":
-                from hpcdist.cli.submit import command as found
+                from hpcdist.cli.submit import command as subcommand
             case "status":
-                from hpcdist.cli.status import status as found
+                from hpcdist.cli.status import status as subcommand
             case "stop":
-                from hpcdist.cli.status import stop as found
+                from hpcdist.cli.status import stop as subcommand
             case "logs":
-                from hpcdist.cli.logs import command as found
+                from hpcdist.cli.logs import command as subcommand
             case "ckpt":
-                from hpcdist.cli.ckpt import command as found
+                from hpcdist.cli.ckpt import command as subcommand
             case "report":
-                from hpcdist.cli.report import command as found
+                from hpcdist.cli.report import command as subcommand
             case "trace":
-                from hpcdist.cli.trace import command as found
+                from hpcdist.cli.trace import command as subcommand
             case "bench":
-                from hpcdist.cli.bench import command as found
+                from hpcdist.cli.bench import command as subcommand
             case "doctor":
-                from hpcdist.cli.doctor import command as found
+                from hpcdist.cli.doctor import command as subcommand
             case _:
                 return None
-        return found
+        return subcommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

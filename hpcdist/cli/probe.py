@@ -47,9 +47,9 @@ def main() -> None:
         note_signals(world)
         return
     folder = sys.argv[2] if len(sys.argv) > 2 else ""
-    found = world.comm.gather(vars(_facts_of(world, folder)), 0)
+    facts_by_rank = world.comm.gather(vars(_facts_of(world, folder)), 0)
     if world.rank == 0:
-        _print(json.dumps(found))
+        _print(json.dumps(facts_by_rank))
 
 
 def _print(text: str) -> None:
@@ -106,13 +106,13 @@ def _measure_links(world: World) -> tuple[float, float, float]:
     One host after the other; zeros on rank 0's host, and on ranks that are not the first of theirs.
     """
     firsts = world.comm.allgather(world.rank if world.hosts.node_comm.rank == 0 else -1)
-    found = (0.0, 0.0, 0.0)
+    measurement = (0.0, 0.0, 0.0)
     for peer in [rank for rank in firsts if rank > 0]:
         if world.rank == 0:
             _answer(world, peer)
         elif world.rank == peer:
-            found = _ask(world)
-    return found
+            measurement = _ask(world)
+    return measurement
 
 
 def _answer(world: World, peer: int) -> None:
@@ -211,8 +211,8 @@ def note_signals(world: World) -> None:
         return bool(seen)
 
     wait_until(has_come, _WAITING_S, yields=0, max_sleep_s=0.02)
-    for one in seen[:1]:
-        _print(f"{signal.Signals(one).name} {world.rank}")
+    for signal_number in seen[:1]:
+        _print(f"{signal.Signals(signal_number).name} {world.rank}")
 
 
 if __name__ == "__main__":

@@ -102,26 +102,26 @@ def _style(colours: dict[str, str]) -> str:
 
 def _tiles(run: Run, goodput: Goodput) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page, with what they are."""
-    found = [(f"{len(run.attempts)}", "attempts" if len(run.attempts) > 1 else "attempt")]
+    tiles = [(f"{len(run.attempts)}", "attempts" if len(run.attempts) > 1 else "attempt")]
     last = run.last_trained
     chief = None if last is None else last.chief
     if last is not None and chief is not None and chief.n_steps:
-        found += [(f"{max(one.steps[1] for one in chief.windows if one.steps)}", "last step")]
-        found += [(f"{len(last.ranks)}", "ranks with records")]
-        found += [(_seconds(sum(one.step_s for one in chief.windows) / chief.n_steps), "a step")]
-        rows = sum(one.rows for one in chief.windows)
-        length_s = sum(one.ended - one.began for one in chief.windows)
-        found += [(f"{float(f'{rows / length_s:.3g}'):,g}", "rows a second")] if rows and length_s > 0 else []
-    found += [(f"{100 * goodput.share:.0f} %", "of the time in steps that were kept")] if goodput.elapsed_s else []
-    return found
+        tiles += [(f"{max(window.steps[1] for window in chief.windows if window.steps)}", "last step")]
+        tiles += [(f"{len(last.ranks)}", "ranks with records")]
+        tiles += [(_seconds(sum(window.step_s for window in chief.windows) / chief.n_steps), "a step")]
+        rows = sum(window.rows for window in chief.windows)
+        length_s = sum(window.ended - window.began for window in chief.windows)
+        tiles += [(f"{float(f'{rows / length_s:.3g}'):,g}", "rows a second")] if rows and length_s > 0 else []
+    tiles += [(f"{100 * goodput.share:.0f} %", "of the time in steps that were kept")] if goodput.elapsed_s else []
+    return tiles
 
 
 def sections_of(run: Run, goodput: Goodput) -> list[Section]:
     """Return the parts of the page that there are records for."""
-    found = [_metrics_section(run), _curves_section(run)]
-    found += [_ranks_section(run.last_trained), _time_section(goodput), _pace_section(run)]
-    found += [_checkpoints_section(run), _attempts_section(run), _settings_section(run)]
-    return [one for one in found if one is not None]
+    sections = [_metrics_section(run), _curves_section(run)]
+    sections += [_ranks_section(run.last_trained), _time_section(goodput), _pace_section(run)]
+    sections += [_checkpoints_section(run), _attempts_section(run), _settings_section(run)]
+    return [section for section in sections if section is not None]
 
 
 def _metrics_section(run: Run) -> Section | None:
@@ -129,10 +129,14 @@ def _metrics_section(run: Run) -> Section | None:
 
     if not run.metrics:
         return None
-    resumed = [one.first_step for one in run.attempts[1:] if one.first_step is not None]
+    resumed = [attempt.first_step for attempt in run.attempts[1:] if attempt.first_step is not None]
     clock = StepClock(run.attempts)
     began = run.attempts[0].began or 0.0
-    starts = [one.began - began for one in run.attempts[1:] if one.began is not None and one.first_step is not None]
+    starts = [
+        attempt.began - began
+        for attempt in run.attempts[1:]
+        if attempt.began is not None and attempt.first_step is not None
+    ]
     charts = []
     for number, (name, points) in enumerate(list(run.metrics.items())[:_N_METRICS]):
         file = _file(name, number)
@@ -169,20 +173,25 @@ def _ranks_section(attempt: AttemptRecords | None) -> Section | None:
 
     if attempt is None:
         return None
-    ranks = [one for one in attempt.ranks if one.n_steps]
+    ranks = [rank for rank in attempt.ranks if rank.n_steps]
     shown = sorted(ranks, key=_own_s, reverse=True)[:_N_RANKS] if len(ranks) > _N_RANKS else ranks
-    rows = {f"rank {one.rank}": {part: 1e3 * one.total[part] / one.n_steps for part in PARTS} for one in shown}
+    rows = {f"rank {rank.rank}": {part: 1e3 * rank.total[part] / rank.n_steps for part in PARTS} for rank in shown}
     chart = bar_chart("ranks", f"Attempt {attempt.number}: where the time goes", "ms for each step", rows)
     table = [
-        [f"rank {one.rank}", one.host, f"{one.n_steps}", *(_seconds(one.total[part] / one.n_steps) for part in PARTS)]
-        for one in shown
+        [
+            f"rank {rank.rank}",
+            rank.host,
+            f"{rank.n_steps}",
+            *(_seconds(rank.total[part] / rank.n_steps) for part in PARTS),
+        ]
+        for rank in shown
     ]
     head = ["rank", "host", "steps", *PARTS]
-    if any(window.stale[1] for one in ranks for window in one.windows):
+    if any(window.stale[1] for rank in ranks for window in rank.windows):
         head += ["staleness", "at most"]
-        for row, one in zip(table, shown, strict=True):
-            mean = sum(window.stale[0] for window in one.windows) / one.n_steps
-            row += [f"{mean:.2f}", f"{max(window.stale[1] for window in one.windows)}"]
+        for row, rank in zip(table, shown, strict=True):
+            mean = sum(window.stale[0] for window in rank.windows) / rank.n_steps
+            row += [f"{mean:.2f}", f"{max(window.stale[1] for window in rank.windows)}"]
     less = f" Of {len(ranks)} ranks the {len(shown)} with the longest own part." if len(shown) < len(ranks) else ""
     text = (
         "Communication is time in collectives, waiting for slower ranks included: the rank with the least of it is the "
@@ -215,7 +224,7 @@ def _pace_section(run: Run) -> Section | None:
     from hpcdist.cli.charts import line_chart
 
     chiefs = [attempt.chief for attempt in run.attempts if attempt.chief is not None]
-    windows = [one for chief in chiefs for one in chief.windows if one.steps]
+    windows = [window for chief in chiefs for window in chief.windows if window.steps]
     if len(windows) < 3:
         return None
     n_joined = -(-len(windows) // _N_POINTS)
@@ -223,23 +232,25 @@ def _pace_section(run: Run) -> Section | None:
     lines: dict[str, list[tuple[float, float]]] = {"longest": [], "mean": []}
     for group in groups:
         at = float(group[-1].steps[1]) if group[-1].steps else 0.0
-        lines["longest"].append((at, 1e3 * max(one.longest[1] for one in group)))
-        lines["mean"].append((at, 1e3 * sum(one.step_s for one in group) / sum(one.n_steps for one in group)))
+        lines["longest"].append((at, 1e3 * max(window.longest[1] for window in group)))
+        lines["mean"].append(
+            (at, 1e3 * sum(window.step_s for window in group) / sum(window.n_steps for window in group))
+        )
     chart = line_chart("pace", "Length of a step, on the chief", ("step", "ms"), lines, is_log=True)
     return Section("Pace", "", [chart])
 
 
 def _checkpoints_section(run: Run) -> Section | None:
     rows = [
-        [f"{one.step}", f"{attempt.number}", f"{one.nbytes / 1e6:.3g} MB", _seconds(one.took_s)]
+        [f"{commit.step}", f"{attempt.number}", f"{commit.nbytes / 1e6:.3g} MB", _seconds(commit.took_s)]
         for attempt in run.attempts
-        for one in attempt.commits
+        for commit in attempt.commits
     ]
     if not rows:
         return None
     text = "Time from the request until the file was read back. Training waits only while the state is copied."
-    left = " The last 20." if len(rows) > 20 else ""
-    return Section("Checkpoints", text + left, (), ["step", "attempt", "size", "time"], rows[-20:])
+    truncation_note = " The last 20." if len(rows) > 20 else ""
+    return Section("Checkpoints", text + truncation_note, (), ["step", "attempt", "size", "time"], rows[-20:])
 
 
 def _attempts_section(run: Run) -> Section:
@@ -263,7 +274,9 @@ def _settings_section(run: Run) -> Section | None:
 
 def _file(name: str, number: int) -> str:
     """Return the beginning of a picture's name: numbered, as names of metrics may differ in what none can hold."""
-    text = "".join(one if one.isascii() and (one.isalnum() or one in "-_") else "-" for one in name)
+    text = "".join(
+        character if character.isascii() and (character.isalnum() or character in "-_") else "-" for character in name
+    )
     return f"metric-{number + 1}-{text[:40]}"
 
 

@@ -162,8 +162,8 @@ def _rendezvous(hosts: str | None, environ: Mapping[str, str]) -> dict[str, str]
     first = (hosts or "").split(",")[0].partition(":")[0] or (nodes[0] if nodes else "127.0.0.1")
     with socket.socket() as free:
         free.bind(("", 0))
-        found = {"MASTER_ADDR": first, "MASTER_PORT": str(free.getsockname()[1])}
-    return {name: value for name, value in found.items() if name not in environ}
+        defaults = {"MASTER_ADDR": first, "MASTER_PORT": str(free.getsockname()[1])}
+    return {name: value for name, value in defaults.items() if name not in environ}
 
 
 def run_dir_of(program: Sequence[str]) -> Path | None:
@@ -194,8 +194,8 @@ def _run(
         action = action_after(launch, Situation(RUN, may_restart=n_left > 0 and not is_interrupted))
         is_again = action.verb == RESTART
         if action.why:
-            again = f"; starting again, {n_left} restarts left" if is_again else ""
-            _say(f"hpcdist run: exit code {action.code}: {action.why}{again}")
+            restart_note = f"; starting again, {n_left} restarts left" if is_again else ""
+            _say(f"hpcdist run: exit code {action.code}: {action.why}{restart_note}")
         if not is_again:
             break
     return action.code
@@ -290,9 +290,9 @@ def read_decision(folder: Path) -> Decision | None:
     """Return what `decision.json` in a run folder says; None where it says nothing."""
     path = folder / "decision.json"
     try:
-        said = json.loads(read_text(path, _MAX_DECISION_BYTES))
+        fields = json.loads(read_text(path, _MAX_DECISION_BYTES))
         status = path.stat()
-        return Decision(str(said["decision"]), str(said["reason"]), (status.st_mtime_ns, status.st_ino))
+        return Decision(str(fields["decision"]), str(fields["reason"]), (status.st_mtime_ns, status.st_ino))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

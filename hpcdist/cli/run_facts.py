@@ -44,16 +44,16 @@ def goodput_of(run: Run) -> Goodput:
         later = run.attempts[number + 1 :]
         if began is None or ended is None:
             continue
-        next_began = next((one.began for one in later if one.began is not None), None)
+        next_began = next((later_attempt.began for later_attempt in later if later_attempt.began is not None), None)
         until = ended if next_began is None else max(next_began, ended)
         kept_s, lost_s, lost = _kept_and_lost(attempt, _kept_up_to(later))
         windows = () if attempt.chief is None else attempt.chief.windows
         total = dict.fromkeys(PARTS, 0.0) if attempt.chief is None else attempt.chief.total
         start_s = windows[0].began - began if windows else ended - began
-        known = (kept_s, lost_s, total["save"], total["between"], start_s, until - ended)
-        for name, seconds in zip(names, known, strict=True):
+        recorded_seconds = (kept_s, lost_s, total["save"], total["between"], start_s, until - ended)
+        for name, seconds in zip(names, recorded_seconds, strict=True):
             parts[name] += seconds
-        parts["unrecorded"] += max(0.0, until - began - sum(known))
+        parts["unrecorded"] += max(0.0, until - began - sum(recorded_seconds))
         n_lost = n_lost + lost
         elapsed_s = elapsed_s + until - began
     return Goodput(parts, elapsed_s, n_lost)
@@ -61,7 +61,7 @@ def goodput_of(run: Run) -> Goodput:
 
 def _kept_up_to(later: Sequence[AttemptRecords]) -> int | None:
     """Return the last step that no later attempt repeated; None where none did."""
-    return min([one.first_step for one in later if one.first_step is not None], default=None)
+    return min([attempt.first_step for attempt in later if attempt.first_step is not None], default=None)
 
 
 def _kept_and_lost(attempt: AttemptRecords, limit: int | None) -> tuple[float, float, int]:
@@ -82,24 +82,26 @@ def _kept_and_lost(attempt: AttemptRecords, limit: int | None) -> tuple[float, f
 
 def stragglers_of(ranks: Sequence[RankRecords]) -> list[str]:
     """Return a line for each rank for which others wait: its own part of the steps takes longer than the median's."""
-    counted = [one for one in ranks if one.n_steps]
+    counted = [rank for rank in ranks if rank.n_steps]
     if len(counted) < 3:  # of two, none is usual
         return []
-    found = []
+    straggler_lines = []
     for part in ("compute", "input"):
-        own = {one.rank: one.total[part] / one.n_steps for one in counted}
-        usual = median_low(own.values())
-        step_s = median_low(sum(one.total[name] for name in PARTS[:3]) / one.n_steps for one in counted)
-        late = [one for one in counted if own[one.rank] - usual > STRAGGLER_SHARE * step_s]
-        hosts = {one.host for one in late}
-        whole = {host for host in hosts if all(one in late for one in counted if one.host == host)}
+        seconds_by_rank = {rank.rank: rank.total[part] / rank.n_steps for rank in counted}
+        usual = median_low(seconds_by_rank.values())
+        step_s = median_low(sum(rank.total[name] for name in PARTS[:3]) / rank.n_steps for rank in counted)
+        late = [rank for rank in counted if seconds_by_rank[rank.rank] - usual > STRAGGLER_SHARE * step_s]
+        hosts = {rank.host for rank in late}
+        whole = {host for host in hosts if all(rank in late for rank in counted if rank.host == host)}
         verb = "computes" if part == "compute" else "waits for input"
-        for one in late:
-            n_there = sum(other.host == one.host for other in counted)
-            others = ", as all ranks of that host," if one.host in whole and n_there > 1 else ""
-            where = f"rank {one.rank} on {one.host}{others}"
-            found.append(f"{where} {verb} {1e3 * own[one.rank]:.3g} ms a step, the median {1e3 * usual:.3g} ms")
-    return found
+        for straggler in late:
+            n_there = sum(peer.host == straggler.host for peer in counted)
+            host_note = ", as all ranks of that host," if straggler.host in whole and n_there > 1 else ""
+            where = f"rank {straggler.rank} on {straggler.host}{host_note}"
+            straggler_lines.append(
+                f"{where} {verb} {1e3 * seconds_by_rank[straggler.rank]:.3g} ms a step, the median {1e3 * usual:.3g} ms"
+            )
+    return straggler_lines
 
 
 class StepClock:

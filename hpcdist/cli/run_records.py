@@ -86,12 +86,12 @@ class RankRecords:
     @property
     def total(self) -> dict[str, float]:
         """Seconds of each part."""
-        return {part: sum(one.seconds[part] for one in self.windows) for part in PARTS}
+        return {part: sum(window.seconds[part] for window in self.windows) for part in PARTS}
 
     @property
     def n_steps(self) -> int:
         """Steps in the windows."""
-        return sum(one.n_steps for one in self.windows)
+        return sum(window.n_steps for window in self.windows)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class AttemptRecords:
     @property
     def chief(self) -> RankRecords | None:
         """The records of the chief: of the rank of that role, or else of the first one."""
-        chiefs = [one for one in self.ranks if one.role.startswith("chief")]
+        chiefs = [rank for rank in self.ranks if rank.role.startswith("chief")]
         return next(iter([*chiefs, *self.ranks]), None)
 
     @property
@@ -149,7 +149,7 @@ class AttemptRecords:
     def ended(self) -> float | None:
         """When the chief did the last thing that is known."""
         windows = () if self.chief is None else self.chief.windows[-1:]
-        return max([*self.times, *(one.ended for one in windows)], default=None)
+        return max([*self.times, *(window.ended for window in windows)], default=None)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,9 @@ class Run:
     @property
     def last_trained(self) -> AttemptRecords | None:
         """The last attempt that made steps."""
-        return next((one for one in reversed(self.attempts) if any(rank.n_steps for rank in one.ranks)), None)
+        return next(
+            (attempt for attempt in reversed(self.attempts) if any(rank.n_steps for rank in attempt.ranks)), None
+        )
 
 
 def read_run(folder: Path, steps_of: int | None = None) -> Run:
@@ -233,8 +235,16 @@ def read_run(folder: Path, steps_of: int | None = None) -> Run:
     Raises:
         UsageError: if the folder is not a run folder.
     """
-    ledgers = {int(one.stem): one for one in (folder / "checkpoints" / "attempts").glob("*.jsonl") if _is_number(one)}
-    traces = {int(one.name): one for one in (folder / "trace").glob("*") if _is_number(one) and one.is_dir()}
+    ledgers = {
+        int(ledger_path.stem): ledger_path
+        for ledger_path in (folder / "checkpoints" / "attempts").glob("*.jsonl")
+        if _is_number(ledger_path)
+    }
+    traces = {
+        int(trace_folder.name): trace_folder
+        for trace_folder in (folder / "trace").glob("*")
+        if _is_number(trace_folder) and trace_folder.is_dir()
+    }
     if not ledgers and not traces:
         raise UsageError(
             f"expected the folder of a run, with checkpoints/attempts or trace, got {str(folder)!r}; "
@@ -245,7 +255,7 @@ def read_run(folder: Path, steps_of: int | None = None) -> Run:
         files = sorted(traces[number].glob("rank-*.jsonl")) if number in traces else []
         ranks = [_rank_of(path, has_steps=number == steps_of) for path in files]
         events = list(_records(ledgers[number])) if number in ledgers else []
-        attempts.append(_attempt_of(number, events, tuple(one for one in ranks if one is not None)))
+        attempts.append(_attempt_of(number, events, tuple(rank for rank in ranks if rank is not None)))
     config = _content(folder / "config.json")
     decision = _content(folder / "decision.json")
     verdict = [str(decision[name]) for name in ("decision", "reason") if isinstance(decision.get(name), str)]
@@ -265,30 +275,30 @@ def _is_number(path: Path) -> bool:
     return path.stem.isascii() and path.stem.isdecimal()
 
 
-def _records(path: Path, *held: str) -> Iterator[dict[str, Any]]:
+def _records(path: Path, *markers: str) -> Iterator[dict[str, Any]]:
     """Yield the objects in a file of JSON lines; none of one that is not there.
 
     Args:
         path: of the file.
-        held: lines are read that hold one of these texts; by default all are.
+        markers: lines are read that hold one of these texts; by default all are.
     """
     if not path.is_file():
         return
     with open(path, errors="replace") as file:
         for line in file:
-            if not held or any(one in line for one in held):
-                found = _parsed(line)
-                if isinstance(found, dict):
-                    yield found
+            if not markers or any(marker in line for marker in markers):
+                record = _parsed(line)
+                if isinstance(record, dict):
+                    yield record
 
 
 def _content(path: Path) -> dict[str, Any]:
     """Return the object in a file of JSON; an empty one where there is none."""
     try:
-        found = _parsed(read_text(path, _MAX_CONTENT_BYTES, errors="replace"))
+        document = _parsed(read_text(path, _MAX_CONTENT_BYTES, errors="replace"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _parsed(text: str) -> Any:
@@ -300,13 +310,13 @@ def _parsed(text: str) -> Any:
 
 def _checked(read: Callable[[dict[str, Any]], _Record], records: Iterator[dict[str, Any]]) -> list[_Record]:
     """Return what `read` makes of records; those of another shape are left out."""
-    found = []
+    accepted_records = []
     for record in records:
         try:
-            found.append(read(record))
+            accepted_records.append(read(record))
         except (KeyError, TypeError, ValueError, OverflowError, IndexError):
             continue
-    return found
+    return accepted_records
 
 
 def _number(value: Any, largest: float = _LARGEST) -> float:
@@ -335,12 +345,15 @@ def _text(value: Any) -> str:
 
 def _attempt_of(number: int, events: list[dict[str, Any]], ranks: tuple[RankRecords, ...]) -> AttemptRecords:
     """Return an attempt, given the events in its ledger."""
-    times = _checked(lambda one: _time(one["time_s"]), iter(events))
-    commits = _checked(_commit_of, (one for one in events if one.get("event") == "commit"))
-    begins = _checked(_place_of, (one for one in events if one.get("event") == "begin"))
-    resumed = _checked(lambda one: _whole(one["step"]), (one for one in events if one.get("event") == "resume"))
+    times = _checked(lambda event: _time(event["time_s"]), iter(events))
+    commits = _checked(_commit_of, (event for event in events if event.get("event") == "commit"))
+    begins = _checked(_place_of, (event for event in events if event.get("event") == "begin"))
+    resumed = _checked(
+        lambda event: _whole(event["step"]), (event for event in events if event.get("event") == "resume")
+    )
     ends = _checked(
-        lambda one: f"{_text(one['how'])}: {_text(one['reason'])}", (one for one in events if one.get("event") == "end")
+        lambda event: f"{_text(event['how'])}: {_text(event['reason'])}",
+        (event for event in events if event.get("event") == "end"),
     )
     job, nodes = begins[-1] if begins else ("", ())
     step = resumed[-1] if resumed else None
@@ -373,7 +386,7 @@ def _rank_of(path: Path, has_steps: bool) -> RankRecords | None:
         if "process_began" in record:
             is_last = record["process_began"] == last.process_began
         elif is_last and "window" in record:
-            windows += _checked(lambda one: _window_of(one, unix - monotonic), iter([record]))
+            windows += _checked(lambda window_record: _window_of(window_record, unix - monotonic), iter([record]))
         elif is_last and has_steps:
             steps += _checked(_step_of, iter([record]))
     return RankRecords(
@@ -394,13 +407,13 @@ def _header_of(record: dict[str, Any]) -> RankRecords:
 
 
 def _window_of(record: dict[str, Any], to_unix: float) -> Window:
-    began, ended = (_time(one) + to_unix for one in record["window"])
+    began, ended = (_time(timestamp) + to_unix for timestamp in record["window"])
     seconds = {part: _time(record[f"{part}_s"]) for part in PARTS if part != "compute"}
     seconds["compute"] = max(0.0, _time(record["step_s"]) - seconds["input"] - seconds["communication"])
     steps = None
     n_steps = _whole(record["n_steps"])
     if record["steps"] is not None:
-        first, last = (_whole(one) for one in record["steps"])
+        first, last = (_whole(step_number) for step_number in record["steps"])
         if last < first or n_steps < 1:
             raise ValueError("steps run forward")
         steps = first, last
@@ -413,7 +426,7 @@ def _window_of(record: dict[str, Any], to_unix: float) -> Window:
 
 def _step_of(record: dict[str, Any]) -> StepRecord:
     began, ended = record["time"]
-    spans, background = ([_span_of(one) for one in record.get(name, [])] for name in ("spans", "background"))
+    spans, background = ([_span_of(span) for span in record.get(name, [])] for name in ("spans", "background"))
     return StepRecord(_whole(record["step"]), _time(began), _time(ended), tuple(spans), tuple(background))
 
 
@@ -424,10 +437,10 @@ def _span_of(record: Any) -> tuple[str, str, float, float]:
 
 def _numbers(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Return the numbers in records of metrics by name, each with its step."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    points_by_name: dict[str, list[tuple[int, float]]] = {}
     for name, step, value in _checked(_point_of, _pairs(records)):
-        found.setdefault(name, []).append((step, value))
-    return found
+        points_by_name.setdefault(name, []).append((step, value))
+    return points_by_name
 
 
 def _pairs(records: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -451,8 +464,8 @@ def _rows_of(config: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
     if isinstance(hosts, dict):
         rows += [("hosts", ", ".join(f"{name} ({ranks})" for name, ranks in hosts.items()), "")]
     if isinstance(settings, dict):
-        known = {name: one for name, one in settings.items() if isinstance(one, dict)}
-        rows += [(name, one.get("value"), str(one.get("from"))) for name, one in known.items()]
+        valid_settings = {name: setting for name, setting in settings.items() if isinstance(setting, dict)}
+        rows += [(name, setting.get("value"), str(setting.get("from"))) for name, setting in valid_settings.items()]
     if isinstance(versions, dict):
         rows += [(name, value, "") for name, value in versions.items() if value is not None]
     return tuple((_text(name), _text(str(value)), _text(origin)) for name, value, origin in rows)

@@ -47,11 +47,11 @@ def site_defaults(table: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: if a file is another user's, is not TOML, or says something else.
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for path in (Path("hpcdist.toml"), Path(os.path.expanduser("~/.config/hpcdist.toml"))):
         if path.is_file():
-            found = {**_table_of(path, table), **found}
-    return found
+            defaults = {**_table_of(path, table), **defaults}
+    return defaults
 
 
 def _text_of(path: Path, table: str) -> str:
@@ -75,8 +75,8 @@ def _text_of(path: Path, table: str) -> str:
 def _table_of(path: Path, table: str) -> dict[str, Any]:
     try:
         content = tomllib.loads(_text_of(path, table))
-        found = content.get(table, {})
-        wrong = [name for name in content if name not in _KEYS] or _wrong_keys(found, _KEYS[table])
+        entries = content.get(table, {})
+        wrong = [name for name in content if name not in _KEYS] or _wrong_keys(entries, _KEYS[table])
     except ConfigurationError:
         raise
     except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -87,25 +87,26 @@ def _table_of(path: Path, table: str) -> dict[str, Any]:
     if wrong:
         raise ConfigurationError(
             f"hpcdist {table}: expected tables {', '.join(_KEYS)}, and {', '.join(_KEYS[table])} under [{table}] in "
-            f"{path}, got {wrong[0]!r} as {_said(content, found, wrong[0])}; see docs/command.md for what each takes."
+            f"{path}, got {wrong[0]!r} as {_quoted_value(content, entries, wrong[0])}; "
+            f"see docs/command.md for what each takes."
         )
-    return dict(found)
+    return dict(entries)
 
 
-def _said(content: Mapping[str, Any], found: Mapping[str, Any], name: str) -> str:
+def _quoted_value(content: Mapping[str, Any], entries: Mapping[str, Any], name: str) -> str:
     """Return what a file says under a name, cut to the length of a line."""
-    text = repr(found.get(name, content.get(name)))
+    text = repr(entries.get(name, content.get(name)))
     return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
 
 
-def _wrong_keys(found: Mapping[str, Any], keys: Mapping[str, tuple[type, ...]]) -> list[str]:
+def _wrong_keys(entries: Mapping[str, Any], keys: Mapping[str, tuple[type, ...]]) -> list[str]:
     """Return the keys that there are not, and those with a value of another type or choice."""
     return [
         key
-        for key, value in found.items()
+        for key, value in entries.items()
         if not isinstance(value, keys.get(key, ()))
         or isinstance(value, bool)
         or value not in _VALUES.get(key, (value,))
         or (isinstance(value, int | float) and not 0 < value < float("inf"))
-        or (isinstance(value, list) and not all(isinstance(one, str) for one in value))
+        or (isinstance(value, list) and not all(isinstance(element, str) for element in value))
     ]

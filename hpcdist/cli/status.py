@@ -169,8 +169,8 @@ def _facts_of_attempt(attempt: Attempt) -> dict[str, Any]:
 
 def _newest(store: Store, saved: list[Saved]) -> dict[str, Any] | None:
     """Return the newest checkpoint whose index is sound."""
-    for one in reversed(saved):
-        path = store.path / str(one)
+    for checkpoint in reversed(saved):
+        path = store.path / str(checkpoint)
         try:
             index = use_one(path, lambda _, file: file.index)
         except CheckpointDamaged:
@@ -212,9 +212,9 @@ def finite(facts: Any) -> Any:
 def _list_jobs(is_json: bool) -> None:
     jobs = own_jobs()
     if is_json:
-        echo(json.dumps([one._asdict() for one in jobs], indent=1))
-    for one in [] if is_json else jobs:
-        echo(f"{one.job}  {one}  {one.run_dir}")
+        echo(json.dumps([job._asdict() for job in jobs], indent=1))
+    for job in [] if is_json else jobs:
+        echo(f"{job.job}  {job}  {job.run_dir}")
     if not jobs and not is_json:
         echo("no job of `hpcdist submit` waits or runs here; give a run folder to see a run", err=True)
 

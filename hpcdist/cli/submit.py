@@ -105,8 +105,8 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
     """
     run_dir = _run_dir_of(program, options)
     name = options["name"] or "-".join(part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/..")
-    given = [*site.get("sbatch", ()), *options["more"]] if system == "slurm" else []
-    of_sbatch = dict(one.partition("=")[::2] for one in given)
+    sbatch_options = [*site.get("sbatch", ()), *options["more"]] if system == "slurm" else []
+    of_sbatch = dict(option.partition("=")[::2] for option in sbatch_options)
     n_nodes = _count(options["nodes"], of_sbatch.get("--nodes")) + options["ps_nodes"]
     n_per_node = _count(options["ntasks_per_node"], of_sbatch.get("--ntasks-per-node"))
     n_servers = options["n_servers"] + options["ps_nodes"] * n_per_node
@@ -123,7 +123,7 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
     _check_servers(n_servers, n_nodes * n_per_node, options)
     first = next((number for number, part in enumerate(Path(run_dir).parts) if TASK in part), None)
     where = Path(*Path(run_dir).parts[:first]) if first is not None else Path(run_dir)
-    asked = options["launcher"] or site.get("launcher") if system == "slurm" else "mpirun"
+    launcher_name = options["launcher"] or site.get("launcher") if system == "slurm" else "mpirun"
     return BatchJob(
         name=name,
         n_nodes=n_nodes,
@@ -132,7 +132,7 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
         options=tuple(chosen),
         run_dir=run_dir,
         command=command_of(program, is_module=False),
-        launcher=_launcher_of(asked, site.get("library")),
+        launcher=_launcher_of(launcher_name, site.get("library")),
         job_program=str(shipped_folder("slurm", "job.py") / "job.py"),
         lead_s=options["lead"],
         setup=tuple(site.get("setup", [])),
@@ -145,9 +145,9 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
     )
 
 
-def _count(asked: int | None, of_sbatch: str | None) -> int:
+def _count(explicit_count: int | None, of_sbatch: str | None) -> int:
     """Return a number of nodes or ranks: that of an option of its own, of an option of sbatch, or 1."""
-    return asked or (int(of_sbatch) if of_sbatch and of_sbatch.isdecimal() and int(of_sbatch) else 1)
+    return explicit_count or (int(of_sbatch) if of_sbatch and of_sbatch.isdecimal() and int(of_sbatch) else 1)
 
 
 def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
@@ -157,23 +157,23 @@ def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
         UsageError: where there is none, or there are two, or tasks of an array would share it.
     """
     of_program = run_dir_of(program)
-    given = options["run_dir"]
-    found = str(given or of_program or "")
-    if not found:
+    explicit_run_dir = options["run_dir"]
+    run_dir = str(explicit_run_dir or of_program or "")
+    if not run_dir:
         raise UsageError(
             "hpcdist submit: expected the run folder, got none; give the program --run-dir, or put --run-dir before it "
             "with the folder that `checkpoints` is in."
         )
-    if given and of_program and Path(given).resolve() != of_program.resolve():
+    if explicit_run_dir and of_program and Path(explicit_run_dir).resolve() != of_program.resolve():
         raise UsageError(
-            f"hpcdist submit: expected one run folder, got {given!r} before the program and {str(of_program)!r} in its "
-            f"arguments; leave out the first."
+            f"hpcdist submit: expected one run folder, got {explicit_run_dir!r} before the program and "
+            f"{str(of_program)!r} in its arguments; leave out the first."
         )
-    if options["array"] and TASK not in found:
+    if options["array"] and TASK not in run_dir:
         raise UsageError(
-            f"hpcdist submit: expected a run folder for each task of the array, got {found!r}; put {TASK} into it."
+            f"hpcdist submit: expected a run folder for each task of the array, got {run_dir!r}; put {TASK} into it."
         )
-    return found
+    return run_dir
 
 
 def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: dict[str, Any], system: str) -> None:
@@ -187,8 +187,12 @@ def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: di
     is_slurm = system == "slurm"
     for option in chosen:
         if not (option.startswith("--") and _VALUE.fullmatch(option) if is_slurm else _SPACED.fullmatch(option)):
-            what = "of sbatch such as --partition=gpu, without spaces and quotes" if is_slurm else "such as '-q long'"
-            raise UsageError(f"hpcdist submit: expected options {what}, got {option!r}; write each as one word.")
+            expected_form = (
+                "of sbatch such as --partition=gpu, without spaces and quotes" if is_slurm else "such as '-q long'"
+            )
+            raise UsageError(
+                f"hpcdist submit: expected options {expected_form}, got {option!r}; write each as one word."
+            )
     if not is_slurm:
         _check_other_system(options, chosen, system)
     for argument in program:
@@ -201,14 +205,14 @@ def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: di
 
 def _check_other_system(options: dict[str, Any], chosen: Sequence[str], system: str) -> None:
     """Raise UsageError for what is written for Slurm only."""
-    given = next((name for name in ("array", "chain", "drill") if options[name]), None)
-    if given or options["launcher"] == "srun":
-        name = f"--{given}" if given else "--launcher srun"
+    slurm_option = next((name for name in ("array", "chain", "drill") if options[name]), None)
+    if slurm_option or options["launcher"] == "srun":
+        name = f"--{slurm_option}" if slurm_option else "--launcher srun"
         raise UsageError(f"hpcdist submit: expected {name} with Slurm, got --system {system}; leave it out.")
-    taken = next((one for one in chosen if _TAKEN[system].match(one)), None)
-    if taken is not None:
+    reserved = next((option for option in chosen if _TAKEN[system].match(option)), None)
+    if reserved is not None:
         raise UsageError(
-            f"hpcdist submit: expected options that the script has not made already, got {taken!r}; use --nodes, "
+            f"hpcdist submit: expected options that the script has not made already, got {reserved!r}; use --nodes, "
             f"--ntasks-per-node, --time, --name and --lead."
         )
     if options["time"] and not _LIMIT.fullmatch(options["time"]):
@@ -228,18 +232,18 @@ def _check_servers(n_servers: int, n_ranks: int, options: dict[str, Any]) -> Non
         )
 
 
-def _launcher_of(asked: str | None, library: str | None) -> tuple[str, ...]:
+def _launcher_of(launcher_name: str | None, library: str | None) -> tuple[str, ...]:
     """Return what starts the ranks inside the job: srun for MPICH, else mpirun with the nodes of the launch.
 
     Args:
-        asked: "srun" or "mpirun"; None: whichever fits.
+        launcher_name: "srun" or "mpirun"; None: whichever fits.
         library: which a site's setup loads in the job: its mpirun is in PATH there. None: that of mpi4py here.
     """
-    found = library or mpi_library()
-    if asked == "srun" or (asked is None and found == "mpich"):
-        return ("srun", "--mpi=pmi2" if found == "mpich" else "--mpi=pmix")
-    path = "mpirun" if library else find_launcher(found, {}).path
-    return (path, "--bind-to", "none") if found == "openmpi" else (path,)
+    library_name = library or mpi_library()
+    if launcher_name == "srun" or (launcher_name is None and library_name == "mpich"):
+        return ("srun", "--mpi=pmi2" if library_name == "mpich" else "--mpi=pmix")
+    path = "mpirun" if library else find_launcher(library_name, {}).path
+    return (path, "--bind-to", "none") if library_name == "openmpi" else (path,)
 
 
 def _submit(take: Sequence[str], script: str) -> int:
@@ -251,18 +255,18 @@ def _submit(take: Sequence[str], script: str) -> int:
         )
     line = [path, *options, *([] if name == "bsub" else [script])]
     try:
-        with open(script if name == "bsub" else "/dev/null") as given:
+        with open(script if name == "bsub" else "/dev/null") as stdin_file:
             done = subprocess.run(
-                line, stdin=given, capture_output=True, text=True, timeout=_SUBMIT_S, env=dict(read_environment())
+                line, stdin=stdin_file, capture_output=True, text=True, timeout=_SUBMIT_S, env=dict(read_environment())
             )
     except subprocess.TimeoutExpired as error:
         raise ConfigurationError(
             f"hpcdist submit: expected an answer of {name} within {_SUBMIT_S:g} s, got none; look at your jobs."
         ) from error
     if done.returncode:
-        said = " ".join(done.stderr.split())
+        error_text = " ".join(done.stderr.split())
         raise ConfigurationError(
-            f"hpcdist submit: expected {name} to take {script}, got {said!r}; correct the options."
+            f"hpcdist submit: expected {name} to take {script}, got {error_text!r}; correct the options."
         )
     answer = done.stdout.strip().partition(";")[0]
     of_lsf = _LSF_JOB.search(answer)

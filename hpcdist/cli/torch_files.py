@@ -72,7 +72,7 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
 def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
     _require_plain_file(source)
     try:
-        found: Any = (
+        state: Any = (
             _safetensors().load_file(source)
             if source.suffix == ".safetensors"
             else torch.load(source, map_location="cpu", weights_only=True)
@@ -86,29 +86,29 @@ def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
             f"from {source}; save its state_dict."
         ) from error
     if key is not None:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    is_state = isinstance(found, Mapping) and bool(found)
-    if not is_state or not all(isinstance(one, torch.Tensor) for one in found.values()):
-        keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        state = state.get(key) if isinstance(state, Mapping) else None
+    is_state = isinstance(state, Mapping) and bool(state)
+    if not is_state or not all(isinstance(entry, torch.Tensor) for entry in state.values()):
+        keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise UsageError(
             f"hpcdist ckpt import: expected a state_dict of tensors in {source}, got {keys[:200]}; name the entry that "
             f"is one by --key."
         )
-    for name, tensor in found.items():
+    for name, tensor in state.items():
         _require_storable(str(name), tensor, source)
-    nbytes = sum(tensor.nbytes for tensor in found.values())
+    nbytes = sum(tensor.nbytes for tensor in state.values())
     if nbytes > _MOST_TIMES_LARGER * source.stat().st_size:
         raise UsageError(
             f"hpcdist ckpt import: expected tensors of about the size of {source}, got {nbytes} bytes in "
             f"{source.stat().st_size}, as entries are expanded or share one memory; save a copy of each."
         )
-    if len({str(name) for name in found}) < len(found):
+    if len({str(name) for name in state}) < len(state):
         raise UsageError(
-            f"hpcdist ckpt import: expected names that differ as texts in {source}, got {len(found)} entries of which "
+            f"hpcdist ckpt import: expected names that differ as texts in {source}, got {len(state)} entries of which "
             f"some do not; rename them."
         )
-    plain_names = without_prefixes(map(str, found))
-    return {plain_names[str(name)]: tensor.resolve_conj().resolve_neg().contiguous() for name, tensor in found.items()}
+    plain_names = without_prefixes(map(str, state))
+    return {plain_names[str(name)]: tensor.resolve_conj().resolve_neg().contiguous() for name, tensor in state.items()}
 
 
 def _require_plain_file(source: Path) -> None:
@@ -121,9 +121,9 @@ def _require_plain_file(source: Path) -> None:
         raise UsageError(f"hpcdist ckpt import: expected to read {source}, got {error}; correct the path.") from None
     nbytes = sum(member.file_size for member in members)
     if not stat.S_ISREG(status.st_mode) or nbytes > _MOST_TIMES_LARGER * status.st_size:
-        found = f"{nbytes} bytes in {status.st_size}" if members else "a pipe, a device or a folder"
+        kind = f"{nbytes} bytes in {status.st_size}" if members else "a pipe, a device or a folder"
         raise UsageError(
-            f"hpcdist ckpt import: expected a regular file that is as large as what is in it, got {found} at {source}; "
+            f"hpcdist ckpt import: expected a regular file that is as large as what is in it, got {kind} at {source}; "
             f"copy it, or save it without compression."
         )
 
@@ -137,13 +137,13 @@ def _require_storable(name: str, tensor: torch.Tensor, source: Path) -> None:
     """Raise UsageError for a tensor that a checkpoint cannot hold."""
     is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
     is_plain = is_plain and not (tensor.is_quantized or tensor.is_nested)
-    what = f"dtype {str(tensor.dtype).removeprefix('torch.')}"
+    kind = f"dtype {str(tensor.dtype).removeprefix('torch.')}"
     if not is_plain:
-        what = f"layout {tensor.layout} on {tensor.device.type}"
+        kind = f"layout {tensor.layout} on {tensor.device.type}"
     if is_plain and is_storable(tensor.dtype):
         return
     raise UsageError(
-        f"hpcdist ckpt import: expected dense tensors of the dtypes that checkpoints hold, got {what} for {name!r} in "
+        f"hpcdist ckpt import: expected dense tensors of the dtypes that checkpoints hold, got {kind} for {name!r} in "
         f"{source}; convert it, and save the file again."
     )
 

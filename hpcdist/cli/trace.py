@@ -36,7 +36,11 @@ def command(folder: Path, attempt: int | None, out: Path | None) -> None:
     HPCDIST_TRACE=all hpcdist run -n 4 train.py --run-dir runs/a && hpcdist trace runs/a
     """
     run = read_run(folder)
-    chosen = [one for one in run.attempts if one.ranks and attempt in (None, one.number)]
+    chosen = [
+        attempt_records
+        for attempt_records in run.attempts
+        if attempt_records.ranks and attempt in (None, attempt_records.number)
+    ]
     last = run.last_trained if attempt is None else None
     if not chosen:
         raise UsageError(
@@ -44,24 +48,31 @@ def command(folder: Path, attempt: int | None, out: Path | None) -> None:
             f"have a PreemptionCheckpointHandler or BackupAndRestore in the program, without HPCDIST_TRACE=off."
         )
     number = (last or chosen[-1]).number
-    found = next(one for one in read_run(folder, steps_of=number).attempts if one.number == number)
+    traced_attempt = next(
+        attempt_records
+        for attempt_records in read_run(folder, steps_of=number).attempts
+        if attempt_records.number == number
+    )
     path = out or folder / "trace.json"
-    events = events_of(found)
+    events = events_of(traced_attempt)
     durable.replace_text(durable.Disk(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    n_steps = sum(len(one.steps) for one in found.ranks)
-    ranks = "rank" if len(found.ranks) == 1 else "ranks"
-    echo(f"{path}: {n_steps} steps of {len(found.ranks)} {ranks}; open it in ui.perfetto.dev")
+    n_steps = sum(len(rank.steps) for rank in traced_attempt.ranks)
+    ranks = "rank" if len(traced_attempt.ranks) == 1 else "ranks"
+    echo(f"{path}: {n_steps} steps of {len(traced_attempt.ranks)} {ranks}; open it in ui.perfetto.dev")
 
 
 def events_of(attempt: AttemptRecords) -> list[dict[str, Any]]:
     """Return the events of an attempt in Chrome's format: times in microseconds since the first process began. Pure."""
     offsets = offsets_of(attempt.ranks)
-    corrections = {one.rank: offsets[one.host] - (one.clock[1] - one.clock[0]) for one in attempt.ranks}
-    zero = min(one.process_began + corrections[one.rank] for one in attempt.ranks)
+    corrections = {
+        rank_records.rank: offsets[rank_records.host] - (rank_records.clock[1] - rank_records.clock[0])
+        for rank_records in attempt.ranks
+    }
+    zero = min(rank_records.process_began + corrections[rank_records.rank] for rank_records in attempt.ranks)
     events = []
     for rank in attempt.ranks:
         of_rank = _events_of_rank(rank, offsets[rank.host] - zero, corrections[rank.rank] - zero)
-        events += [{**one, "pid": rank.rank} for one in of_rank]
+        events += [{**event, "pid": rank.rank} for event in of_rank]
     return events
 
 
@@ -78,11 +89,17 @@ def _events_of_rank(rank: RankRecords, of_monotonic: float, of_unix: float) -> I
     yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank.rank}}
     for track, title in _TRACKS.items():
         yield {"ph": "M", "name": "thread_name", "tid": track, "args": {"name": title}}
-    for one in rank.steps:
-        yield _span(f"step {one.step}", "step", one.began + of_monotonic, one.ended + of_monotonic, _MAIN)
-        for track, spans in ((_MAIN, one.spans), (_BACKGROUND, one.background)):
-            for kind, what, began, ended in spans:
-                yield _span(what, kind, began + of_monotonic, ended + of_monotonic, track)
+    for step_record in rank.steps:
+        yield _span(
+            f"step {step_record.step}",
+            "step",
+            step_record.began + of_monotonic,
+            step_record.ended + of_monotonic,
+            _MAIN,
+        )
+        for track, spans in ((_MAIN, step_record.spans), (_BACKGROUND, step_record.background)):
+            for kind, span_name, began, ended in spans:
+                yield _span(span_name, kind, began + of_monotonic, ended + of_monotonic, track)
     for window in rank.windows:
         if window.steps is not None:
             title = f"steps {window.steps[0]}-{window.steps[1]}"
@@ -105,34 +122,37 @@ def offsets_of(ranks: Sequence[RankRecords]) -> dict[str, float]:
     """
     first = ranks[0]
     sums: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
-    for one in ranks:
-        of_host = sums.setdefault(one.host, {})
-        for key, (began, ended) in _sums_of(one.steps):
+    for rank in ranks:
+        of_host = sums.setdefault(rank.host, {})
+        for key, (began, ended) in _sums_of(rank.steps):
             last, soonest = of_host.get(key, (began, ended))
             of_host[key] = max(last, began), min(soonest, ended)
-    own = {one.host: one.clock[1] - one.clock[0] for one in reversed(ranks)}
-    found = {first.host: own[first.host]}
-    for host in own:
+    local_offsets = {rank.host: rank.clock[1] - rank.clock[0] for rank in reversed(ranks)}
+    corrected_offsets = {first.host: local_offsets[first.host]}
+    for host in local_offsets:
         if host == first.host:
             continue
         shared = [(sums[first.host][key], sums[host][key]) for key in sums[host] if key in sums[first.host]]
-        bounds = [(entered - left, left_first - entered_here) for (entered, left_first), (entered_here, left) in shared]
-        difference = own[host] - own[first.host]
+        bounds = [
+            (entered - exited_here, left_first - entered_here)
+            for (entered, left_first), (entered_here, exited_here) in shared
+        ]
+        difference = local_offsets[host] - local_offsets[first.host]
         if bounds:
             low = max(low for low, _ in bounds)
             high = min(high for _, high in bounds)
             if low > high:  # the clocks drift apart: as they were in the middle
                 low = high = median((low + high) / 2 for low, high in bounds)
             difference = difference if low <= difference <= high else (low + high) / 2
-        found[host] = own[first.host] + difference
-    return found
+        corrected_offsets[host] = local_offsets[first.host] + difference
+    return corrected_offsets
 
 
 def _sums_of(steps: Sequence[StepRecord]) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
     """Yield sums over all ranks: which step and its number there, and when it was entered and left."""
-    for one in steps:
+    for step_record in steps:
         number = 0
-        for kind, name, began, ended in (*one.spans, *one.background):
+        for kind, name, began, ended in (*step_record.spans, *step_record.background):
             if kind == "communication" and name.startswith(_SUMS):
-                yield (one.step, number), (began, ended)
+                yield (step_record.step, number), (began, ended)
                 number += 1

@@ -159,16 +159,16 @@ def origin_of(environ: Mapping[str, str], name: str) -> str:
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     """Return the launcher's facts about this process, or None if it was started by hand."""
-    found = None
+    first_launcher = None
     for size_name, rank_name, name in LAUNCHER_VARIABLES:
         size = environ.get(size_name, "")
         rank = environ.get(rank_name, "")
         if size.isdecimal() and rank.isdecimal():
             launcher = Launcher(name, int(size), int(rank), size_name, rank_name)
-            found = found or launcher
+            first_launcher = first_launcher or launcher
             if launcher.size > 1:
                 return launcher
-    return found
+    return first_launcher
 
 
 def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:

@@ -236,14 +236,18 @@ def tasks_of_roles(counts: Mapping[str, int | None], size: int) -> list[Task]:
     """
     fixed = sum(count for count in counts.values() if count is not None)
     is_open = None in counts.values()
-    rest = size - fixed
-    if rest < (1 if is_open else 0) or (rest > 0 and not is_open):
+    n_remaining = size - fixed
+    if n_remaining < (1 if is_open else 0) or (n_remaining > 0 and not is_open):
         wanted = f"at least {fixed + 1}" if is_open else f"exactly {fixed}"
         text = ",".join(f"{type_}:{'*' if count is None else count}" for type_, count in counts.items())
         raise ConfigurationError(
             f"roles: expected {wanted} ranks for {text}, got {size}; start that many (mpirun -n) or change the roles."
         )
-    return [Task(type_, index) for type_, count in counts.items() for index in range(rest if count is None else count)]
+    return [
+        Task(type_, index)
+        for type_, count in counts.items()
+        for index in range(n_remaining if count is None else count)
+    ]
 
 
 def spec_of_tasks(tasks: list[Task]) -> ClusterSpec:
@@ -269,16 +273,16 @@ class UnionResolver(ClusterResolver):
     def __init__(self, *resolvers: ClusterResolver) -> None:
         if not resolvers or not all(isinstance(resolver, ClusterResolver) for resolver in resolvers):
             raise UsageError(
-                f"UnionResolver: expected cluster resolvers, got {', '.join(type(one).__name__ for one in resolvers)}; "
+                f"UnionResolver: expected cluster resolvers, got {', '.join(type(arg).__name__ for arg in resolvers)}; "
                 f"pass one or more, such as TFConfigClusterResolver()."
             )
         self._resolvers = resolvers
 
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
         """Return the joined cluster, and this process's task in it."""
-        found = [resolver.resolve(rank, size) for resolver in self._resolvers]
-        joined = _join([spec for spec, _ in found])
-        return joined, next((_renumbered(task, spec, joined) for spec, task in found if task is not None), None)
+        resolutions = [resolver.resolve(rank, size) for resolver in self._resolvers]
+        joined = _join([spec for spec, _ in resolutions])
+        return joined, next((_renumbered(task, spec, joined) for spec, task in resolutions if task is not None), None)
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the joined cluster."""
@@ -318,7 +322,11 @@ def _join_tasks(type_: str, specs: list[ClusterSpec]) -> Addresses:
         ConfigurationError: when an index that is kept has two addresses.
     """
     if None not in [address for spec in specs for address in spec.job_tasks(type_)]:
-        return list(dict.fromkeys(spec.task_address(type_, one) for spec in specs for one in spec.task_indices(type_)))
+        return list(
+            dict.fromkeys(
+                spec.task_address(type_, task_index) for spec in specs for task_index in spec.task_indices(type_)
+            )
+        )
     tasks: dict[int, str] = {}
     for spec in specs:
         for index in spec.task_indices(type_):

@@ -68,10 +68,10 @@ def time_left_s(environ: Mapping[str, str]) -> float | None:
 
 
 def _expand(part: str) -> list[str]:
-    head, bracket, rest = part.partition("[")
+    head, bracket, after_bracket = part.partition("[")
     if not bracket:
         return [part]
-    inside, _, tail = rest.partition("]")
+    inside, _, tail = after_bracket.partition("]")
     return [head + number + end for piece in inside.split(",") for number in _range(piece) for end in _expand(tail)]
 
 
@@ -198,10 +198,10 @@ def _whole_number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _counts_per_node(given: int | list[int] | None, environ: Mapping[str, str], n_hosts: int) -> list[int]:
-    if isinstance(given, int):
-        return [given] * n_hosts
-    counts = given or parse_tasks_per_node(_variable(environ, "SLURM_STEP_TASKS_PER_NODE"))
+def _counts_per_node(tasks_per_node: int | list[int] | None, environ: Mapping[str, str], n_hosts: int) -> list[int]:
+    if isinstance(tasks_per_node, int):
+        return [tasks_per_node] * n_hosts
+    counts = tasks_per_node or parse_tasks_per_node(_variable(environ, "SLURM_STEP_TASKS_PER_NODE"))
     if len(counts) != n_hosts:
         raise ConfigurationError(
             f"slurm: expected task counts for {n_hosts} hosts, got {len(counts)}; check SLURM_STEP_TASKS_PER_NODE."

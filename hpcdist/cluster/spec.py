@@ -62,8 +62,8 @@ class ClusterSpec:
     _jobs: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 
     def __init__(self, jobs: "Mapping[str, Addresses] | ClusterSpec") -> None:
-        given = jobs.as_dict() if isinstance(jobs, ClusterSpec) else jobs
-        numbered = {type_: _numbered(type_, addresses) for type_, addresses in given.items()}
+        addresses_by_type = jobs.as_dict() if isinstance(jobs, ClusterSpec) else jobs
+        numbered = {type_: _numbered(type_, addresses) for type_, addresses in addresses_by_type.items()}
         _check_distinct([address for tasks in numbered.values() for _, address in tasks])
         ordered = tuple((type_, numbered[type_]) for type_ in TASK_TYPES if numbered.get(type_))
         object.__setattr__(self, "_jobs", ordered)
@@ -93,8 +93,8 @@ class ClusterSpec:
         return [address for _, address in tasks] if is_dense else dict(tasks)
 
     def _tasks_of(self, type_: str) -> dict[int, str]:
-        for known, tasks in self._jobs:
-            if known == type_:
+        for job_type, tasks in self._jobs:
+            if job_type == type_:
                 return dict(tasks)
         raise ConfigurationError(f"cluster: expected a task type of {self.jobs}, got {type_!r}; add it to the cluster.")
 
@@ -150,9 +150,9 @@ class ClusterSpec:
         indices = self.task_indices(task.type)
         if task.index not in indices:
             is_dense = indices == list(range(len(indices)))
-            known = f"from 0 to {len(indices) - 1}" if is_dense else f"of {', '.join(map(str, indices))}"
+            valid_indices = f"from 0 to {len(indices) - 1}" if is_dense else f"of {', '.join(map(str, indices))}"
             raise ConfigurationError(
-                f"cluster: expected a {task.type} index {known}, got {task.index}; "
+                f"cluster: expected a {task.type} index {valid_indices}, got {task.index}; "
                 f"give the task an index that the cluster lists."
             )
 
@@ -171,8 +171,8 @@ def _numbered(type_: str, addresses: Addresses) -> tuple[tuple[int, str], ...]:
         raise ConfigurationError(
             f"cluster: expected at most one {type_}, got {len(addresses)}; keep one entry in cluster.{type_}."
         )
-    given = list(addresses.items() if isinstance(addresses, Mapping) else enumerate(addresses))
-    for index, address in given:
+    indexed_addresses = list(addresses.items() if isinstance(addresses, Mapping) else enumerate(addresses))
+    for index, address in indexed_addresses:
         if not str(index).isdecimal() or isinstance(index, bool):
             raise ConfigurationError(
                 f"cluster: expected indices from 0 in cluster.{type_}, got {index!r}; number the tasks."
@@ -181,7 +181,7 @@ def _numbered(type_: str, addresses: Addresses) -> tuple[tuple[int, str], ...]:
             raise ConfigurationError(
                 f"cluster: expected addresses as text in cluster.{type_}, got {address!r}; name a host or a label."
             )
-    return tuple(sorted((int(index), address) for index, address in given))  # JSON has texts for keys
+    return tuple(sorted((int(index), address) for index, address in indexed_addresses))  # JSON has texts for keys
 
 
 def _check_distinct(addresses: list[str]) -> None:

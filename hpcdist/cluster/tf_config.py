@@ -55,18 +55,18 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    json_object = dict(pairs)
+    if len(json_object) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
         raise ConfigurationError(f"TF_CONFIG: expected every key once, got {repeated!r} twice; keep one.")
-    return found
+    return json_object
 
 
-def _check_keys(found: dict[str, Any], valid: tuple[str, ...], where: str) -> None:
+def _check_keys(section: dict[str, Any], valid: tuple[str, ...], where: str) -> None:
     """Raise ConfigurationError for a key that is a misspelt one; warn of others, which TensorFlow ignores, too."""
-    missing = [key for key in valid if key not in found]
-    for key in found:
+    missing = [key for key in valid if key not in section]
+    for key in section:
         if key in valid:
             continue
         meant = difflib.get_close_matches(key, missing, 1, 0.7)
@@ -91,9 +91,9 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
                 f"TF_CONFIG.task: expected {key!r} as {'text' if kind is str else 'a whole number'}, "
                 f'got {value!r}; write {{"type": "worker", "index": 0}}.'
             )
-    found = Task(type_, index)
-    _check_task(found, spec)
-    return found
+    parsed_task = Task(type_, index)
+    _check_task(parsed_task, spec)
+    return parsed_task
 
 
 def _check_task(task: Task, spec: ClusterSpec) -> None:
@@ -124,22 +124,22 @@ class TFConfigClusterResolver(ClusterResolver):
         environment: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._given = (task_type, task_id)
+        self._explicit_task = (task_type, task_id)
         self._environ = environ
         self.rpc_layer = rpc_layer
 
     def _read(self) -> tuple[ClusterSpec, Task | None]:
         source = read_environment() if self._environ is None else self._environ
         spec, task = parse_tf_config(source.get("TF_CONFIG", ""))
-        type_, index = self._given
+        type_, index = self._explicit_task
         if type_ is None and index is None:
             return spec, task
-        found = Task(
+        effective_task = Task(
             type_ or (task.type if task else "worker"), index if index is not None else task.index if task else 0
         )
         if spec:
-            _check_task(found, spec)
-        return spec, found
+            _check_task(effective_task, spec)
+        return spec, effective_task
 
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
         """Return the cluster and the task of TF_CONFIG."""

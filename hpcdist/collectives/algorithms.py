@@ -136,13 +136,16 @@ def measure(group: Group) -> None:
     arena = np.empty(ROTATED_BYTES // 4, np.float32)
     arena.fill(0)  # now, not page by page in what is timed; sums of zeros never overflow
     for number, nbytes in enumerate(MEASURED_BYTES):
-        both = candidates(group.placement, nbytes)
-        times = _times(group, _rotate(arena, nbytes), both, nbytes)
+        contenders = candidates(group.placement, nbytes)
+        times = _times(group, _rotate(arena, nbytes), contenders, nbytes)
         has_evidence = len(times) >= _LEAST_ROUNDS
         if has_evidence and is_clearly_faster(times[:, 1], times[:, 0]):
-            rows[number] = nbytes, both[1]
+            rows[number] = nbytes, contenders[1]
         if group.rank == 0:
-            took = (f"{one.value} {1e6 * median:.1f} us" for one, median in zip(both, np.median(times, 0), strict=True))
+            took = (
+                f"{contender.value} {1e6 * median:.1f} us"
+                for contender, median in zip(contenders, np.median(times, 0), strict=True)
+            )
             chosen = rows[number][1].value
             logger.info("all_reduce: AUTO takes %s from %d bytes on: %s", chosen, nbytes, ", ".join(took))
         if not has_evidence:

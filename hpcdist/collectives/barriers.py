@@ -91,10 +91,10 @@ def _absent(group: Group, number: int, timeout_s: float) -> list[int]:
         root = _receive(group, {0}, _ROOT_HERE, number, timeout_s)
         verdict = _receive(group, {0}, _ABSENT, number, timeout_s + _LATE_S) if root else {}
     else:
-        others = set(range(1, group.size))
-        sent = [comm.isend((number, None), rank, _ROOT_HERE) for rank in others]
-        here = _receive(group, others, _HERE, number, timeout_s)
-        verdict = {0: sorted(others - set(here))}
+        other_ranks = set(range(1, group.size))
+        sent = [comm.isend((number, None), rank, _ROOT_HERE) for rank in other_ranks]
+        here = _receive(group, other_ranks, _HERE, number, timeout_s)
+        verdict = {0: sorted(other_ranks - set(here))}
         sent += [comm.isend((number, verdict[0]), rank, _ABSENT) for rank in here]
     wait_until(lambda: all(request.Test() for request in sent), _LATE_S)
     absent: list[int] = verdict.get(0, [0])
@@ -164,9 +164,9 @@ def first_rank_first(group: Group, per_host: bool, timeout_s: float) -> Iterator
 
 def _tell_whether_failed(has_failed: bool, ranks: MPI.Comm, group: Group, timeout_s: float) -> bool:
     """Return whether the first rank has failed, once it has said so. Collective: `ranks`."""
-    own = np.array([has_failed], np.int64)
-    found = np.empty(1, np.int64)
-    request = ranks.Iallreduce(own, found, MPI.MAX)
+    local_flag = np.array([has_failed], np.int64)
+    global_flag = np.empty(1, np.int64)
+    request = ranks.Iallreduce(local_flag, global_flag, MPI.MAX)
     if not wait_until(request.Test, timeout_s, max_sleep_s=_MAX_SLEEP_S):
         raise late("rank_zero_first", timeout_s, "some", group.world)
-    return bool(found[0])
+    return bool(global_flag[0])

@@ -90,8 +90,8 @@ def _check(buffer: Any, kinds: str) -> None:
             f"all_reduce: expected a numpy, torch or cupy array, got {type(buffer).__name__}; wrap it in numpy.array."
         )
     if not contiguous or not writeable:
-        what = "a read-only one" if contiguous else "one that is not contiguous"
-        raise CollectiveError(f"all_reduce: expected a writable contiguous array, got {what}; pass a copy.")
+        description = "a read-only one" if contiguous else "one that is not contiguous"
+        raise CollectiveError(f"all_reduce: expected a writable contiguous array, got {description}; pass a copy.")
 
 
 def _require_numbers(buffer: Any, has_numbers: bool) -> None:
@@ -119,7 +119,7 @@ def _torch_array(tensor: Any) -> Iterator[Array]:
     tensor.copy_(staged.to(tensor.dtype))
 
 
-def to_host(given: Any, call: str) -> Array:
+def to_host(array_like: Any, call: str) -> Array:
     """Return a C-contiguous host array with the values of a numpy, torch or cupy array, or of what numpy takes for one.
 
     Half precision, which MPI has no type for, comes as float32. The array may share the memory of what was given.
@@ -127,14 +127,14 @@ def to_host(given: Any, call: str) -> Array:
     Raises:
         CollectiveError: for a sparse tensor, or what is not of numbers or bools; on this rank only.
     """
-    if hasattr(given, "new_tensor"):
-        if given.is_sparse:
+    if hasattr(array_like, "new_tensor"):
+        if array_like.is_sparse:
             raise CollectiveError(f"{call}: expected a dense tensor, got a sparse one; call to_dense() first.")
-        tensor = given.detach().contiguous()
+        tensor = array_like.detach().contiguous()
         host = (tensor.float() if dtype_name(tensor) in HALF else tensor).cpu().numpy()
     else:
         try:
-            host = np.asarray(given.get() if hasattr(given, "__cuda_array_interface__") else given)
+            host = np.asarray(array_like.get() if hasattr(array_like, "__cuda_array_interface__") else array_like)
         except (ValueError, TypeError) as error:
             raise CollectiveError(f"{call}: expected numbers or bools, got {error}; pass an array.") from error
         host = host.astype(np.float32) if host.dtype.name in HALF else host

@@ -179,7 +179,9 @@ def _reduce_grouped(
     group.require_same_call("grouped_all_reduce", f"{reduction.name} of {', '.join(described)}")
     on_device = [buffer for buffer in buffers if is_device_buffer(buffer)]
     with ExitStack() as stack:
-        arrays = [stack.enter_context(host_array(one)) for one in buffers if not is_device_buffer(one)]
+        arrays = [
+            stack.enter_context(host_array(host_buffer)) for host_buffer in buffers if not is_device_buffer(host_buffer)
+        ]
         for dtype in sorted({array.dtype.str for array in arrays}):
             members = [array for array in arrays if array.dtype.str == dtype]
             packed = np.concatenate([array.reshape(-1) for array in members])
@@ -239,10 +241,10 @@ def _require_scalable(dtype: str) -> None:
 
 def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Group) -> None:
     """Do what `all_reduce` does, in a given group. Collective: `group.comm`."""
-    asked = options.implementation
+    requested = options.implementation
     is_in_device_memory = is_device_buffer(buffer)
-    if is_in_device_memory or asked is Implementation.NCCL:
-        if asked in (Implementation.AUTO, Implementation.HIERARCHICAL):
+    if is_in_device_memory or requested is Implementation.NCCL:
+        if requested in (Implementation.AUTO, Implementation.HIERARCHICAL):
             find_nccl(group)
         route = choose_route(group.facts, options, op, 0, dtype_name(buffer))
         if route.is_on_device:

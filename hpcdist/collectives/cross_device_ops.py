@@ -66,13 +66,13 @@ class CrossDeviceOps(AllReduceAlgorithm):
         rows = np.empty((comm.size, array.size), array.dtype)
         comm.Allgather(array, rows)
         result = self.reduce_implementation(ReduceOp.SUM, RankValues(tuple(rows)), array, CommunicationOptions())
-        made = np.asarray(getattr(result, "values", (result,))[0])
-        if made.size != array.size:
+        reduced = np.asarray(getattr(result, "values", (result,))[0])
+        if reduced.size != array.size:
             raise CollectiveError(
                 f"{type(self).__name__}: expected reduce_implementation to return {array.size} elements, got shape "
-                f"{made.shape}; return one array like each of the values."
+                f"{reduced.shape}; return one array like each of the values."
             )
-        array[...] = made.reshape(array.shape)
+        array[...] = reduced.reshape(array.shape)
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -137,7 +137,7 @@ class NcclAllReduce(CrossDeviceOps):
 
 
 def _name_of(op: MPI.Op) -> str:
-    return next(name for name, known in OPS.items() if mpi_op(known) == op)
+    return next(name for name, candidate in OPS.items() if mpi_op(candidate) == op)
 
 
 def options_with(ops: CrossDeviceOps, options: CommunicationOptions) -> CommunicationOptions:

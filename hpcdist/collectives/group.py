@@ -86,7 +86,7 @@ class Group:
         self.host = self._hosts.host
         self.names = [f"rank {rank}" for rank in self.placement.hosts[self.host]]
         self.is_background = is_background
-        self._kept: dict[Any, Any] = {}
+        self._resources: dict[Any, Any] = {}
         self._frees: list[Callable[[], None]] = []
         self.timeout_s = timeout_s or world.timeout_s
         self._board, self._no_board = self._share_board()
@@ -106,16 +106,16 @@ class Group:
 
         Collective at the first call, if `make` is.
         """
-        if key not in self._kept:
-            made = self._kept[key] = make()
+        if key not in self._resources:
+            new_resource = self._resources[key] = make()
             if free is not None:
-                self._frees.append(lambda: free(made))
-        kept: T = self._kept[key]
-        return kept
+                self._frees.append(lambda: free(new_resource))
+        resource: T = self._resources[key]
+        return resource
 
-    def kept(self, key: Any) -> Any:
+    def peek(self, key: Any) -> Any:
         """Return what is kept under a key, None if nothing is."""
-        return self._kept.get(key)
+        return self._resources.get(key)
 
     def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
         """Raise on every rank of `comm`, default all of the group, what failed on one; see `World.agree`."""
@@ -131,7 +131,7 @@ class Group:
             free()
         if self._call_check is not None:
             self._call_check.free()
-        self._kept.clear()
+        self._resources.clear()
         self._frees.clear()
         if self._own_hosts is not None:
             self._own_hosts.free()
@@ -153,18 +153,18 @@ class Group:
 
         The group of the role also has each rank watch whether its neighbour lives.
         """
-        found = self.node_comm.allgather((str(self.world), os.getpid(), process_namespace()))
-        peers = [Peer(name, pid) for name, pid, _ in found]
+        identities = self.node_comm.allgather((str(self.world), os.getpid(), process_namespace()))
+        peers = [Peer(name, pid) for name, pid, _ in identities]
         board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
         flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
         codes = None if self._board is None else self._board[CODE_CELL::CELLS]
-        own = board, self.node_comm.rank, codes
+        journal_args = board, self.node_comm.rank, codes
         self.marks: CallMarks | None = None
         if self._board is not None:
             first, second = (self._board[cell::CELLS] for cell in MARK_CELLS)
             self.marks = CallMarks((first, second), self.node_comm.rank, [peer.name for peer in peers])
         reports = self.world.debug & {"calls", "summary"}
-        self.journal = ReportingJournal(self._report_call, *own) if reports else Journal(*own)
+        self.journal = ReportingJournal(self._report_call, *journal_args) if reports else Journal(*journal_args)
         time_spent.watch(self.journal, self.is_background)
         warn_s = min(WARN_S, self.timeout_s / 2)
         end = functools.partial(end_job, "", ExitCode.INTERNAL)
@@ -172,7 +172,7 @@ class Group:
         if self.size > 1:
             self.watchdog.watch(self.journal, () if board is None else peers, flags)
         self._neighbour: NeighbourWatch | None = None
-        if flags is not None and is_of_role and len({namespace for *_, namespace in found}) == 1:
+        if flags is not None and is_of_role and len({namespace for *_, namespace in identities}) == 1:
             call_on_failure(functools.partial(self._announce_failure, flags))
             self._neighbour = NeighbourWatch(peers, self.node_comm.rank, flags, has_left, end)
 
@@ -241,21 +241,21 @@ class Group:
             journal.enter(op, dtype, n_elements)
         return journal
 
-    def require_same_call(self, call: str, own: str) -> None:
+    def require_same_call(self, call: str, details: str) -> None:
         """Raise CollectiveError on all ranks unless all make the same call. Collective: `comm`.
 
         Args:
             call: its name.
-            own: what must be the same on all ranks.
+            details: what must be the same on all ranks.
 
         Cost: two all-reduces of 8 bytes.
         """
         if self.size > 1:
             self.world.require_same(
-                own,
+                details,
                 self.comm,
                 lambda firsts: CollectiveError(
-                    f"{call}: expected {firsts} as on rank 0, got {own}; make the same call on every rank."
+                    f"{call}: expected {firsts} as on rank 0, got {details}; make the same call on every rank."
                 ),
             )
 

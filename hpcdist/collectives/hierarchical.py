@@ -69,7 +69,7 @@ def all_reduce(
     starts = range(0, flat.size, n_chunk)
     chunks = [_Chunk(group, flat[start : start + n_chunk], start) for start in starts]
     plan = group.lane_plan(ordered)
-    run_pipeline([functools.partial(one.begin, op, plan, wire, key) for one in chunks], chunks)
+    run_pipeline([functools.partial(chunk.begin, op, plan, wire, key) for chunk in chunks], chunks)
 
 
 def _make_stage(group: Group) -> Stage:
@@ -167,7 +167,7 @@ class _Chunk:
             self._stage = group.keep("stage of lanes", lambda: _make_stage(group))
             self._views = self._stage.next_views(self._elements.dtype, self._elements.size)
             rows = self._stage.put(self._elements, self._views)
-            start += self._views.own.start
+            start += self._views.owned_range.start
             group.barrier.wait()
             add_rows(rows, plan.local_additions, op.ufunc)
         self._rows = rows
@@ -201,8 +201,8 @@ class LaneExchange:
         plan: which rows travel and how they are combined.
         op: the reduction.
         wire: how elements travel.
-        rows: this rank's slice as each local rank has it; the host's sums are in the rows `plan.kept`. The result
-            is left in `rows[0]`.
+        rows: this rank's slice as each local rank has it; the host's sums are in the rows `plan.retained_rows`. The
+            result is left in `rows[0]`.
         key: names the buffer and where the slice starts in it, to the wire.
     """
 
@@ -217,24 +217,24 @@ class LaneExchange:
         self._wire = wire
         self._rows = rows
         self._key = key
-        self._others = [peer for peer in range(self._lane.size) if peer != self._lane.rank]
+        self._peers = [peer for peer in range(self._lane.size) if peer != self._lane.rank]
         self._parts = [block_bounds(rows[0].size, self._lane.size, peer) for peer in range(self._lane.size)]
-        self._own = slice(*self._parts[self._lane.rank])
+        self._owned_range = slice(*self._parts[self._lane.rank])
         self._requests: list[MPI.Request] = []
         self._sent: list[Array] = []
 
     def begin(self) -> None:
         """Send each host its part of this host's sums; receive theirs of this rank's part."""
-        own = self._rows[0][self._own]
+        owned_part = self._rows[0][self._owned_range]
         self._arriving = {
-            (peer, row): self._wire.empty(np.empty_like(own))
-            for peer in self._others
+            (peer, row): self._wire.empty(np.empty_like(owned_part))
+            for peer in self._peers
             for row in range(self._plan.arriving[peer])
         }
         for (peer, _), buffer in self._arriving.items():
             self._receive(buffer, peer)
-        for peer in self._others:
-            for local_rank in self._plan.kept:
+        for peer in self._peers:
+            for local_rank in self._plan.retained_rows:
                 part = self._rows[local_rank][slice(*self._parts[peer])]
                 self.send(self._wire.encode(part, (*self._key, 0, local_rank, peer)), peer)
 
@@ -243,15 +243,15 @@ class LaneExchange:
         self._wait()
         rows = [row for host in range(self._lane.size) for row in self._addends(host)]
         add_rows(rows, self._plan.additions, self._op.ufunc)
-        own = self._rows[0][self._own]
-        own[...] = rows[self._plan.root]
-        encoded = self._wire.encode(own, (*self._key, 1))
-        self._wire.decode(encoded, own)  # so that the owner has the same bits as the others
-        self._results = [(peer, self._rows[0][slice(*self._parts[peer])]) for peer in self._others]
+        owned_part = self._rows[0][self._owned_range]
+        owned_part[...] = rows[self._plan.root]
+        encoded = self._wire.encode(owned_part, (*self._key, 1))
+        self._wire.decode(encoded, owned_part)  # so that the owner has the same bits as the others
+        self._results = [(peer, self._rows[0][slice(*self._parts[peer])]) for peer in self._peers]
         self._received = [self._wire.empty(part) for _, part in self._results]
         for (peer, _), buffer in zip(self._results, self._received, strict=True):
             self._receive(buffer, peer)
-        for peer in self._others:
+        for peer in self._peers:
             self.send(encoded, peer)
 
     def finish(self) -> None:
@@ -263,7 +263,7 @@ class LaneExchange:
     def _addends(self, host: int) -> list[Array]:
         """Return the sums that a host contributes to this rank's part."""
         if host == self._lane.rank:
-            return [self._rows[local_rank][self._own] for local_rank in self._plan.kept]
+            return [self._rows[local_rank][self._owned_range] for local_rank in self._plan.retained_rows]
         received = [self._arriving[host, row] for row in range(self._plan.arriving[host])]
         values = [self._values(buffer) for buffer in received]
         for buffer, row in zip(received, values, strict=True):
@@ -271,8 +271,8 @@ class LaneExchange:
         return values
 
     def _values(self, buffer: Array) -> Array:
-        own = self._rows[0][self._own]
-        return buffer if buffer.dtype == own.dtype else np.empty_like(own)
+        owned_part = self._rows[0][self._owned_range]
+        return buffer if buffer.dtype == owned_part.dtype else np.empty_like(owned_part)
 
     def send(self, array: Array, peer: int) -> None:
         """Start to send an array, which is kept until it has arrived."""

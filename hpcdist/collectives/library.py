@@ -33,25 +33,25 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
     """
     marks = group.marks
     dtype = array.dtype
-    other = None
+    differing_call = None
     if marks is not None:
         mark = marks.begin(op.title, dtype.kind, dtype.itemsize, array.nbytes)
-        other = marks.other_size(mark)
-    if other is None:
+        differing_call = marks.other_size(mark)
+    if differing_call is None:
         try:
             _reduce(array, group.comm, op)
         except MPI.Exception as error:
             raise _differs(array, op, group, f"{error.Get_error_string().splitlines()[0]!r} from MPI") from error
         if marks is not None:
-            other = marks.other_call(mark)
-    if other is not None:
-        raise _differs(array, op, group, other)
+            differing_call = marks.other_call(mark)
+    if differing_call is not None:
+        raise _differs(array, op, group, differing_call)
 
 
 def mpi_op(op: Op) -> MPI.Op:
     """Return MPI's name for a reduction."""
-    found: MPI.Op = getattr(MPI, op.mpi_name)
-    return found
+    operation: MPI.Op = getattr(MPI, op.mpi_name)
+    return operation
 
 
 def _reduce(array: npt.NDArray[Any], comm: MPI.Comm, op: Op) -> None:
@@ -64,10 +64,10 @@ def _reduce(array: npt.NDArray[Any], comm: MPI.Comm, op: Op) -> None:
         comm.Allreduce(MPI.IN_PLACE, flat[start : start + n_piece], mpi_op(op))
 
 
-def _differs(array: npt.NDArray[Any], op: Op, group: Group, got: str) -> DesyncError:
+def _differs(array: npt.NDArray[Any], op: Op, group: Group, actual: str) -> DesyncError:
     return DesyncError(
         f"{op.title}: expected the same call on every rank, {array.dtype} of {array.nbytes} bytes on {group.world}, "
-        f"got {got}; let all ranks make the same calls in the same order: HPCDIST_DEBUG=collectives names them."
+        f"got {actual}; let all ranks make the same calls in the same order: HPCDIST_DEBUG=collectives names them."
     )
 
 
@@ -88,27 +88,27 @@ def broadcast(array: npt.NDArray[Any], comm: MPI.Comm, root: int = 0) -> None:
         comm.Bcast(flat[start : start + PIECE_BYTES], root)
 
 
-def all_gather(own: npt.NDArray[Any], counts: Sequence[int], joined: npt.NDArray[Any], group: Group) -> None:
+def all_gather(local_array: npt.NDArray[Any], counts: Sequence[int], joined: npt.NDArray[Any], group: Group) -> None:
     """Put the flat arrays of all ranks into `joined`, in the order of the ranks.
 
     Collective: `group.comm`. Blocking. Same dtype and counts required on every rank: yes.
 
     Args:
-        own: this rank's, contiguous, of any dtype, on the host.
+        local_array: this rank's, contiguous, of any dtype, on the host.
         counts: elements of each rank's array.
         joined: as many elements as all of them, contiguous; overwritten.
         group: any size >= 1.
 
     Cost: chosen by the library; every rank receives all others' bytes. From 1 GiB on a broadcast for each rank.
     """
-    ends = [count * own.itemsize for count in accumulate(counts)]
+    ends = [count * local_array.itemsize for count in accumulate(counts)]
     flat = joined.view("u1")
     if flat.size < PIECE_BYTES:
-        sizes = [count * own.itemsize for count in counts]
-        group.wait([group.comm.Iallgatherv(own.view("u1"), [flat, sizes])])
+        sizes = [count * local_array.itemsize for count in counts]
+        group.wait([group.comm.Iallgatherv(local_array.view("u1"), [flat, sizes])])
         return
     for rank, (count, stop) in enumerate(zip(counts, ends, strict=True)):
-        part = flat[stop - count * own.itemsize : stop]
+        part = flat[stop - count * local_array.itemsize : stop]
         if rank == group.rank:
-            part[...] = own.view("u1")
+            part[...] = local_array.view("u1")
         broadcast(part, group.comm, rank)

@@ -84,10 +84,10 @@ def scatter_objects(values: Sequence[Any] | None = None, root: int = 0, comm: MP
     """
     group = group_of(comm)
     with group.recorded("scatter_objects", None):
-        given = list(values or ()) if group.rank == root else []
+        root_values = list(values or ()) if group.rank == root else []
         group.require_same_call("scatter_objects", f"root {root}")
-        group.agree(_refusal("scatter_objects", len(given), group.size) if group.rank == root else None)
-        return group.comm.scatter(given if group.rank == root else None, root)
+        group.agree(_refusal("scatter_objects", len(root_values), group.size) if group.rank == root else None)
+        return group.comm.scatter(root_values if group.rank == root else None, root)
 
 
 def alltoall_objects(values: Sequence[Any], comm: MPI.Comm | None = None) -> list[Any]:
@@ -136,13 +136,13 @@ def create_multi_node_evaluator(
 
 
 def _means(results: list[Any]) -> dict[str, float]:
-    keys = [sorted(one) if isinstance(one, dict) else type(one).__name__ for one in results]
-    if not isinstance(results[0], dict) or any(one != keys[0] for one in keys):
+    keys = [sorted(result) if isinstance(result, dict) else type(result).__name__ for result in results]
+    if not isinstance(results[0], dict) or any(names != keys[0] for names in keys):
         raise CollectiveError(
             f"create_multi_node_evaluator: expected dicts with the same keys from all ranks, got {keys[0]} from rank 0 "
-            f"and {next((one for one in keys if one != keys[0]), 'the same')} from another; pass aggregate=."
+            f"and {next((names for names in keys if names != keys[0]), 'the same')} from another; pass aggregate=."
         )
-    return {key: float(sum(one[key] for one in results)) / len(results) for key in results[0]}
+    return {key: float(sum(result[key] for result in results)) / len(results) for key in results[0]}
 
 
 def scatter_dataset(
@@ -188,9 +188,9 @@ def scatter_dataset(
         if is_root:
             order = np.random.default_rng(seed).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
             bounds = shares_of(len(dataset), group.size, force_equal_length)
-            shares = [[dataset[int(order[one % len(order)])] for one in range(*pair)] for pair in bounds]
-        own: list[Any] = group.comm.scatter(shares, root)
-    return own
+            shares = [[dataset[int(order[position % len(order)])] for position in range(*pair)] for pair in bounds]
+        local_share: list[Any] = group.comm.scatter(shares, root)
+    return local_share
 
 
 def shares_of(n_items: int, n_ranks: int, is_equal: bool) -> list[tuple[int, int]]:

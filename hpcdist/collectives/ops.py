@@ -83,12 +83,12 @@ def parse_op(op: Any) -> Op:
     Raises:
         CollectiveError: for an unknown one.
     """
-    found = OPS.get(op) if isinstance(op, str) else None
-    if found is None:
-        found = OPS.get(str(getattr(op, "value", op)).lower())
-    if found is None:
+    reduction = OPS.get(op) if isinstance(op, str) else None
+    if reduction is None:
+        reduction = OPS.get(str(getattr(op, "value", op)).lower())
+    if reduction is None:
         raise CollectiveError(f"all_reduce: expected an op of {', '.join(OPS)}, got {op!r}; name one of them.")
-    return found
+    return reduction
 
 
 class ReduceOp(enum.Enum):

@@ -121,8 +121,8 @@ class CommunicationOptions:
         if not self.may_be_ordered and (self.wire_dtype is not None or self.is_ordered is not None):
             _refuse("AUTO or HIERARCHICAL with wire_dtype or is_ordered", self.implementation, "drop one")
         if self.local_steps < 1 or self.first_local_step < 0:
-            found = (self.local_steps, self.first_local_step)
-            _refuse("local_steps of 1 or more and first_local_step of 0 or more", found, "leave them out")
+            step_options = (self.local_steps, self.first_local_step)
+            _refuse("local_steps of 1 or more and first_local_step of 0 or more", step_options, "leave them out")
         if self.wire_dtype not in (None, *HALF):
             _refuse(f"wire_dtype of {', '.join(HALF)} or None", self.wire_dtype, "name one of them")
 
@@ -143,5 +143,5 @@ def _named_by(algorithm: AllReduceAlgorithm) -> CommunicationImplementation | No
     return None
 
 
-def _refuse(expected: str, got: object, advice: str) -> None:
-    raise ConfigurationError(f"CommunicationOptions: expected {expected}, got {got!r}; {advice}.")
+def _refuse(expected: str, actual: object, advice: str) -> None:
+    raise ConfigurationError(f"CommunicationOptions: expected {expected}, got {actual!r}; {advice}.")

@@ -49,7 +49,7 @@ def _receive(message: Message, array: Array, scratch: Array, group: Group, comm:
     """Receive a message segment by segment; combine each with the buffer when it is there, if an op is given."""
     segments = [slice(start, stop) for start, stop in _segments(message, array.itemsize)]
     target, shift = (scratch, message.start) if op else (array, 0)
-    buffers = [target[one.start - shift : one.stop - shift] for one in segments]
+    buffers = [target[span.start - shift : span.stop - shift] for span in segments]
     requests: list[MPI.Request] = [comm.Irecv(buffer.view("u1"), message.peer) for buffer in buffers]
     for segment, buffer, request in zip(segments, buffers, requests, strict=True):
         group.wait([request])

@@ -124,18 +124,18 @@ def choose_route(
             of any dtype.
         replicas: for gradients, which rank holds which replicas; None for a plain call, whose order is free.
     """
-    asked = Implementation.parse(options.implementation)
-    if not isinstance(asked, Implementation):
-        return Route(asked, is_overlapped=replicas is not None and len(facts.placement.hosts) > 1)
+    requested = Implementation.parse(options.implementation)
+    if not isinstance(requested, Implementation):
+        return Route(requested, is_overlapped=replicas is not None and len(facts.placement.hosts) > 1)
     if replicas is not None:
-        return _route_of_gradients(facts, options, asked, replicas, device_dtype is not None)
-    if asked is Implementation.NCCL:
-        return Route(asked, is_on_device=True)
-    may_be_nccl = facts.has_nccl and asked in (Implementation.AUTO, Implementation.HIERARCHICAL)
+        return _route_of_gradients(facts, options, requested, replicas, device_dtype is not None)
+    if requested is Implementation.NCCL:
+        return Route(requested, is_on_device=True)
+    may_be_nccl = facts.has_nccl and requested in (Implementation.AUTO, Implementation.HIERARCHICAL)
     if may_be_nccl and device_dtype in NCCL_DTYPES and op.name in NCCL_OPS:
-        is_by_lanes = asked is Implementation.HIERARCHICAL and op.name == "sum" and facts.placement.is_even
+        is_by_lanes = requested is Implementation.HIERARCHICAL and op.name == "sum" and facts.placement.is_even
         return Route(Implementation.HIERARCHICAL if is_by_lanes else Implementation.NCCL, is_on_device=True)
-    chosen = _fastest(facts, nbytes) if asked is Implementation.AUTO else asked
+    chosen = _fastest(facts, nbytes) if requested is Implementation.AUTO else requested
     return Route(chosen, is_ordered=chosen in _ORDERED and facts.placement.is_aligned)
 
 
@@ -157,22 +157,22 @@ def auto_routes(facts: GroupFacts) -> list[tuple[float, Route]]:
 
 
 def _route_of_gradients(
-    facts: GroupFacts, options: CommunicationOptions, asked: Implementation, replicas: ReplicaPlan, is_on_gpu: bool
+    facts: GroupFacts, options: CommunicationOptions, requested: Implementation, replicas: ReplicaPlan, is_on_gpu: bool
 ) -> Route:
     """Return the route of every bucket: sums in the order of replicas have the same bits for any bucket size.
 
     NCCL has an order of its own, so AUTO and HIERARCHICAL take it only where no order was asked for, as a number of
     replicas does.
     """
-    chosen = asked
+    chosen = requested
     n_hosts = len(facts.placement.hosts)
     is_free = options.is_ordered is not True and options.wire_dtype is None
     may_be_nccl = is_on_gpu and bool(facts.has_nccl) and is_free
-    if asked is Implementation.HIERARCHICAL and may_be_nccl and facts.placement.is_even:
-        return Route(asked, is_on_device=True, is_overlapped=True)
-    if asked is Implementation.AUTO and may_be_nccl:
-        asked = chosen = Implementation.NCCL
-    elif asked is Implementation.AUTO:
+    if requested is Implementation.HIERARCHICAL and may_be_nccl and facts.placement.is_even:
+        return Route(requested, is_on_device=True, is_overlapped=True)
+    if requested is Implementation.AUTO and may_be_nccl:
+        requested = chosen = Implementation.NCCL
+    elif requested is Implementation.AUTO:
         local = Implementation.SHARED_MEMORY if n_hosts == 1 else Implementation.HIERARCHICAL
         chosen = local if facts.can_share_memory else Implementation.MPI
     is_ordered = chosen in _ORDERED and facts.placement.is_aligned
@@ -183,7 +183,7 @@ def _route_of_gradients(
         chosen,
         is_on_device=chosen is Implementation.NCCL,
         is_ordered=is_ordered,
-        by_subtrees=asked in _MAY_BE_ORDERED and is_exact and not replicas.is_one_tree_of_ranks,
+        by_subtrees=requested in _MAY_BE_ORDERED and is_exact and not replicas.is_one_tree_of_ranks,
         is_overlapped=n_hosts > 1 or chosen is Implementation.NCCL,
         wire_dtype=options.wire_dtype if chosen is Implementation.HIERARCHICAL and n_hosts > 1 else None,
     )
@@ -205,8 +205,8 @@ def candidates(placement: Placement, nbytes: int) -> tuple[Implementation, Imple
     """
     if len(placement.hosts) == 1:
         return Implementation.SHARED_MEMORY, Implementation.MPI
-    both = Implementation.MPI, Implementation.HIERARCHICAL
-    return both if nbytes < LANE_BYTES else (both[1], both[0])
+    mpi_first = Implementation.MPI, Implementation.HIERARCHICAL
+    return mpi_first if nbytes < LANE_BYTES else (mpi_first[1], mpi_first[0])
 
 
 def is_clearly_faster(times: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) -> bool:

@@ -57,7 +57,7 @@ def all_reduce(array: npt.NDArray[Any], group: "Group", op: Op = SUM, divisor: f
         if divisor is not None:
             divide(array, divisor)
         return
-    sums: NodeSums | None = group.kept(NodeSums)
+    sums: NodeSums | None = group.peek(NodeSums)
     if sums is None:
         require_same(array, op, group)  # sharing memory blocks: nobody may be elsewhere
         sums = group.keep(NodeSums, lambda: _make_sums(group))

@@ -36,7 +36,7 @@ class Views:
     Attributes:
         slots: every local rank's, whole.
         mark: a number that encodes dtype and number of elements; 8 more bits are free.
-        own: (start, stop) of this rank's slice. rows: that slice in every local rank's slot.
+        owned_range: (start, stop) of this rank's slice. rows: that slice in every local rank's slot.
         puts: (part of the chunk, the same part of this rank's slot): all but its slice.
         takes: (part of the chunk, the same part of the first local rank's slot): all but this rank's slice.
         result: this rank's slice in the first local rank's slot.
@@ -44,7 +44,7 @@ class Views:
 
     slots: list[Array]
     mark: int
-    own: slice
+    owned_range: slice
     rows: list[Array]
     puts: list[tuple[slice, Array]]
     takes: list[tuple[slice, Array]]
@@ -104,7 +104,7 @@ class Stage:
         return Views(
             slots=slots,
             mark=n_elements << 16 | dtype.num << 8,
-            own=slice(start, stop),
+            owned_range=slice(start, stop),
             rows=[slot[start:stop] for slot in slots],
             puts=[(part, slots[self._local_rank][part]) for part in parts],
             takes=[(part, slots[0][part]) for part in parts],
@@ -116,7 +116,7 @@ class Stage:
         for part, slot in views.puts:
             copy(slot, chunk[part])
         rows = views.rows.copy()
-        rows[self._local_rank] = chunk[views.own]
+        rows[self._local_rank] = chunk[views.owned_range]
         return rows
 
     def publish(self, rows: list[Array], views: Views) -> None:

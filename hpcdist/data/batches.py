@@ -198,14 +198,14 @@ class EveryNthFile:
     @cached_property
     def _starts(self) -> tuple[Rows, Rows]:
         """Return the first row of each file, by the numbers of the shard and by those of the source."""
-        own, source = (np.cumsum([0, *rows]) for rows in (self.rows_of_files, self.rows_of_source_files))
-        return own, source[self.index :: self.n]
+        shard_starts, source = (np.cumsum([0, *rows]) for rows in (self.rows_of_files, self.rows_of_source_files))
+        return shard_starts, source[self.index :: self.n]
 
     def source_rows(self, rows: Rows) -> Rows:
         """Return the numbers in the source of rows of the shard."""
-        own, source = self._starts
-        files = np.searchsorted(own, rows, side="right") - 1
-        return rows - own[files] + source[files]
+        shard_starts, source = self._starts
+        files = np.searchsorted(shard_starts, rows, side="right") - 1
+        return rows - shard_starts[files] + source[files]
 
     def describe(self) -> list[int | str]:
         """Return which rows these are, as JSON."""
@@ -281,7 +281,7 @@ class ShardedBatches:
     def _rows(self, replica: int, run: int, number: int) -> Rows:
         order = self._orders[replica]
         run_start = 0 if math.isinf(order.run_rows) else int(run * order.run_rows)
-        low, high = (int(min(one * self._part_rows, order.run_rows)) for one in (number, number + 1))
+        low, high = (int(min(part_number * self._part_rows, order.run_rows)) for part_number in (number, number + 1))
         return self.shards[replica].source_rows(order.rows(run_start + low, run_start + high))
 
 

@@ -280,10 +280,10 @@ class FileStore:
         except ValueError as error:
             logger.warning("cache: expected rows in %r, got %s; they are read anew: remove the file.", path, error)
             return
-        for name, own in (("description", self._description), ("key", self._key)):
-            if index[name] != own:
+        for name, expected in (("description", self._description), ("key", self._key)):
+            if index[name] != expected:
                 raise DataError(
-                    f"cache: expected rows with the {name} {json.dumps(own)}, got {json.dumps(index[name])} in "
+                    f"cache: expected rows with the {name} {json.dumps(expected)}, got {json.dumps(index[name])} in "
                     f"{path!r}; remove the files {self._filename}.*.rows, or give another filename or key."
                 )
         for number, row in rows.items():

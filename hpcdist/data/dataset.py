@@ -95,8 +95,8 @@ class Dataset(Elements):
         patterns = [file_pattern] if isinstance(file_pattern, (str, os.PathLike)) else list(file_pattern)
         names = sorted({name for pattern in patterns for name in glob.glob(os.fspath(pattern))})
         _check(names, "list_files", f"files of the name {file_pattern}", "none")
-        made = cls.from_tensor_slices(np.array(names))
-        return made.shuffle(len(names), seed) if shuffle or shuffle is None else made
+        dataset = cls.from_tensor_slices(np.array(names))
+        return dataset.shuffle(len(names), seed) if shuffle or shuffle is None else dataset
 
     @classmethod
     def from_hdf5(cls, paths: Paths, datasets: Nest) -> "Dataset":
@@ -157,11 +157,11 @@ class Dataset(Elements):
         check_loader(loader)
         is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
         source = stream_of(loader.dataset) if is_stream else ItemsSource(loader.dataset, loader)
-        made = cls(source, SampleOrder(source.n_rows))
+        dataset = cls(source, SampleOrder(source.n_rows))
         if isinstance(loader.sampler, torch.utils.data.RandomSampler):
             seed = torch.empty((), dtype=torch.int64).random_(generator=loader.sampler.generator)
-            made = made.shuffle().with_drawn_seed(int(seed))
-        return made if loader.batch_size is None else made.batch(loader.batch_size, loader.drop_last)
+            dataset = dataset.shuffle().with_drawn_seed(int(seed))
+        return dataset if loader.batch_size is None else dataset.batch(loader.batch_size, loader.drop_last)
 
     @classmethod
     def from_generator(
@@ -446,9 +446,9 @@ class Dataset(Elements):
         return replace(self, order=replace(self.order, **changes))
 
 
-def _check(is_right: object, operation: str, expected: str, got: object) -> None:
+def _check(is_right: object, operation: str, expected: str, actual: object) -> None:
     if not is_right:
-        raise DataError(f"{operation}: expected {expected}, got {got}; {_CORRECT}.")
+        raise DataError(f"{operation}: expected {expected}, got {actual}; {_CORRECT}.")
 
 
 def _n_rows(array: Any) -> int:
@@ -469,8 +469,8 @@ def _lists_as_arrays(call: str, nest: Nest) -> Nest:
     if not isinstance(nest, list):
         return with_children(nest, [_lists_as_arrays(call, child) for child in children_of(nest)])
     try:
-        is_torch = any(isinstance(one, torch.Tensor) for one in nest)
-        array = torch.stack([torch.as_tensor(one) for one in nest]) if is_torch else np.array(nest)
+        is_torch = any(isinstance(element, torch.Tensor) for element in nest)
+        array = torch.stack([torch.as_tensor(element) for element in nest]) if is_torch else np.array(nest)
     except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(
             f"{call}: expected lists that are arrays, got one that numpy does not take ({error}); use a tuple for "

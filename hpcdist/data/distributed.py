@@ -45,13 +45,13 @@ logger = logging.getLogger("hpcdist")
 _SHARDS_KEYS = {AutoShardPolicy.FILE: "file_shards", AutoShardPolicy.HINT: "hint_shards"}
 
 
-def as_dataset(given: Any) -> Any:
+def as_dataset(dataset_like: Any) -> Any:
     """Return the Dataset that a torch dataset or DataLoader stands for; anything else as it is.
 
     Raises:
         DataError: for a DataLoader that cannot be divided; on this rank only.
     """
-    return Dataset.from_torch(given) if is_torch_data(given) else given
+    return Dataset.from_torch(dataset_like) if is_torch_data(dataset_like) else dataset_like
 
 
 def check_distributable(dataset: Any, n_replicas: int = 1) -> None:
@@ -86,7 +86,7 @@ def _plan_of(dataset: Dataset, replicas: range, n_replicas: int) -> Plan:
             f"experimental_distribute_dataset: expected all rows of the source with {policy}, got take; leave it out, "
             f"or use AutoShardPolicy.DATA."
         )
-    return ShardedBatches(order, [dataset.shard_of(n_replicas, one) for one in range(n_replicas)], replicas)
+    return ShardedBatches(order, [dataset.shard_of(n_replicas, replica) for replica in range(n_replicas)], replicas)
 
 
 class DistributedInput(ABC):
@@ -495,8 +495,8 @@ class DistributedDataset(DistributedInput):
         """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
         order = self.dataset.order
         n_parts = 1 if self.dataset.policy is AutoShardPolicy.OFF else self._n_replicas
-        n_rows, rest = divmod(order.batch_rows or 0, n_parts)
-        is_fixed = order.drop_remainder and not rest
+        n_rows, remainder = divmod(order.batch_rows or 0, n_parts)
+        is_fixed = order.drop_remainder and not remainder
         return spec_of(self.dataset.part_without_rows(), n_rows if is_fixed else None)
 
     def _begin_pass(self) -> None:
@@ -650,12 +650,14 @@ class DistributedDataset(DistributedInput):
             self.dataset = self.dataset.with_seed(state["seed"])
         order = self.dataset.order
         policy = self.dataset.policy
-        shards = [(key, self._n_replicas if policy is one else None) for one, key in _SHARDS_KEYS.items()]
+        shards = [
+            (key, self._n_replicas if policy is shard_policy else None) for shard_policy, key in _SHARDS_KEYS.items()
+        ]
         mixing = None if order.mixing is None else [order.mixing.chunk_rows, order.mixing.n_chunks]
-        for key, own in (("n_rows", order.n_rows), ("seed", order.seed), ("mixing", mixing), *shards):
-            if state.get(key) != own:
+        for key, current in (("n_rows", order.n_rows), ("seed", order.seed), ("mixing", mixing), *shards):
+            if state.get(key) != current:
                 raise DataError(
-                    f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {own}; "
+                    f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {current}; "
                     f"use the same data and seed, or a new run folder."
                 )
         has_other_batch = state.get("batch") not in (None, self._batch_rows)

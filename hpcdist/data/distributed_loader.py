@@ -177,16 +177,16 @@ class DistributedLoader(DistributedInput):
         """
         order = self._order_of_pass(self._current.n_batches + 1)
         n_batches = len(order.batches)
-        own = f"{n_batches} batches, digest {order.digest_of(n_batches):x}"
+        summary = f"{n_batches} batches, digest {order.digest_of(n_batches):x}"
 
         def refusal(chiefs: str) -> DataError:
             return DataError(
-                f"experimental_distribute_dataset: expected the batches of the chief, {chiefs}, got {own} from "
+                f"experimental_distribute_dataset: expected the batches of the chief, {chiefs}, got {summary} from "
                 f"{describe_sampler(self._loader)}; use a sampler that does not depend on the rank, such as "
                 f"shuffle=True, as hpcdist divides each batch itself."
             )
 
-        self._require_same(own, refusal)
+        self._require_same(summary, refusal)
         if not n_batches:
             raise agreed(
                 DataError(

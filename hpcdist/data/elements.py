@@ -41,22 +41,22 @@ class Elements(Pipeline):
     has_shard_hint: bool = False
 
     @classmethod
-    def taken(cls: type[Self], given: Any, call: str, advice: str) -> Self:
+    def from_dataset_like(cls: type[Self], dataset_like: Any, call: str, advice: str) -> Self:
         """Return a dataset, also for a torch dataset or DataLoader.
 
         Args:
-            given: what a program passed, or returned.
+            dataset_like: what a program passed, or returned.
             call: to which method.
             advice: what to do where it is none.
 
         Raises:
             DataError: where it is none.
         """
-        if is_torch_data(given):
-            return cls.from_torch(given)  # type: ignore[attr-defined, no-any-return]
-        if not isinstance(given, cls):
-            raise DataError(f"{call}: expected a dataset, got {type(given).__name__}; {advice}.")
-        return given
+        if is_torch_data(dataset_like):
+            return cls.from_torch(dataset_like)  # type: ignore[attr-defined, no-any-return]
+        if not isinstance(dataset_like, cls):
+            raise DataError(f"{call}: expected a dataset, got {type(dataset_like).__name__}; {advice}.")
+        return dataset_like
 
     def elements(self, number: int) -> Iterator[Nest]:
         """Yield the batches, or single rows, of pass number `number` on this process alone."""
@@ -122,7 +122,9 @@ class Elements(Pipeline):
         Raises:
             DataError: after a `shuffle` without a seed.
         """
-        return self._of_passes("filter", lambda elements: (one for one in elements if bool(apply((predicate,), one))))
+        return self._of_passes(
+            "filter", lambda elements: (element for element in elements if bool(apply((predicate,), element)))
+        )
 
     def concatenate(self: Self, other: Any) -> Self:
         """Return the elements of this dataset, then those of another one of the same form.
@@ -136,13 +138,13 @@ class Elements(Pipeline):
 
         Cost: a row of each is read at once, where rows can be read in any order.
         """
-        other = type(self).taken(other, "concatenate", "pass an hpcdist.Dataset, or one of torch's")
-        own = self._rows()
-        others = other._rows()
-        if own is not None and others is not None:
-            return self._over(JoinedSource(own, others))
+        other = type(self).from_dataset_like(other, "concatenate", "pass an hpcdist.Dataset, or one of torch's")
+        first_source = self._rows()
+        second_source = other._rows()
+        if first_source is not None and second_source is not None:
+            return self._over(JoinedSource(first_source, second_source))
         _require_alike("concatenate", [self, other])
-        streams = [one._stream("concatenate") for one in (self, other)]
+        streams = [dataset._stream("concatenate") for dataset in (self, other)]
 
         def draw(epoch: int) -> Iterator[Nest]:
             kind = None
@@ -167,22 +169,23 @@ class Elements(Pipeline):
                 a seed.
         """
         nest = datasets if len(datasets) > 1 else datasets[0]
-        members = [cls.taken(one, "zip", "pass hpcdist.Dataset objects, or torch's") for one in leaves(nest)]
+        advice = "pass hpcdist.Dataset objects, or torch's"
+        members = [cls.from_dataset_like(leaf, "zip", advice) for leaf in leaves(nest)]
         if not members:
             raise DataError("zip: expected datasets, got nothing; pass hpcdist.Dataset objects.")
-        sources = [one._rows() for one in members]
+        sources = [member._rows() for member in members]
         if all(source is not None for source in sources):
             zipped: Self = members[0]._over(ZippedSource(with_leaves(nest, sources)))
             return zipped
         _require_alike("zip", members)
-        streams = [one._stream("zip") for one in members]
+        streams = [member._stream("zip") for member in members]
 
         def draw(epoch: int) -> Iterator[Nest]:
-            for elements in zip(*(one.draw(epoch) for one in streams), strict=False):
+            for elements in zip(*(stream.draw(epoch) for stream in streams), strict=False):
                 yield with_leaves(nest, elements)
 
-        made: Self = members[0]._over(_of(draw, streams[0]))
-        return made
+        dataset: Self = members[0]._over(_of(draw, streams[0]))
+        return dataset
 
     def interleave(
         self: Self,
@@ -214,8 +217,9 @@ class Elements(Pipeline):
 
         def draw(epoch: int) -> Iterator[Nest]:
             advice = "let map_func return one"
-            made = (type(self).taken(apply((map_func,), one), "interleave", advice) for one in stream.draw(epoch))
-            inner = (one._stream("interleave").draw(epoch) for one in made)
+            mapped = (apply((map_func,), element) for element in stream.draw(epoch))
+            datasets = (type(self).from_dataset_like(element, "interleave", advice) for element in mapped)
+            inner = (dataset._stream("interleave").draw(epoch) for dataset in datasets)
             return _in_turn(inner, cycle_length, block_length)
 
         return self._over(_of(draw, replace(stream, holds_batches=False)))
@@ -239,7 +243,7 @@ class Elements(Pipeline):
         stream = self._stream("unbatch")
 
         def draw(epoch: int) -> Iterator[Nest]:
-            return itertools.chain.from_iterable(unstack(one) for one in stream.draw(epoch))
+            return itertools.chain.from_iterable(unstack(batch) for batch in stream.draw(epoch))
 
         return self._over(_of(draw, replace(stream, holds_batches=False)))
 
@@ -272,8 +276,8 @@ class Elements(Pipeline):
                 f"{'rows' if self.order.batch_rows is None else 'batches'}; correct the calls that build the dataset."
             )
         if padded_shapes is not None and _are_sizes_known(padded_shapes):
-            made = replace(self, row_maps=(*self.row_maps, _PadRow(padded_shapes, padding_values)))
-            return replace(made, order=replace(made.order, batch_rows=batch_size, drop_remainder=drop_remainder))
+            dataset = replace(self, row_maps=(*self.row_maps, _PadRow(padded_shapes, padding_values)))
+            return replace(dataset, order=replace(dataset.order, batch_rows=batch_size, drop_remainder=drop_remainder))
         stream = self._stream("padded_batch")
 
         def draw(epoch: int) -> Iterator[Nest]:
@@ -337,13 +341,13 @@ def _of(draw: Callable[[int], Iterator[Nest]], like: Stream) -> Stream:
     return replace(like, draw=draw, signature=None)
 
 
-def is_torch_data(given: Any) -> bool:
+def is_torch_data(candidate: Any) -> bool:
     """Return whether something is a dataset or DataLoader of torch."""
-    return isinstance(given, (torch.utils.data.DataLoader, torch.utils.data.Dataset))
+    return isinstance(candidate, (torch.utils.data.DataLoader, torch.utils.data.Dataset))
 
 
 def _require_alike(call: str, datasets: Sequence[Elements]) -> None:
-    if len({one.order.batch_rows is None for one in datasets}) > 1:
+    if len({dataset.order.batch_rows is None for dataset in datasets}) > 1:
         raise DataError(f"{call}: expected datasets of rows, or of batches, got both; call batch before it, or after.")
 
 

@@ -54,15 +54,15 @@ def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> li
     Raises:
         DataError: when one is not a Dataset with a batch size; on this rank only.
     """
-    made = [as_dataset(dataset_fn(context)) for context in contexts]
-    for dataset in made:
+    datasets = [as_dataset(dataset_fn(context)) for context in contexts]
+    for dataset in datasets:
         if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None:
             raise DataError(
                 f"distribute_datasets_from_function: expected an hpcdist.Dataset with batch(per_replica_batch), got "
                 f"{type(dataset).__name__}{' without batch' if isinstance(dataset, Dataset) else ''}; return one."
             )
         dataset.check_hint(is_placed=False)
-    return made
+    return datasets
 
 
 class DistributedFromFunction(CountedSteps):

@@ -38,12 +38,12 @@ def expand(paths: Any) -> list[str]:
         return [_absolute(paths.filename)]
     if isinstance(paths, (str, os.PathLike)):
         text = os.fspath(paths)
-        found = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
+        files = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
     else:
-        found = [file for path in paths for file in (expand(path) if is_h5py_group(path) else [os.fspath(path)])]
-    if not found:
+        files = [file for path in paths for file in (expand(path) if is_h5py_group(path) else [os.fspath(path)])]
+    if not files:
         raise DataError(f"from_hdf5: expected at least one file, got none for {paths!r}; check the pattern.")
-    return list(map(_absolute, found))
+    return list(map(_absolute, files))
 
 
 def _absolute(path: str) -> str:
@@ -70,7 +70,7 @@ def datasets_in(value: Any) -> Any:
         raise DataError(
             f"from_tensor_slices: expected datasets inside the file, got the link {links[0]!r}; name others."
         )
-    return {name: datasets_in(one) for name, one in value.items()}
+    return {name: datasets_in(member) for name, member in value.items()}
 
 
 def paths_and_names(nest: Nest) -> tuple[list[str], Nest]:
@@ -107,7 +107,7 @@ class Hdf5Source(RowSource):
     def __init__(self, paths: list[str], names: Nest, kept_rows: int = 0) -> None:
         self._names = names
         self._kept_rows = kept_rows
-        self._kept: OrderedDict[int, Nest] = OrderedDict()
+        self._chunks: OrderedDict[int, Nest] = OrderedDict()
         self._open: OrderedDict[str, Any] = OrderedDict()
         shapes = [self._shapes(path) for path in paths]
         self._layout = shapes[0][1]
@@ -143,8 +143,8 @@ class Hdf5Source(RowSource):
             return self._take_by_chunks(rows)
         unique, indices = np.unique(rows, return_inverse=True)
         is_sorted = len(unique) == len(rows) and bool((indices[1:] > indices[:-1]).all())
-        found = map_nest(lambda name: self._read(name, unique), self._names)
-        return found if is_sorted else map_nest(lambda array: array[indices], found)
+        unique_rows = map_nest(lambda name: self._read(name, unique), self._names)
+        return unique_rows if is_sorted else map_nest(lambda array: array[indices], unique_rows)
 
     def _take_by_chunks(self, rows: Rows) -> Nest:
         """Return rows of chunks that are kept, or read now, in the order in which they are asked for."""
@@ -162,14 +162,14 @@ class Hdf5Source(RowSource):
 
     def _chunk(self, number: int) -> Nest:
         """Return all rows of a chunk, which is the last one to be dropped from then on."""
-        chunk = self._kept.pop(number, None)
+        chunk = self._chunks.pop(number, None)
         if chunk is None:
             first = number * self.chunk_rows
             rows = np.arange(first, min(first + self.chunk_rows, self.n_rows))
             chunk = map_nest(lambda name: self._read(name, rows), self._names)
-        self._kept[number] = chunk
-        if len(self._kept) * self.chunk_rows > self._kept_rows:
-            self._kept.popitem(last=False)
+        self._chunks[number] = chunk
+        if len(self._chunks) * self.chunk_rows > self._kept_rows:
+            self._chunks.popitem(last=False)
         return chunk
 
     def _read(self, name: str, rows: Rows) -> Any:
@@ -195,7 +195,9 @@ class Hdf5Source(RowSource):
                 f"from_hdf5: expected datasets with the same number of rows in {path!r}, got {counts}; check the first "
                 f"dimension."
             )
-        return next(iter(counts.values())), {name: (one.shape[1:], str(one.dtype)) for name, one in datasets.items()}
+        return next(iter(counts.values())), {
+            name: (column.shape[1:], str(column.dtype)) for name, column in datasets.items()
+        }
 
     def _chunk_rows(self, path: str) -> list[int]:
         """Return the rows of a chunk of each dataset; 1 where rows are not stored by chunks."""

@@ -149,10 +149,10 @@ def unpack(layout: str, data: bytes) -> Nest:
     """Return the row that was packed."""
     start = 0
 
-    def array(one: _ArrayLayout) -> Any:
+    def array(array_layout: _ArrayLayout) -> Any:
         nonlocal start
-        start += one.n_bytes
-        return one.array(data[start - one.n_bytes : start])
+        start += array_layout.n_bytes
+        return array_layout.array(data[start - array_layout.n_bytes : start])
 
     return map_nest(array, _nest_of_layouts(layout))
 

@@ -351,7 +351,7 @@ def generators_in(roots: Iterable[Any]) -> list[Any]:
                 inner += _held_by(item)
         level = inner
     process_wide = [torch.default_generator, np.random.mtrand._rand, random._inst]
-    return [item for item in generators if not any(item is known for known in process_wide)]
+    return [item for item in generators if not any(item is shared_generator for shared_generator in process_wide)]
 
 
 def _held_by(item: Any) -> Sequence[Any]:
@@ -371,13 +371,13 @@ def _held_by(item: Any) -> Sequence[Any]:
 
 def _held_by_function(function: types.FunctionType) -> list[Any]:
     """Return what a function of the program reaches by its closure, its defaults, and the names of its module."""
-    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    held += list(function.__defaults__ or ())
+    reachable = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    reachable += list(function.__defaults__ or ())
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if _is_of_program(value):
-            held.append(value)
-    return held
+            reachable.append(value)
+    return reachable
 
 
 def _is_filled(cell: Any) -> bool:

@@ -64,27 +64,30 @@ def padded(rows: Sequence[Nest], shapes: Nest = None, values: Nest = None) -> li
     own_shapes = [None] * len(first) if shapes is None else children_of(shapes)
     own_values = children_of(values) if is_nest(values) else [values] * len(first)
     columns = zip(*(children_of(row) for row in rows), strict=True)
-    made = [padded(*column) for column in zip(columns, own_shapes, own_values, strict=True)]
-    return [with_children(first, children) for children in zip(*made, strict=True)]
+    padded_columns = [padded(*column) for column in zip(columns, own_shapes, own_values, strict=True)]
+    return [with_children(first, children) for children in zip(*padded_columns, strict=True)]
 
 
 def _padded_arrays(arrays: list[Any], shape: Sequence[int | None] | None, value: Any) -> list[Any]:
     longest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
-    given = [None] * len(longest) if shape is None else list(shape)
+    limits = [None] * len(longest) if shape is None else list(shape)
     sizes = [
-        own if size in (None, -1) else size for size, own in zip(given, longest, strict=len(given) != len(longest))
+        longest_size if size in (None, -1) else size
+        for size, longest_size in zip(limits, longest, strict=len(limits) != len(longest))
     ]
-    if len(given) != len(longest) or any(size < own for size, own in zip(sizes, longest, strict=True)):
+    if len(limits) != len(longest) or any(
+        size < longest_size for size, longest_size in zip(sizes, longest, strict=True)
+    ):
         raise DataError(
-            f"padded_batch: expected arrays of at most the shape {tuple(given)}, got one of {tuple(longest)}; give a "
+            f"padded_batch: expected arrays of at most the shape {tuple(limits)}, got one of {tuple(longest)}; give a "
             f"larger one, or None for the longest."
         )
-    made = []
+    targets = []
     for array in arrays:
         target = array.new_full(sizes, value) if isinstance(array, torch.Tensor) else np.full(sizes, value, array.dtype)
         target[tuple(map(slice, array.shape))] = array
-        made.append(target)
-    return made
+        targets.append(target)
+    return targets
 
 
 def unstack(nest: Nest) -> list[Nest]:
@@ -128,7 +131,7 @@ def fitted(specs: Nest, row: Nest) -> Nest:
     """
     if not is_nest(specs):
         return _fitted_array(specs, row)
-    parts = [children_of(one) if is_nest(one) else [] for one in (specs, row)]
+    parts = [children_of(nest) if is_nest(nest) else [] for nest in (specs, row)]
     are_dicts = isinstance(specs, dict), isinstance(row, dict)
     if are_dicts[0] != are_dicts[1] or len(parts[0]) != len(parts[1]) or (are_dicts[0] and specs.keys() != row.keys()):
         raise _misfit(f"rows of the form {form_of(specs)}", f"one of the form {form_of(row)}")
@@ -139,40 +142,44 @@ def _fitted_array(spec: Any, value: Any) -> Any:
     if isinstance(spec.dtype, torch.dtype):
         tensor = torch.as_tensor(value)
         _check_shape(spec, tensor.shape)
-        made: Any = tensor.to(spec.dtype)
-        is_kept = torch.can_cast(tensor.dtype, spec.dtype) and _is_kept(tensor, made, spec.dtype.is_floating_point)
-        found: Any = tensor.dtype
+        converted: Any = tensor.to(spec.dtype)
+        is_kept = torch.can_cast(tensor.dtype, spec.dtype) and _is_kept(tensor, converted, spec.dtype.is_floating_point)
+        actual_dtype: Any = tensor.dtype
     else:
         array = np.asarray(value)
         _check_shape(spec, array.shape)
         kinds = array.dtype.kind + np.dtype(spec.dtype).kind
         with np.errstate(over="ignore"):  # found below
-            made = array.astype(spec.dtype) if array.dtype != spec.dtype else array
+            converted = array.astype(spec.dtype) if array.dtype != spec.dtype else array
         is_kind = np.can_cast(array.dtype, spec.dtype, "same_kind") or (kinds[0] in "biu" and kinds[1] in "iu")
-        is_kept = is_kind and (kinds[1] not in "iuf" or _is_kept(array, made, kinds[1] == "f"))
-        found = array.dtype
+        is_kept = is_kind and (kinds[1] not in "iuf" or _is_kept(array, converted, kinds[1] == "f"))
+        actual_dtype = array.dtype
     if not is_kept:
-        raise _misfit(f"arrays of {spec.dtype}", f"one of {found} that does not fit: {str(value)[:60]}")
-    return made
+        raise _misfit(f"arrays of {spec.dtype}", f"one of {actual_dtype} that does not fit: {str(value)[:60]}")
+    return converted
 
 
-def _is_kept(given: Any, made: Any, is_float: bool) -> bool:
+def _is_kept(original: Any, converted: Any, is_float: bool) -> bool:
     """Return whether whole numbers are the same after a conversion, and floats no less finite."""
-    if made.dtype == given.dtype:
+    if converted.dtype == original.dtype:
         return True
-    library: Any = torch if isinstance(given, torch.Tensor) else np
-    return bool((library.isfinite(made) == library.isfinite(given)).all() if is_float else (made == given).all())
+    library: Any = torch if isinstance(original, torch.Tensor) else np
+    return bool(
+        (library.isfinite(converted) == library.isfinite(original)).all() if is_float else (converted == original).all()
+    )
 
 
-def _check_shape(spec: Any, found: Sequence[int]) -> None:
-    shape = tuple(found) if spec.shape is None else tuple(spec.shape)
-    if len(shape) != len(found) or any(size not in (None, own) for size, own in zip(shape, found, strict=True)):
-        raise _misfit(f"arrays of shape {shape}", f"one of shape {tuple(found)}")
+def _check_shape(spec: Any, actual_shape: Sequence[int]) -> None:
+    shape = tuple(actual_shape) if spec.shape is None else tuple(spec.shape)
+    if len(shape) != len(actual_shape) or any(
+        size not in (None, actual_size) for size, actual_size in zip(shape, actual_shape, strict=True)
+    ):
+        raise _misfit(f"arrays of shape {shape}", f"one of shape {tuple(actual_shape)}")
 
 
-def _misfit(expected: str, found: str) -> DataError:
+def _misfit(expected: str, actual: str) -> DataError:
     return DataError(
-        f"from_generator: expected {expected}, as output_signature says, got {found}; correct the signature, or what "
+        f"from_generator: expected {expected}, as output_signature says, got {actual}; correct the signature, or what "
         f"the generator yields."
     )
 

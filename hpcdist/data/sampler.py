@@ -55,8 +55,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     ) -> None:
         comm = make_world().role_comm if num_replicas is None or rank is None else None
         n_replicas = comm.size if num_replicas is None and comm is not None else num_replicas
-        own = comm.rank if rank is None and comm is not None else rank
-        super().__init__(dataset, n_replicas, own, shuffle, seed, drop_last)
+        replica_rank = comm.rank if rank is None and comm is not None else rank
+        super().__init__(dataset, n_replicas, replica_rank, shuffle, seed, drop_last)
         self._order_epoch = 0
         self._n_used = 0
         self._is_named = False
@@ -191,10 +191,10 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         Raises:
             DataError: when it is of a dataset of another length, or of other ranks.
         """
-        for key, own in (("n_rows", self.total_size), ("n_replicas", self.num_replicas)):
-            if state[key] != own:
+        for key, size in (("n_rows", self.total_size), ("n_replicas", self.num_replicas)):
+            if state[key] != size:
                 raise DataError(
-                    f"restore: expected a DistributedSampler with {key} {state[key]} as in the checkpoint, got {own}; "
+                    f"restore: expected a DistributedSampler with {key} {state[key]} as in the checkpoint, got {size}; "
                     f"use the same data and ranks, or strategy.experimental_distribute_dataset(loader)."
                 )
         self.epoch = state["epoch"]

@@ -89,7 +89,7 @@ def samplers_of(batch_sampler: Any) -> list[Any]:
     samplers = [batch_sampler]
     for sampler in samplers:
         for value in _attributes_of(sampler).values():
-            if isinstance(value, Sampler) and not any(value is known for known in samplers):
+            if isinstance(value, Sampler) and not any(value is earlier_sampler for earlier_sampler in samplers):
                 samplers.append(value)
     return samplers
 

@@ -244,12 +244,12 @@ def require_kind(rows: Nest, kind: str | None = None) -> str:
     """
     dtypes = [str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves(rows)]
     names = ["text" if dtype.startswith("<U") else dtype for dtype in dtypes]  # of any length
-    found = f"{form_of(rows)} of {', '.join(names)}"
-    if kind is not None and found != kind:
+    new_kind = f"{form_of(rows)} of {', '.join(names)}"
+    if kind is not None and new_kind != kind:
         raise DataError(
-            f"concatenate: expected elements of one form and dtype, got {found} behind {kind}; convert them in map."
+            f"concatenate: expected elements of one form and dtype, got {new_kind} behind {kind}; convert them in map."
         )
-    return found
+    return new_kind
 
 
 def _branched(requests: Iterable[Request], branch: int) -> Iterator[Request]:

@@ -94,10 +94,10 @@ class CallCheck:
         """Free the communicator. Collective: all ranks."""
         self._comm.Free()
 
-    def _judge(self, own: Bytes) -> tuple[int, str]:
+    def _judge(self, local_call: Bytes) -> tuple[int, str]:
         """Collect all calls, compare them, and answer the ranks that arrived."""
         calls = np.zeros((self._comm.size, CALL_BYTES), np.uint8)
-        calls[0] = own
+        calls[0] = local_call
         requests = {rank: self._comm.Irecv(calls[rank], rank, _CALLS) for rank in range(1, self._comm.size)}
         missing = self._missing(requests, self._timeout_s)
         arrived = [rank for rank in range(self._comm.size) if rank not in missing]
@@ -170,10 +170,11 @@ def odd_ones(calls: Mapping[int, str], names: Sequence[str]) -> str:
         by_call.setdefault(call, []).append(rank)
     usual = max(by_call, key=lambda call: len(by_call[call]))  # the first of equals, which holds the lowest rank
     odd = [(call, [names[rank] for rank in ranks]) for call, ranks in by_call.items() if call != usual]
-    others = ", ".join(f"{call} on {_names(ranks)}" for call, ranks in odd[:MAX_NAMES])
+    deviating_calls = ", ".join(f"{call} on {_names(ranks)}" for call, ranks in odd[:MAX_NAMES])
     n_usual = len(by_call[usual])
     where = names[by_call[usual][0]] if n_usual == 1 else f"{n_usual} of {len(calls)} ranks"
-    return f"expected {usual} as on {where}, got {others}; let all ranks call the same collectives in the same order."
+    advice = "let all ranks call the same collectives in the same order"
+    return f"expected {usual} as on {where}, got {deviating_calls}; {advice}."
 
 
 def call_site() -> str:

@@ -98,13 +98,13 @@ class Journal:
     @property
     def current(self) -> Entry | None:
         """The collective that this thread is in."""
-        begun = self._open
-        return Entry(*begun) if begun else None
+        open_fields = self._open
+        return Entry(*open_fields) if open_fields else None
 
     @property
     def entries(self) -> list[Entry]:
         """The last 64 collectives, oldest first; the last one may be running."""
-        ended = [Entry(*begun, ended_s) for begun, ended_s in self._ended.copy()]
+        ended = [Entry(*start_fields, ended_s) for start_fields, ended_s in self._ended.copy()]
         current = self.current
         is_new = current is not None and (not ended or ended[-1].number < current.number)
         return [*ended, *([current] if current and is_new else [])][-N_KEPT:]
@@ -128,11 +128,13 @@ class Journal:
 
         The operation is "another call" where this rank has never made it. Read without a lock: ask twice.
         """
-        own = self._codes[self.local_rank]
+        local_code = self._codes[self.local_rank]
         ranks = zip(self.board.tolist(), self._codes.tolist(), strict=False)
-        found = {rank: code for rank, (n, code) in enumerate(ranks) if n == self.n_entered and code not in (0, own)}
+        differing_codes = {
+            rank: code for rank, (n, code) in enumerate(ranks) if n == self.n_entered and code not in (0, local_code)
+        }
         names = {code: op for op, code in _codes.items()}
-        return {rank: names.get(code, "another call") for rank, code in found.items()} if own else {}
+        return {rank: names.get(code, "another call") for rank, code in differing_codes.items()} if local_code else {}
 
     def describe(self) -> str:
         """Return one line for each of the last 64 collectives, such as `41  all_reduce float32 x 1024  0.3 ms`."""
@@ -189,21 +191,21 @@ class CallMarks:
         The MPI library may then wait for ever, or end the process.
         """
         for rank in (self._next, self._previous):
-            other = self._boards[mark >> 32 & 1][rank]
-            if other >> 32 == mark >> 32 and (other ^ mark) & 0xFFFF:
-                return self._describe(other, rank, mark)
+            neighbour_mark = self._boards[mark >> 32 & 1][rank]
+            if neighbour_mark >> 32 == mark >> 32 and (neighbour_mark ^ mark) & 0xFFFF:
+                return self._describe(neighbour_mark, rank, mark)
         return None
 
     def other_call(self, mark: int) -> str | None:
         """Return what the next rank did at the same number, if it was something else, once a reduction has ended."""
-        other = self._boards[mark >> 32 & 1][self._next]
-        is_other = other != mark and other >> 32 == mark >> 32
-        return self._describe(other, self._next, mark) if is_other else None
+        neighbour_mark = self._boards[mark >> 32 & 1][self._next]
+        is_other = neighbour_mark != mark and neighbour_mark >> 32 == mark >> 32
+        return self._describe(neighbour_mark, self._next, mark) if is_other else None
 
-    def _describe(self, other: int, rank: int, mark: int) -> str:
+    def _describe(self, neighbour_mark: int, rank: int, mark: int) -> str:
         names = {code: f"{op} {np.dtype(f'{kind}{size}')}" for (op, kind, size), code in self._codes.items()}
-        size = " of another size" if (other ^ mark) & 0xFFFF else ""
-        return f"{names.get(other & 0xFFFF0000, 'another operation')}{size} on {self._names[rank]}"
+        size = " of another size" if (neighbour_mark ^ mark) & 0xFFFF else ""
+        return f"{names.get(neighbour_mark & 0xFFFF0000, 'another operation')}{size} on {self._names[rank]}"
 
 
 def _length(entry: Entry, current: Entry | None) -> str:

@@ -106,9 +106,9 @@ class FailureLog:
         self._path = path.absolute()  # the program may change its folder
         self._formatter = (_JSONLines if logs_json(read_environment()) else _Lines)(world)
 
-    def write(self, what: str, report: str) -> None:
+    def write(self, title: str, report: str) -> None:
         """Append a traceback, in a thread, with a wait of at most a second: a slow disk must not keep a job alive."""
-        message = f"{what}\n{report.rstrip()}"
+        message = f"{title}\n{report.rstrip()}"
         record = logging.LogRecord("hpcdist", logging.ERROR, "", 0, "%s", (message,), None)
         writer = threading.Thread(target=self._append, args=(f"{self._formatter.format(record)}\n",), daemon=True)
         writer.start()
@@ -139,8 +139,8 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         step = "" if self._world.step is None else f" step {self._world.step}"
-        who = f"{self._role} r{self._world.rank}/{self._world.size} {self._host}{step}"
-        return f"{_time(record)} {record.levelname} [{who}] {record.name}: {self._text(record)}"
+        rank_label = f"{self._role} r{self._world.rank}/{self._world.size} {self._host}{step}"
+        return f"{_time(record)} {record.levelname} [{rank_label}] {record.name}: {self._text(record)}"
 
     def _text(self, record: logging.LogRecord) -> str:
         """Return the message, and the traceback behind it if there is one."""

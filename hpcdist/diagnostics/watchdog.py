@@ -144,7 +144,7 @@ class Watchdog:
             missing = _missing(watched, journal.behind())  # before it is asked for its stacks, which may wake it up
             self._give_up(watched, journal, f"{_progress(entry)}, the limit; ending the job; {missing}")
         elif lasted_s >= APART_S and self._is_apart(watched, journal):
-            self._give_up(watched, journal, f"{_progress(entry)}, while {_others(watched)}; ending the job")
+            self._give_up(watched, journal, f"{_progress(entry)}, while {_calls_apart(watched)}; ending the job")
         elif lasted_s >= self._warn_s and not watched.is_warned:
             watched.is_warned = True
             write(f"hpcdist: {self._describe()}: {self._warning(watched, journal, entry)}\n")
@@ -179,13 +179,15 @@ class Watchdog:
         """
         is_first = journal.local_rank == 0 and max(journal.board.tolist()) == journal.n_entered > 0
         is_last = any(flags & LEFT for flags in watched.flags.tolist())
-        lasted_s = min(self._awake_s - other.since_s for other in self._watched)  # of all that this process does
+        lasted_s = min(
+            self._awake_s - watched_journal.since_s for watched_journal in self._watched
+        )  # of all that this process does
         if lasted_s >= self._limit_s and is_first and not is_last and not watched.is_warned:
             watched.is_warned = True
-            what = f"in no collective for {self._limit_s:g} s, a problem only if others wait for this rank; its stacks"
-            write(self._report_of(journal, what))
+            title = f"in no collective for {self._limit_s:g} s, a problem only if others wait for this rank; its stacks"
+            write(self._report_of(journal, title))
 
-    def _give_up(self, watched: _Watched, journal: Journal, what: str) -> None:
+    def _give_up(self, watched: _Watched, journal: Journal, title: str) -> None:
         """Report what has happened, and have the others of this node report, then end the job.
 
         A process that is still there after that kills itself.
@@ -195,37 +197,37 @@ class Watchdog:
         killer.start()
         watched.flags[journal.local_rank] |= ENDING
         if not self._has_reported:
-            self._report(watched, journal, what)
+            self._report(watched, journal, title)
         self._report_silent(watched, journal)
         time.sleep(GRACE_S)
         self._stopped.set()
         self._end()
 
-    def _report(self, watched: _Watched, journal: Journal, what: str) -> None:
+    def _report(self, watched: _Watched, journal: Journal, title: str) -> None:
         """Report this rank, once, as the job is about to end."""
         self._has_reported = True
         time.sleep(min(STAGGER_S * journal.local_rank, MAX_STAGGER_S))
-        write(self._report_of(journal, what))
+        write(self._report_of(journal, title))
         watched.flags[journal.local_rank] |= REPORTED
 
-    def _report_of(self, journal: Journal, what: str) -> str:
-        others = [watched.journal() for watched in self._watched]
+    def _report_of(self, journal: Journal, title: str) -> str:
+        thread_journals = [watched.journal() for watched in self._watched]
         of_others = "".join(
-            f"last collectives of another thread:\n{other.describe()}\n"
-            for other in others
-            if other is not None and other is not journal and other.n_entered
+            f"last collectives of another thread:\n{thread_journal.describe()}\n"
+            for thread_journal in thread_journals
+            if thread_journal is not None and thread_journal is not journal and thread_journal.n_entered
         )
         return (
-            f"hpcdist: {self._describe()}: {what}\nlast collectives:\n{journal.describe()}\n{of_others}"
+            f"hpcdist: {self._describe()}: {title}\nlast collectives:\n{journal.describe()}\n{of_others}"
             f"process {os.getpid()}:\n{own_stacks()}\n"
         )
 
     def _report_silent(self, watched: _Watched, journal: Journal) -> None:
         """Wait for the reports of this node's other ranks, and report for those that cannot."""
         deadline = time.monotonic() + self._interval_s + MAX_STAGGER_S + REPORT_S
-        others = [local_rank for local_rank in range(len(watched.peers)) if local_rank != journal.local_rank]
+        other_ranks = [local_rank for local_rank in range(len(watched.peers)) if local_rank != journal.local_rank]
         while True:
-            silent = [local_rank for local_rank in others if not watched.flags[local_rank] & REPORTED]
+            silent = [local_rank for local_rank in other_ranks if not watched.flags[local_rank] & REPORTED]
             if time.monotonic() > deadline or all(state_of(watched.peers[local_rank]) for local_rank in silent):
                 break
             time.sleep(REPORT_S / 10)
@@ -241,12 +243,14 @@ def _missing(watched: _Watched, behind: list[int]) -> str:
         return "nothing is known of other ranks"
     if not behind:
         return "entered by every rank of this node"
-    left = {one: " (which has left its program)" for one in behind if watched.flags[one] & LEFT}
-    names = ", ".join(watched.peers[one].name + left.get(one, "") for one in behind)
+    departure_notes = {
+        local_rank: " (which has left its program)" for local_rank in behind if watched.flags[local_rank] & LEFT
+    }
+    names = ", ".join(watched.peers[local_rank].name + departure_notes.get(local_rank, "") for local_rank in behind)
     return f"not entered by {names} of this node"
 
 
-def _others(watched: _Watched) -> str:
+def _calls_apart(watched: _Watched) -> str:
     """Return which ranks of this node are in which other calls, and what to do about it."""
     calls = ", ".join(f"{watched.peers[rank].name} is in {op}" for rank, op in watched.apart.items())
     return f"{calls}: let every rank make the same calls; save is one, so call it outside of any `if is_chief`"
@@ -258,7 +262,7 @@ def _advice(watched: _Watched, behind: list[int]) -> str:
         return "look for a rank that took another path or stopped"
     if not behind:
         return "look for a rank of another node that reports nothing"
-    running = [watched.peers[one].pid for one in behind if not watched.flags[one] & LEFT]
+    running = [watched.peers[local_rank].pid for local_rank in behind if not watched.flags[local_rank] & LEFT]
     if not running:
         return "let every rank call the same collectives"
     return f"look at that rank: py-spy dump --pid {running[0]}"

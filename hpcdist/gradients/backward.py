@@ -44,7 +44,7 @@ class _Pass:
         parameters: those of all slots.
         creates_graph: whether gradients can be differentiated.
         stashed: what parameters held before it, by the number of the slot.
-        taken: slots that have taken the gradient while it runs.
+        taken_slots: slots that have taken the gradient while it runs.
         weight: weight of what was taken then; None before anything was.
         is_scaled: whether it has reached a scaled loss.
         has_crossed: whether it went through the sum of an all_reduce, so that what one replica's loss gives to another
@@ -65,7 +65,7 @@ class _Pass:
         self.parameters = parameters
         self.creates_graph = creates_graph
         self.stashed: dict[int, Tensor] = {}
-        self.taken: set[Slot] = set()
+        self.taken_slots: set[Slot] = set()
         self.weight: Weight | None = None
         self.is_scaled = False
         self.has_crossed = False
@@ -206,7 +206,7 @@ class Backward:
         if running is None:
             return set()
         stashed = {self._sums.slots[number] for number in running.stashed}
-        return stashed | running.taken
+        return stashed | running.taken_slots
 
     @property
     def _key(self) -> int | None:
@@ -269,7 +269,7 @@ class Backward:
         slot.require_kind(gradient)
         if running.weight is None:
             running.weight = self._sums.weights.find(0)
-        running.taken.add(slot)
+        running.taken_slots.add(slot)
         scale = self._sums.op.scale(running.weight.rows)
         buckets = self._sums.buckets
         assert isinstance(buckets, PrivateBuckets), "sums in shared memory do not overlap"
@@ -302,7 +302,7 @@ class Backward:
         if has_gradients:
             self._failed = running.written(self._sums.slots)
         running.restore()
-        if running.taken:
+        if running.taken_slots:
             self._sums.drop()
 
     def _end(self, running: _Pass) -> None:
@@ -423,9 +423,9 @@ class Backward:
         is_touched: list[bool] = []
         for number, gradient in enumerate(gradients):
             is_touched.append(gradient is not None or number in zeros)
-        if running.taken:
+        if running.taken_slots:
             for number, slot in enumerate(self._sums.slots):
-                is_touched[number] = is_touched[number] or slot in running.taken
+                is_touched[number] = is_touched[number] or slot in running.taken_slots
         return self._sums.add(replica, gradients, is_touched, weight, has_crossed)
 
     def _sort_stashed(self, replica: int, stashed: Mapping[int, Tensor], gradients: list[Tensor | None]) -> set[int]:

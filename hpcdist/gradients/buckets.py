@@ -182,7 +182,7 @@ class PrivateBuckets(Buckets):
         """Expect a new backward."""
         self._handles = []
         self._n_started = 0
-        self._taken: set[DenseSlot] = set()  # while backward runs
+        self._taken_slots: set[DenseSlot] = set()  # while backward runs
         self.is_started = False
         self._n_missing = [len(bucket.parts) for bucket in self._buckets]
         self._n_missing[self.counts_bucket] += 1
@@ -190,12 +190,12 @@ class PrivateBuckets(Buckets):
     def fill(self, gradients: Sequence[Tensor | None], scale: float) -> None:
         """Take what this replica adds to the sums that have not begun; see `Bucket.fill`."""
         for bucket in self._buckets[self._n_started :]:
-            if not self._taken:
+            if not self._taken_slots:
                 bucket.fill(gradients, scale)
                 continue
             bucket.require_kinds(gradients)
             for part in bucket.parts:
-                if part.slot not in self._taken:
+                if part.slot not in self._taken_slots:
                     part.slot.take(gradients[part.number], scale)
 
     def take_early(self, slot: DenseSlot, gradient: Tensor, scale: float) -> None:
@@ -205,7 +205,7 @@ class PrivateBuckets(Buckets):
         """
         slot.take(gradient, scale)
         self._streams[slot.bucket].note()
-        self._taken.add(slot)
+        self._taken_slots.add(slot)
         self._n_missing[slot.bucket] -= 1
         while self._hook is None and self._n_missing[self._n_started] == 0:
             self._start()

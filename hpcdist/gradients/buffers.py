@@ -30,16 +30,16 @@ class BufferRecord:
         self.buffer = buffer
         self.shape = tensor.shape
         self.sum_dtype = SUM_DTYPES[dtype_name(tensor)]
-        self._kept = tensor.clone()
+        self._last_value = tensor.clone()
 
     def is_changed(self) -> bool | Tensor:
         """Return whether the buffer differs from what it was when it was last averaged; on a GPU not yet waited for."""
         tensor = self.buffer.tensor
         if tensor is None:
             return False
-        if tensor.device.type == "cpu" or not is_alike(tensor, self._kept):
-            return not have_same_bits(tensor, self._kept)
-        return differ_in_bits(tensor, self._kept)
+        if tensor.device.type == "cpu" or not is_alike(tensor, self._last_value):
+            return not have_same_bits(tensor, self._last_value)
+        return differ_in_bits(tensor, self._last_value)
 
     def contribution(self, takes_part: bool) -> Tensor:
         """Return what this replica adds to the sum: a flat host tensor, zero when it does not take part.
@@ -63,7 +63,7 @@ class BufferRecord:
         tensor = self.buffer.tensor
         if tensor is not None:
             tensor.data.copy_(mean.view(self.shape))
-            self._kept = tensor.clone()
+            self._last_value = tensor.clone()
 
 
 def find_changed(records: Sequence[BufferRecord]) -> list[bool]:

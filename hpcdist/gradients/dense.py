@@ -40,7 +40,7 @@ class DenseSlot(Slot):
         self.view = None
         self.sum_view = None
         self.is_native = True
-        self.kept = None
+        self.held_gradient = None
         if memory is not None:
             self.is_native = (self.device, self.dtype) == (memory.device, memory.dtype)
             self.view = self.shaped(memory)
@@ -51,7 +51,7 @@ class DenseSlot(Slot):
         self.sum_view = self.shaped(sums)
         self.address = self.sum_view.data_ptr()
         if self.is_native:
-            self.kept = self.sum_view
+            self.held_gradient = self.sum_view
 
     def take(self, gradient: Tensor | None, scale: float) -> None:
         """Take what this replica adds to the sum, of this weight; None: zeros."""

@@ -56,7 +56,7 @@ class ReplicaState:
         self._saved: dict[int, Snapshot] = {}
         self._start: Snapshot | None = None
         self._common: list[Tensor | None] = []  # buffers that all replicas had at the start or the last sum
-        self._own: set[str] = set()  # names of buffers that replicas have changed since
+        self._diverged_names: set[str] = set()  # names of buffers that replicas have changed since
         # the parameter whose gradient each replica's copy is
         self._copies: MutableMapping[Tensor, Slot] = WeakTensorKeyDictionary()
 
@@ -83,7 +83,7 @@ class ReplicaState:
         self._saved.clear()
         self._start = None
         self._common = []
-        self._own.clear()
+        self._diverged_names.clear()
 
     def share(self) -> None:
         """Give every replica the gradients and buffers that there are now."""
@@ -92,13 +92,13 @@ class ReplicaState:
     def _set_common(self) -> Snapshot:
         now = self._snapshot()
         self._common = now.buffers
-        self._own.clear()
+        self._diverged_names.clear()
         return Snapshot(now.gradients, now.buffers, is_shared=True)
 
     def suspend(self, replica: int) -> None:
         """Save a replica's state, and slot which buffers it has changed."""
         now = self._snapshot()
-        self._own |= {
+        self._diverged_names |= {
             buffer.name
             for buffer, common, value in zip(self._buffers, self._common, now.buffers, strict=False)
             if not have_same_bits(value, common)
@@ -154,7 +154,7 @@ class ReplicaState:
         written = self._written_buffers(marks, before, now)
         if any(written):
             names = {buffer.name for buffer, is_written in zip(self._buffers, written, strict=True) if is_written}
-            self._agree(_refusal(sorted(self._own & names)))
+            self._agree(_refusal(sorted(self._diverged_names & names)))
             self._common = _choose(self._common, now.buffers, written)
         changed = _changed_gradients(before, values, now)
         if any(changed) and self.local.has_any():

@@ -39,7 +39,7 @@ class ShardedSlot(Slot):
     def __init__(self, name: str, parameter: nn.Parameter, group: Group) -> None:
         super().__init__(name, parameter)
         self._group = group
-        self.taken = DenseSlot(name, parameter)
+        self.whole = DenseSlot(name, parameter)
         self.owned_range = (0, 0)
         self.ranges: Sequence[tuple[int, int]] = ()
         self._parts: list[_ShardedPart] = []
@@ -61,12 +61,12 @@ class ShardedSlot(Slot):
         for part in parts:
             share = self.owned_part(part)
             self._parts.append(_ShardedPart(share, self._new_gradient(parameter, share)))
-        self.taken.assign(bucket, parts[0] if parts else None)
+        self.whole.assign(bucket, parts[0] if parts else None)
 
     @property
     def bucket(self) -> int:
         """Number of the bucket of the gradient."""
-        return self.taken.bucket
+        return self.whole.bucket
 
     def _new_gradient(self, parameter: Tensor, share: Tensor) -> ShardedGradient:
         return ShardedGradient(parameter, share, self.name, self._group)
@@ -83,11 +83,11 @@ class ShardedSlot(Slot):
         part = self._parts[number]
         gradient = part.gradient
         gradient.is_zero = False
-        if self.taken.is_native:
+        if self.whole.is_native:
             gradient.share = part.share
         else:
             gradient.share = part.share.to(self.dtype)
-        self.kept = gradient
+        self.held_gradient = gradient
 
     def has_zeros(self, stashed: Tensor) -> bool:
         """Return whether a gradient from before the backward is zero everywhere."""
@@ -108,11 +108,11 @@ class ShardedSlot(Slot):
 
     def publish(self, parameter: nn.Parameter, earlier: Tensor | None, is_copied: bool) -> None:
         """Make `parameter.grad` this rank's share of the sum; see `Slot.publish`. After `turn`."""
-        gradient = self.kept
+        gradient = self.held_gradient
         if not isinstance(gradient, ShardedGradient):
-            assert self.taken.flat is not None, "a gradient is taken before it is summed"
-            share = self.owned_part(self.taken.flat).clone()  # so that the rest is freed
-            self.taken.flat = None
+            assert self.whole.flat is not None, "a gradient is taken before it is summed"
+            share = self.owned_part(self.whole.flat).clone()  # so that the rest is freed
+            self.whole.flat = None
             gradient = self._new_gradient(parameter, share)
         if isinstance(earlier, ShardedGradient):
             gradient.share.add_(earlier.share)
@@ -120,7 +120,7 @@ class ShardedSlot(Slot):
 
     def note_published(self, gradient: Tensor) -> None:
         """Remember a gradient that was published: for good if it is one of the slot's own."""
-        if gradient is self.kept:
+        if gradient is self.held_gradient:
             self.published = gradient
         else:
             self._published_weakly = TensorWeakRef(gradient)

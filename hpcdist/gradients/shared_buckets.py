@@ -208,7 +208,7 @@ class ShareSums(SharedBuckets):
     """
 
     def __init__(self, slots: Sequence[ShardedSlot], n_counts: int, reducer: Reducer) -> None:
-        dense = [slot.taken for slot in slots]
+        dense = [slot.whole for slot in slots]
         limits = Limits(LOCAL_BUCKET_BYTES, DIRECT_BYTES)
         super().__init__(dense, n_counts, reducer, limits)
         self._slots = slots

@@ -31,7 +31,8 @@ class Slot(ABC):
         reference: a weak reference to the parameter.
         device, dtype, shape: those of the parameter.
         stride: strides of the parameter; None if it does not fill a block of memory.
-        kept: the gradient that is published after every sum that no earlier one is added to; None where it differs.
+        held_gradient: the gradient that is published after every sum that no earlier one is added to; None where it
+            differs.
         published: the gradient that was published last, where the slot keeps its memory; None elsewhere.
         address: where the memory of `published` begins.
     """
@@ -46,7 +47,7 @@ class Slot(ABC):
         self.dtype = parameter.dtype
         self.shape = parameter.shape
         self.stride = parameter.stride() if is_dense(parameter) else None
-        self.kept: Tensor | None = None
+        self.held_gradient: Tensor | None = None
         self.published: Tensor | None = None
         self.address = 0
         self._published_weakly: TensorWeakRef | None = None

@@ -61,7 +61,7 @@ class StepChecks:
         self._n_replicas = sums.n_replicas
         self._replica_steps = ReplicaSteps(scheduler) if len(scheduler.replicas) > 1 else None
         self._noted_sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._others: IdentitySet[Optimizer] = IdentitySet()
+        self._foreign_optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._has_warned = False
         #: Of the group, and of its communication thread, when the last part of a batch came.
         self._n_collectives: tuple[int, int] | None = None
@@ -222,7 +222,7 @@ class StepChecks:
 
     def _n_in_thread(self) -> int:
         """Return how many collectives the communication thread of the group has entered; 0 without one."""
-        thread = self._group.kept("thread")
+        thread = self._group.peek("thread")
         return 0 if thread is None else int(thread.group.journal.n_entered)
 
     def _require_scope(self, parameters: list[nn.Parameter]) -> None:
@@ -288,7 +288,7 @@ class StepChecks:
             self._group.world.step_flags.count_step(optimizer, self._sums.number)
             if is_local and self._sums.rounds is not None and self._sums.rounds.count_step(optimizer):
                 self._sums.average_round()
-        elif self._n_replicas > 1 and optimizer not in self._others:
+        elif self._n_replicas > 1 and optimizer not in self._foreign_optimizers:
             self._note_other(optimizer, parameters)
         if self._scheduler.replica is not None and self._managed.is_ours(optimizer, parameters):
             if self._managed.writes is not None:
@@ -298,7 +298,7 @@ class StepChecks:
 
     def _note_other(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         """Note the first step of an other optimizer; if its parameters are a copy of the model, compare it, too."""
-        self._others.add(optimizer)
+        self._foreign_optimizers.add(optimizer)
         shapes = [parameter.shape for _, parameter in self._sums.states.parameters()]
         if shapes and [parameter.shape for parameter in parameters] == shapes:
             copies = self._sums.copies.parameters()

@@ -273,13 +273,13 @@ class GradientSums:
         for slot, parameter, n_replicas in zip(self.slots, parameters, n_touched, strict=True):
             if parameter is None or not n_replicas:
                 slot.leave(parameter, earlier.get(slot))
-            elif is_plain and slot.kept is not None and slot.kept.data_ptr() == slot.address:
+            elif is_plain and slot.held_gradient is not None and slot.held_gradient.data_ptr() == slot.address:
                 try:
-                    parameter.grad = slot.kept
+                    parameter.grad = slot.held_gradient
                 except RuntimeError:
                     slot.require_unconverted(parameter)
                     raise
-                slot.published = slot.kept
+                slot.published = slot.held_gradient
             else:
                 slot.publish(parameter, earlier.get(slot), self._has_several)
 

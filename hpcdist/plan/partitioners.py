@@ -175,14 +175,14 @@ def rows_of_shards(variable: VariableSpec, partitioner: Callable[..., Any] | Non
     """Return (start, stop) of each shard of a variable: of equal sizes, the first ones a row longer."""
     if partitioner is None or not variable.shape:
         return [(0, _n_rows(variable))]
-    found = partitioner(shape=variable.shape, dtype=variable.dtype)
-    is_list = isinstance(found, (list, tuple)) and len(found) > 0 and all(isinstance(one, int) for one in found)
-    if not is_list or found[0] < 1 or any(one != 1 for one in found[1:]):
+    counts = partitioner(shape=variable.shape, dtype=variable.dtype)
+    is_list = isinstance(counts, (list, tuple)) and len(counts) > 0 and all(isinstance(count, int) for count in counts)
+    if not is_list or counts[0] < 1 or any(count != 1 for count in counts[1:]):
         raise UsageError(
             f"variable_partitioner: expected a list of numbers of shards, the first at least 1, the others 1, got "
-            f"{found!r} for {variable.name!r} of shape {variable.shape}; return a number of shards for each dimension."
+            f"{counts!r} for {variable.name!r} of shape {variable.shape}; return a number of shards for each dimension."
         )
-    n_shards = min(found[0], max(1, variable.shape[0]))
+    n_shards = min(counts[0], max(1, variable.shape[0]))
     return [block_bounds(variable.shape[0], n_shards, index) for index in range(n_shards)]
 
 
@@ -195,8 +195,8 @@ def _along(shape: Sequence[int], axis: int, n_shards: int) -> list[int]:
 
 
 def _itemsize(dtype: Any, bytes_per_string: int) -> int:
-    found = np.dtype(dtype) if isinstance(dtype, (str, type)) else dtype
-    return bytes_per_string if getattr(found, "kind", "") in ("O", "S", "U") else int(found.itemsize)
+    resolved_dtype = np.dtype(dtype) if isinstance(dtype, (str, type)) else dtype
+    return bytes_per_string if getattr(resolved_dtype, "kind", "") in ("O", "S", "U") else int(resolved_dtype.itemsize)
 
 
 def _positive(name: str, value: int) -> int:

@@ -71,14 +71,14 @@ class LanePlan:
 
     Attributes:
         local_additions: (into, row) over the host's ranks.
-        kept: the ranks of the host whose rows then hold its partial sums; the first is rank 0 of the host.
+        retained_rows: the ranks of the host whose rows then hold its partial sums; the first is rank 0 of the host.
         arriving: for each host how many rows it sends to the owner of a part.
         additions: (into, row) over all arriving rows, host by host; the sum is left in row `root`.
         root: see `additions`.
     """
 
     local_additions: Additions
-    kept: tuple[int, ...]
+    retained_rows: tuple[int, ...]
     arriving: tuple[int, ...]
     additions: Additions
     root: int

@@ -25,10 +25,10 @@ def plan_subtrees(replicas: Iterable[int], n_replicas: int) -> list[Subtree]:
     parts = {replica: replica + 1 for replica in replicas}
     for distance in _distances(min(n_replicas, 2 * len(parts))):  # a part of more than that is none of theirs
         for start in [start for start in parts if start % (2 * distance) == 0]:
-            left = min(start + distance, n_replicas)
+            middle = min(start + distance, n_replicas)
             right = min(start + 2 * distance, n_replicas)
-            if left < right and parts.get(start) == left and parts.get(left) == right:
-                parts[start] = parts.pop(left)
+            if middle < right and parts.get(start) == middle and parts.get(middle) == right:
+                parts[start] = parts.pop(middle)
     return sorted(parts.items())
 
 
@@ -110,11 +110,15 @@ class ReplicaPlan:
         return has_one_each and self.additions == tuple(plan_row_additions(self.n_ranks))
 
 
-def is_joint(left: Subtree, right: Subtree, n_replicas: int) -> bool:
+def is_joint(left_subtree: Subtree, right: Subtree, n_replicas: int) -> bool:
     """Return whether two neighbouring subtrees are the two halves of one.
 
     >>> is_joint((0, 2), (2, 4), 8), is_joint((2, 4), (4, 6), 8), is_joint((4, 6), (6, 7), 7)
     (True, False, True)
     """
-    distance = left[1] - left[0]
-    return left[1] == right[0] and left[0] % (2 * distance) == 0 and right[1] == min(left[0] + 2 * distance, n_replicas)
+    distance = left_subtree[1] - left_subtree[0]
+    return (
+        left_subtree[1] == right[0]
+        and left_subtree[0] % (2 * distance) == 0
+        and right[1] == min(left_subtree[0] + 2 * distance, n_replicas)
+    )

@@ -113,9 +113,11 @@ class SampleOrder:
         """Batches of one pass, which must end."""
         run = self.run_rows
         rows = self.batch_rows or 1
-        n_runs, rest = divmod(self.n_samples, run) if run and not math.isinf(run) else (0, self.n_samples)
-        counts = (int(n_rows // rows) if self.drop_remainder else -(-int(n_rows) // rows) for n_rows in (run, rest))
-        per_run, last = (0, -(-int(rest) // rows)) if math.isinf(run) else counts
+        n_runs, remaining_rows = divmod(self.n_samples, run) if run and not math.isinf(run) else (0, self.n_samples)
+        counts = (
+            int(n_rows // rows) if self.drop_remainder else -(-int(n_rows) // rows) for n_rows in (run, remaining_rows)
+        )
+        per_run, last = (0, -(-int(remaining_rows) // rows)) if math.isinf(run) else counts
         return int(n_runs) * per_run + last
 
     def taking(self, count: int) -> "SampleOrder":

@@ -48,7 +48,7 @@ def _full(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 def n_elements_sent(schedule: Schedule) -> int:
     """Return the elements that a rank sends in a schedule."""
-    return sum(message.stop - message.start for one in schedule for message in one.sends)
+    return sum(message.stop - message.start for planned_round in schedule for message in planned_round.sends)
 
 
 def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
@@ -96,18 +96,18 @@ def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
         stop = min(start + 2 * distance, size)
         if middle < stop:
             is_left = rank < middle
-            other = (middle, stop) if is_left else (start, middle)
-            kept = []
-            given = []
-            for peer, first, last in _shared_with(other, owned, n_elements):
+            other_subtree = (middle, stop) if is_left else (start, middle)
+            retained_parts = []
+            ceded_parts = []
+            for peer, first, last in _shared_with(other_subtree, owned, n_elements):
                 cut = first + (last - first) * distance // (stop - start)
                 of_left = Message(peer, first, cut)
                 of_right = Message(peer, cut, last)
-                kept.append(of_left if is_left else of_right)
-                given.append(of_right if is_left else of_left)
-            summing.append(make_round(given, kept, is_sum=True))
-            spreading.append(make_round(kept, given, is_sum=False))
-            owned = [(one.start, one.stop) for one in kept if one.start < one.stop]
+                retained_parts.append(of_left if is_left else of_right)
+                ceded_parts.append(of_right if is_left else of_left)
+            summing.append(make_round(ceded_parts, retained_parts, is_sum=True))
+            spreading.append(make_round(retained_parts, ceded_parts, is_sum=False))
+            owned = [(part.start, part.stop) for part in retained_parts if part.start < part.stop]
         distance *= 2
     return (*summing, *reversed(spreading))
 
@@ -138,9 +138,9 @@ def _owner(subtree: tuple[int, int], element: int, n_elements: int) -> tuple[int
             distance *= 2
         return first, start, stop
     n_left = 1 << (size.bit_length() - 1)
-    left, left_start, left_stop = _owner((first, first + n_left), element, n_elements)
+    left_rank, left_start, left_stop = _owner((first, first + n_left), element, n_elements)
     right, right_start, right_stop = _owner((first + n_left, end), element, n_elements)
     start = max(left_start, right_start)
     stop = min(left_stop, right_stop)
     cut = start + (stop - start) * n_left // size
-    return (left, start, cut) if element < cut else (right, cut, stop)
+    return (left_rank, start, cut) if element < cut else (right, cut, stop)

@@ -28,7 +28,9 @@ def plan_shards(sizes: Sequence[int], n_owners: int) -> list[dict[int, tuple[int
     shares: list[dict[int, tuple[int, int]]] = []
     for first, last in pairwise([*cuts, starts[-1]]):
         bounds = [(max(first, start) - start, min(last, stop) - start) for start, stop in pairwise(starts)]
-        shares.append({tensor: own for tensor, own in enumerate(bounds) if own[0] < own[1]})
+        shares.append(
+            {tensor: owned_range for tensor, owned_range in enumerate(bounds) if owned_range[0] < owned_range[1]}
+        )
     return shares
 
 

@@ -120,18 +120,18 @@ class StateDigests:
         """Return all parameters, None for each that is gone. Those of the list do not go while ranks agree on them."""
         return [reference() for reference in self._parameters]
 
-    def keep(self, held: Sequence[nn.Parameter | None], are_kept: Sequence[int]) -> None:
+    def keep(self, parameters: Sequence[nn.Parameter | None], are_kept: Sequence[int]) -> None:
         """Go on with the parameters that all ranks still have.
 
         Args:
-            held: what `hold` has returned.
+            parameters: what `hold` has returned.
             are_kept: 1 for each that is compared, on all ranks alike; 0 for the others, of which some rank has none.
         """
-        kept: list[tuple[str, nn.Parameter]] = []
-        for name, parameter, is_kept in zip(self._names, held, are_kept, strict=True):
+        retained_parameters: list[tuple[str, nn.Parameter]] = []
+        for name, parameter, is_kept in zip(self._names, parameters, are_kept, strict=True):
             if is_kept and parameter is not None:
-                kept.append((name, parameter))
-        self.watch(kept)
+                retained_parameters.append((name, parameter))
+        self.watch(retained_parameters)
 
     @property
     def n_steppers(self) -> int:

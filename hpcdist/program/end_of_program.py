@@ -58,11 +58,11 @@ class _Comparison:
             _warn("parameters", odd_ranks(everyones[:, 3].tolist()))
 
 
-def _warn(what: str, ranks: list[int]) -> None:
+def _warn(subject: str, ranks: list[int]) -> None:
     if ranks:
         logger.warning(
             "end of the program: expected %s to be equal on all ranks, got others on rank %s: they have drifted apart; "
             "look for schedules that are fed by local losses, and for code that changes parameters on some ranks.",
-            what,
+            subject,
             ", ".join(map(str, ranks[:8])),
         )

@@ -32,7 +32,7 @@ class StepGenerators:
     """
 
     def __init__(self, replica: int | None) -> None:
-        self._who: int | str = _OUTSIDE if replica is None else replica
+        self._drawer: int | str = _OUTSIDE if replica is None else replica
         self._has_cuda = torch.cuda.is_available()
         self._states: dict[int | str, list[Tensor]] = {}
         self._libraries = LibraryKeys()
@@ -107,7 +107,7 @@ class StepGenerators:
 
     def begin_run(self) -> None:
         """Let replicas draw."""
-        self.suspend(self._who)
+        self.suspend(self._drawer)
         self._libraries.begin_run()
 
     def end_run(self) -> None:
@@ -118,7 +118,7 @@ class StepGenerators:
     @contextmanager
     def merging(self) -> Iterator[None]:
         """Let the block draw as code outside `run` does, whichever replica came last."""
-        replica = self._who
+        replica = self._drawer
         self.suspend(replica)
         self._restore(_OUTSIDE)
         try:
@@ -139,20 +139,20 @@ class StepGenerators:
         self._libraries.resume(replica)
         self._restore(replica)
 
-    def _restore(self, who: int | str) -> None:
-        self._who = who
+    def _restore(self, replica: int | str) -> None:
+        self._drawer = replica
         if self.seed is None:
             return
-        if who not in self._states:
+        if replica not in self._states:
             self._set()
             return
-        state, *cuda = self._states[who]
+        state, *cuda = self._states[replica]
         torch.default_generator.set_state(state)
         if cuda:
             torch.cuda.set_rng_state(cuda[0])
 
     def _set(self) -> None:
-        key = xxhash.xxh3_64_intdigest(f"{self.seed} {self._place} {self._who}".encode()) >> 1
+        key = xxhash.xxh3_64_intdigest(f"{self.seed} {self._place} {self._drawer}".encode()) >> 1
         self._key = key
         torch.default_generator.manual_seed(key)
         if self._has_cuda:

@@ -19,14 +19,14 @@ def local_metrics() -> list[Any]:
     if torchmetrics is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     metrics: list[Any] = []
-    held: set[int] = set()
+    wrapped_ids: set[int] = set()
     for item in gc.get_objects():
         kind = type(item)
         if issubclass(kind, torchmetrics.Metric):
             metrics.append(item)
         elif kind.__name__ == "TorchMetric":
-            held.update(map(id, vars(item)["_metric"].modules()))
-    return [metric for metric in metrics if id(metric) not in held and metric.dist_sync_fn is None]
+            wrapped_ids.update(map(id, vars(item)["_metric"].modules()))
+    return [metric for metric in metrics if id(metric) not in wrapped_ids and metric.dist_sync_fn is None]
 
 
 def warn_of_local_metrics() -> None:

@@ -44,20 +44,20 @@ class IdentitySet(Generic[T]):
     """Objects held weakly and compared by identity, in the order in which they were added."""
 
     def __init__(self, items: Iterable[T] = ()) -> None:
-        self._known: dict[int, Callable[[], T | None]] = {}
+        self._references: dict[int, Callable[[], T | None]] = {}
         for item in items:
             self.add(item)
 
     def __contains__(self, item: T) -> bool:
-        known = self._known.get(id(item))
-        return known is not None and known() is item
+        reference = self._references.get(id(item))
+        return reference is not None and reference() is item
 
     def __iter__(self) -> Iterator[T]:
         alive: list[T] = []
-        for number, reference in list(self._known.items()):
+        for number, reference in list(self._references.items()):
             item = reference()
             if item is None:
-                del self._known[number]
+                del self._references[number]
             else:
                 alive.append(item)
         yield from alive
@@ -65,8 +65,8 @@ class IdentitySet(Generic[T]):
     def add(self, item: T) -> None:
         """Add an object, as the last one even if it has the id of one that is gone."""
         if item not in self:
-            self._known.pop(id(item), None)
-            self._known[id(item)] = torch_hooks.weak_reference(item)
+            self._references.pop(id(item), None)
+            self._references[id(item)] = torch_hooks.weak_reference(item)
 
 
 class ModuleSet(IdentitySet[nn.Module]):
@@ -74,26 +74,28 @@ class ModuleSet(IdentitySet[nn.Module]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: IdentitySet[nn.Parameter] = IdentitySet()
+        self._parameters: IdentitySet[nn.Parameter] = IdentitySet()
 
     def add_parameter(self, parameter: nn.Parameter) -> None:
         """Add a parameter made in the scope: as one of no module, for as long as no module of the scope holds it."""
-        self._made.add(parameter)
+        self._parameters.add(parameter)
 
     def bare_parameters(self) -> list[nn.Parameter]:
         """Return the parameters made in the scope that are in none of its modules, in the order of their making."""
-        held = {id(parameter) for module in self for parameter in module.parameters()}
-        return [parameter for parameter in self._made if id(parameter) not in held]
+        registered_ids = {id(parameter) for module in self for parameter in module.parameters()}
+        return [parameter for parameter in self._parameters if id(parameter) not in registered_ids]
 
     def parameters(self) -> IdentitySet[nn.Parameter]:
         """Return every parameter of the scope as it is now, including frozen ones."""
-        held = [parameter for module in self for parameter in module.parameters()]
-        return IdentitySet([*held, *self.bare_parameters()])
+        registered_parameters = [parameter for module in self for parameter in module.parameters()]
+        return IdentitySet([*registered_parameters, *self.bare_parameters()])
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter of the scope, or a buffer of one of the modules."""
-        held = [own for module in self for own in (*module.parameters(), *module.buffers())]
-        return any(own is tensor for own in (*held, *self._made))
+        module_tensors = [
+            module_tensor for module in self for module_tensor in (*module.parameters(), *module.buffers())
+        ]
+        return any(candidate is tensor for candidate in (*module_tensors, *self._parameters))
 
     def ids(self) -> set[int]:
         """Return the ids of the modules and of their parts."""
@@ -223,13 +225,13 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
 
 
-def explain_difference(own: str, roots: str) -> DesyncError:
-    """Return the error for a rank whose model is described by `own` where the chief's is described by `roots`."""
-    own_rows = own.splitlines()
+def explain_difference(own_model: str, roots: str) -> DesyncError:
+    """Return the error for a rank whose model is described by `own_model` where the chief's is described by `roots`."""
+    own_rows = own_model.splitlines()
     root_rows = roots.splitlines()
-    first = next((mine, theirs) for mine, theirs in zip_longest(own_rows, root_rows) if mine != theirs)
-    mine, theirs = (row or "nothing" for row in first)
+    first = next((own_row, root_row) for own_row, root_row in zip_longest(own_rows, root_rows) if own_row != root_row)
+    own_row, root_row = (row or "nothing" for row in first)
     return DesyncError(
         f"strategy: expected the chief's model of {len(root_rows)} tensors, got {len(own_rows)}, first difference "
-        f"{mine!r} where the chief has {theirs!r}; build the same model on every rank."
+        f"{own_row!r} where the chief has {root_row!r}; build the same model on every rank."
     )

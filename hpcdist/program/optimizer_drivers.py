@@ -119,7 +119,7 @@ def members_of(scheduler: Any) -> list[Any]:
     for value in vars(scheduler).values():
         values = value if isinstance(value, (list, tuple)) else [value]
         for member in values:
-            if _is_scheduler(member) and not any(member is known for known in [scheduler, *members]):
+            if _is_scheduler(member) and not any(member is visited for visited in [scheduler, *members]):
                 members.append(member)
                 members += members_of(member)
     return members

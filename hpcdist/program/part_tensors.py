@@ -48,8 +48,8 @@ class _TensorMemory:
 
     def add(self, addresses: range, part: Part) -> None:
         """Note that a part lies at these addresses, in place of one that lay there before."""
-        others = [entry for entry in self._parts if entry[0] != addresses]
-        self._parts = [*others[-_MAX_RANGES:], (addresses, part)]
+        remaining_entries = [entry for entry in self._parts if entry[0] != addresses]
+        self._parts = [*remaining_entries[-_MAX_RANGES:], (addresses, part)]
 
     def newest_part(self) -> Part:
         """Return the part that was noted last."""

@@ -32,11 +32,11 @@ class Weight(NamedTuple):
     doubtful_rows: int | None = None
     refusal: str | None = None
 
-    def has_fraction_of(self, other: "Weight") -> bool:
+    def has_fraction_of(self, other_weight: "Weight") -> bool:
         """Return whether this replica has the same fraction of the rows of all replicas here and there."""
-        if self.total_rows is None or other.total_rows is None:
-            return self.rows == other.rows
-        return self.rows * other.total_rows == other.rows * self.total_rows
+        if self.total_rows is None or other_weight.total_rows is None:
+            return self.rows == other_weight.rows
+        return self.rows * other_weight.total_rows == other_weight.rows * self.total_rows
 
 
 def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = None) -> Weight:

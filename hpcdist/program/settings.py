@@ -37,12 +37,12 @@ def _text(value: Any) -> str:
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
-def explain_settings(own: str, chiefs: str) -> DesyncError:
-    """Return the error for a rank whose optimizers are described by `own` where the chief's are by `chiefs`."""
-    pairs = zip_longest(own.splitlines(), chiefs.splitlines(), fillvalue="none")
-    mine, theirs = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
+def explain_settings(settings: str, chiefs: str) -> DesyncError:
+    """Return the error for a rank whose optimizers are described by `settings` where the chief's are by `chiefs`."""
+    pairs = zip_longest(settings.splitlines(), chiefs.splitlines(), fillvalue="none")
+    actual, wanted = next((actual, wanted) for actual, wanted in pairs if actual != wanted)
     return DesyncError(
-        f"strategy: expected the chief's optimizers and comm hook, {theirs!r}, got {mine!r}; make the same, with the "
+        f"strategy: expected the chief's optimizers and comm hook, {wanted!r}, got {actual!r}; make the same, with the "
         f"same settings, on every rank."
     )
 

@@ -50,5 +50,5 @@ class SingleReplicaSteps:
             single_rank_flags.count_step(optimizer, _OWNER)
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
-        own = self.modules.parameters()
-        return any(parameter in own for group in optimizer.param_groups for parameter in group["params"])
+        scope_parameters = self.modules.parameters()
+        return any(parameter in scope_parameters for group in optimizer.param_groups for parameter in group["params"])

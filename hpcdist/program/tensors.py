@@ -45,24 +45,24 @@ def layout(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tuple(tensor.stride())} {dtype_name(tensor)}"
 
 
-def have_same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+def have_same_bits(first: Tensor | None, second: Tensor | None) -> bool:
     """Return whether two tensors hold the same bits, NaNs too, in the same dtype and shape; or there is neither."""
-    if one is None or other is None or one is other:
-        return one is other
-    if one.is_sparse and other.is_sparse:
-        pairs = (one._indices(), other._indices()), (one._values(), other._values())
-        return one.shape == other.shape and all(have_same_bits(*pair) for pair in pairs)
-    return is_alike(one, other) and torch.equal(_bits(one), _bits(other))
+    if first is None or second is None or first is second:
+        return first is second
+    if first.is_sparse and second.is_sparse:
+        pairs = (first._indices(), second._indices()), (first._values(), second._values())
+        return first.shape == second.shape and all(have_same_bits(*pair) for pair in pairs)
+    return is_alike(first, second) and torch.equal(_bits(first), _bits(second))
 
 
-def is_alike(one: Tensor, other: Tensor) -> bool:
+def is_alike(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and layout."""
-    return one.dtype == other.dtype and one.shape == other.shape and one.layout is other.layout
+    return first.dtype == second.dtype and first.shape == second.shape and first.layout is second.layout
 
 
-def differ_in_bits(one: Tensor, other: Tensor) -> Tensor:
+def differ_in_bits(first: Tensor, second: Tensor) -> Tensor:
     """Return whether two dense tensors that are alike differ in a bit, as a 0-d bool tensor on their device."""
-    return torch.ne(_bits(one), _bits(other)).any()
+    return torch.ne(_bits(first), _bits(second)).any()
 
 
 def has_values(gradient: Tensor) -> bool:
@@ -70,9 +70,9 @@ def has_values(gradient: Tensor) -> bool:
     return bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
-def plus(one: Tensor, other: Tensor) -> Tensor:
+def plus(total: Tensor, summand: Tensor) -> Tensor:
     """Return the sum of two tensors, each dense or sparse; in the first one's memory unless it becomes dense."""
-    return other + one if one.is_sparse and not other.is_sparse else one.add_(other)
+    return summand + total if total.is_sparse and not summand.is_sparse else total.add_(summand)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -346,17 +346,17 @@ def _watched_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_summed(creates_graph: bool, roots: Any, args: Any, kwargs: Any) -> Any:
-    begun: list[BackwardWatcher] = []
+    started_watchers: list[BackwardWatcher] = []
     try:
         for watcher in _alive(_gradient_watchers):
             watcher.begin_backward(creates_graph)
-            begun.append(watcher)
+            started_watchers.append(watcher)
         result = _run_backward(roots, *args, **kwargs)
     except BaseException:
-        for watcher in begun:
+        for watcher in started_watchers:
             watcher.end_backward(is_whole=False)
         raise
-    for watcher in begun:
+    for watcher in started_watchers:
         watcher.end_backward(is_whole=True)
     return result
 
@@ -521,10 +521,10 @@ def subtract_quotients(targets: list[Any], dividends: list[Tensor], divisors: li
 
 def make_memoryless(kind: type[T], like: Tensor) -> T:
     """Return a tensor without memory, with the shape, strides, dtype and device of another one."""
-    made: T = Tensor._make_wrapper_subclass(
+    memoryless_tensor: T = Tensor._make_wrapper_subclass(
         kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
-    return made
+    return memoryless_tensor
 
 
 def is_step_of_scaler() -> bool:
@@ -577,10 +577,10 @@ _parts: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 def make_part(kind: type[Optimizer], parameters: Any, **options: Any) -> Optimizer:
     """Return an optimizer that no strategy sees."""
-    made = kind.__new__(kind)
-    _parts.add(made)
-    kind.__init__(made, parameters, **options)
-    return made
+    part_optimizer = kind.__new__(kind)
+    _parts.add(part_optimizer)
+    kind.__init__(part_optimizer, parameters, **options)
+    return part_optimizer
 
 
 def bare_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
@@ -611,11 +611,11 @@ def _register(table: dict[int, Any], see: Callable[..., Any]) -> _StepHandle:
 def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if optimizer in _parts:  # whose step is written with that of its base class
         return None
-    given = closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    original_closure = closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     for see in list(_before_steps.values()):
-        other = see(optimizer, closure)
-        closure = closure if other is None else other
-    return None if closure is given else (args[:1], {**kwargs, "closure": closure})
+        replacement = see(optimizer, closure)
+        closure = closure if replacement is None else replacement
+    return None if closure is original_closure else (args[:1], {**kwargs, "closure": closure})
 
 
 def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -132,11 +132,11 @@ class Client:
         """
         requests = {}
         for server, new in specs.items():
-            known = [_Known(spec, variables[spec.variable]) for spec in new]
-            self._shards[server] += known
-            self._batches[server].append(len(known))
+            shards = [_Known(spec, variables[spec.variable]) for spec in new]
+            self._shards[server] += shards
+            self._batches[server].append(len(shards))
             if is_first:
-                payload = self._packers[server].pack([one.part_of(one.variable.detach()) for one in known])
+                payload = self._packers[server].pack([shard.part_of(shard.variable.detach()) for shard in shards])
                 requests[server] = {"text": specs_to_text(new), "payload": payload}
         if requests:
             self._ask("adopt", Kind.ADOPT, list(requests.items()))
@@ -144,25 +144,25 @@ class Client:
     def number_of(self, optimizer: Optimizer, groups: Groups) -> int:
         """Return the number of an optimizer; at its first step servers get it. All workers step in the same order."""
         members_now = [members for _, members in groups]
-        for number, (known, _) in self._optimizers.items():
-            if known is optimizer and self._members[number] == members_now:
+        for number, (candidate, _) in self._optimizers.items():
+            if candidate is optimizer and self._members[number] == members_now:
                 return number
-            if known is optimizer:
+            if candidate is optimizer:
                 raise UsageError(
                     f"step: expected the parameters that {type(optimizer).__name__} had at its first step, got others "
                     f"on {self._name}; make a new optimizer after adding or unfreezing parameters."
                 )
         number = max(self._optimizers, default=-1) + 1
         numbers = {variable for _, members in groups for variable in members}
-        shards = {one.spec.key for server in self._shards for one in server if one.spec.variable in numbers}
+        shards = {shard.spec.key for server in self._shards for shard in server if shard.spec.variable in numbers}
         check_optimizer(type(optimizer), is_split=len(shards) > len(numbers))
         requests = {}
-        for server, held in enumerate(self._shards):
-            own = [
-                (settings, [index for index, one in enumerate(held) if one.spec.variable in members])
+        for server, server_shards in enumerate(self._shards):
+            server_groups = [
+                (settings, [index for index, shard in enumerate(server_shards) if shard.spec.variable in members])
                 for settings, members in groups
             ]
-            pickle = pickles.dumps((type(optimizer), optimizer.defaults, own))
+            pickle = pickles.dumps((type(optimizer), optimizer.defaults, server_groups))
             text, tensors = self._states_on(server, {number: optimizer})  # of a checkpoint that every worker has loaded
             payload = self._packers[server].pack([torch.from_numpy(pickle.copy()), *tensors])
             requests[server] = {
@@ -202,27 +202,29 @@ class Client:
         has_new_settings = settings != sent
         self._optimizers[number] = (optimizer, settings)
         self.clock += 1
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         part_bytes = self.chunk_bytes if is_elementwise(type(optimizer)) else None
         text = json.dumps(settings) if has_new_settings else ""
         requests: list[tuple[int, dict[str, Any]]] = []
-        for server, held in enumerate(self._shards):
-            gradients = [_gradient_of(one) if id(one.variable) in own else (NOTHING, 0, []) for one in held]
+        for server, shards in enumerate(self._shards):
+            gradients = [
+                _gradient_of(shard) if id(shard.variable) in parameter_ids else (NOTHING, 0, []) for shard in shards
+            ]
             payload = self._packers[server].pack([tensor for _, _, tensors in gradients for tensor in tensors])
             offset = 0
-            for begin, end in parts_of([one.spec for one in held], part_bytes):
-                numbers = [number, begin, int(end == len(held))]
+            for begin, end in parts_of([shard.spec for shard in shards], part_bytes):
+                numbers = [number, begin, int(end == len(shards))]
                 first = offset
-                for one, (kind, n_rows, tensors) in zip(held[begin:end], gradients[begin:end], strict=True):
-                    numbers += [kind, n_rows, one.version]
+                for shard, (kind, n_rows, tensors) in zip(shards[begin:end], gradients[begin:end], strict=True):
+                    numbers += [kind, n_rows, shard.version]
                     offset += sum(padded(tensor.numel() * tensor.itemsize) for tensor in tensors)
                 fields = {"numbers": np.array(numbers, np.int64), "text": text, "payload": payload[first:offset]}
-                asks = server == 0 and end == len(held)
+                asks = server == 0 and end == len(shards)
                 requests.append((server, {**fields, "request": int(request if asks else Request.NONE)}))
         requests.sort(key=lambda request: int(request[1]["numbers"][1]))  # all servers have something to do at once
-        before = [held[0].version for held in self._shards if held]
+        before = [shards[0].version for shards in self._shards if shards]
         due = self._take(self._answers("step", Kind.STEP, requests))
-        after = [held[0].version for held in self._shards if held]
+        after = [shards[0].version for shards in self._shards if shards]
         newer = [now - was for now, was in zip(after, before, strict=True) if was >= 0]
         self.n_missed = max(0, *newer, 1) - 1  # one of the versions is this push's own
         return due
@@ -233,15 +235,17 @@ class Client:
         Args:
             number: COPY: values come in messages, also inside a node.
         """
-        all_numbers = [[number, 0, 1, *(n for one in held for n in (NOTHING, 0, one.version))] for held in self._shards]
-        requests = [(server, {"numbers": np.array(own, np.int64)}) for server, own in enumerate(all_numbers)]
+        all_numbers = [
+            [number, 0, 1, *(n for shard in shards for n in (NOTHING, 0, shard.version))] for shards in self._shards
+        ]
+        requests = [(server, {"numbers": np.array(numbers, np.int64)}) for server, numbers in enumerate(all_numbers)]
         self._take(self._answers("pull", Kind.PULL, requests))
 
     def forget_values(self) -> None:
         """Let the next pull bring all values, as this worker has overwritten its own."""
-        for held in self._shards:
-            for one in held:
-                one.version = -1
+        for shards in self._shards:
+            for shard in shards:
+                shard.version = -1
 
     def _take(self, answers: Iterable[tuple[int, Message]]) -> Request:
         """Write values into the variables as they come; return what is due."""
@@ -253,16 +257,16 @@ class Client:
                 self._hear(server, json.loads(message.text))
             begin = int(message.numbers[0])
             rows = message.numbers[1:].reshape(-1, 3).tolist()
-            held = self._shards[server][begin : begin + len(rows)]
-            self._require_later(held, rows)
+            shards = self._shards[server][begin : begin + len(rows)]
+            self._require_later(shards, rows)
             if any(kind in (WHOLE_HERE, ROWS_HERE) for kind, _, _ in rows):
                 if not self._read(server, message, begin, rows):
                     torn = True
                     continue
             else:
-                _unpack(message, held, rows)
-            for one, (_, _, version) in zip(held, rows, strict=True):
-                one.version = version
+                _unpack(message, shards, rows)
+            for shard, (_, _, version) in zip(shards, rows, strict=True):
+                shard.version = version
         if torn:
             self.pull(COPY)
         return due
@@ -274,18 +278,18 @@ class Client:
 
     def _values_here(self, server: int) -> list[Values]:
         """Return the values that a server of this node has, mapped at their first use, as far as they are known."""
-        found = self._values[server]
-        for path, n_shards in list(zip(self._paths[server], self._batches[server], strict=False))[len(found) :]:
-            begin = sum(len(values.tensors) for values in found)
-            specs = [one.spec for one in self._shards[server][begin : begin + n_shards]]
-            found.append(Values(map_memory(path), specs))
-        return found
+        mapped_values = self._values[server]
+        for path, n_shards in list(zip(self._paths[server], self._batches[server], strict=False))[len(mapped_values) :]:
+            begin = sum(len(values.tensors) for values in mapped_values)
+            specs = [shard.spec for shard in self._shards[server][begin : begin + n_shards]]
+            mapped_values.append(Values(map_memory(path), specs))
+        return mapped_values
 
-    def _require_later(self, held: list[_Known], rows: list[list[int]]) -> None:
-        for one, (_, _, version) in zip(held, rows, strict=True):
-            if version < one.version:
+    def _require_later(self, shards: list[_Known], rows: list[list[int]]) -> None:
+        for shard, (_, _, version) in zip(shards, rows, strict=True):
+            if version < shard.version:
                 raise DesyncError(
-                    f"pull: expected version {one.version} of {one.spec.name!r} or a later one, got {version} on "
+                    f"pull: expected version {shard.version} of {shard.spec.name!r} or a later one, got {version} on "
                     f"{self._name}; servers must not be replaced in a job."
                 )
 
@@ -300,13 +304,13 @@ class Client:
                 os.sched_yield()
                 continue
             payload = Unpacker(message.payload)
-            held = self._shards[server][begin:stop]
-            for one, tensor, (kind, n_rows, _) in zip(held, tensors, rows, strict=True):
+            shards = self._shards[server][begin:stop]
+            for shard, tensor, (kind, n_rows, _) in zip(shards, tensors, rows, strict=True):
                 if kind == WHOLE_HERE:
-                    one.write(tensor)
+                    shard.write(tensor)
                 elif kind == ROWS_HERE:
                     indices = payload.take((n_rows,), torch.int64)
-                    one.write(tensor[indices], indices)
+                    shard.write(tensor[indices], indices)
             if before == [values.counter for values in all_values]:
                 return True
         return False
@@ -315,7 +319,7 @@ class Client:
 
     def fetch_state(self, optimizer: Optimizer) -> None:
         """Fill an optimizer's state with that of the servers, of whole variables. Nothing before its first step."""
-        number = next((number for number, (one, _) in self._optimizers.items() if one is optimizer), None)
+        number = next((number for number, (candidate, _) in self._optimizers.items() if candidate is optimizer), None)
         if number is None:
             return
         requests = [(server, {"numbers": np.array([number], np.int64)}) for server in range(self.n_servers)]
@@ -323,8 +327,8 @@ class Client:
         parts: dict[int, list[tuple[_Known, dict[str, Any]]]] = {}
         for server, message in answers:
             for (_, index), state in state_of_text(message.text, Unpacker(message.payload)).items():
-                one = self._shards[server][index]
-                parts.setdefault(id(one.variable), []).append((one, state))
+                shard = self._shards[server][index]
+                parts.setdefault(id(shard.variable), []).append((shard, state))
         for owned in parts.values():
             owned.sort(key=lambda pair: pair[0].spec.start)
             variable = owned[0][0].variable
@@ -338,12 +342,14 @@ class Client:
             optimizers: that servers have.
         """
         numbered = {
-            number: one for number, (one, _) in self._optimizers.items() if any(one is own for own in optimizers)
+            number: candidate
+            for number, (candidate, _) in self._optimizers.items()
+            if any(candidate is optimizer for optimizer in optimizers)
         }
         requests: dict[int, dict[str, Any]] = {}
-        for server, held in enumerate(self._shards):
-            chosen = [index for index, one in enumerate(held) if one.spec.variable in variables]
-            values = [held[index].part_of(held[index].variable.detach()) for index in chosen]
+        for server, shards in enumerate(self._shards):
+            chosen = [index for index, shard in enumerate(shards) if shard.spec.variable in variables]
+            values = [shards[index].part_of(shards[index].variable.detach()) for index in chosen]
             text, tensors = self._states_on(server, numbered)
             requests[server] = {
                 "numbers": np.array([len(chosen), *chosen, *numbered], np.int64),
@@ -357,13 +363,13 @@ class Client:
         states: States = {}
         for number, optimizer in optimizers.items():
             firsts: set[tuple[int, ...]] = set()
-            for index, one in enumerate(self._shards[server]):
-                is_first = one.spec.key not in firsts or is_elementwise(type(optimizer))
-                firsts.add(one.spec.key)
-                for name, value in optimizer.state.get(one.variable, {}).items():
-                    is_of_rows = isinstance(value, Tensor) and value.shape == one.variable.shape
+            for index, shard in enumerate(self._shards[server]):
+                is_first = shard.spec.key not in firsts or is_elementwise(type(optimizer))
+                firsts.add(shard.spec.key)
+                for name, value in optimizer.state.get(shard.variable, {}).items():
+                    is_of_rows = isinstance(value, Tensor) and value.shape == shard.variable.shape
                     if is_of_rows or is_first:  # of chunks that servers have as a whole the first one has the rest
-                        states.setdefault((number, index), {})[name] = one.part_of(value) if is_of_rows else value
+                        states.setdefault((number, index), {})[name] = shard.part_of(value) if is_of_rows else value
         return state_to_text(states)
 
     def statistics(self) -> list[dict[str, Any]]:
@@ -421,39 +427,39 @@ class Client:
             )
 
 
-def _unpack(message: Message, held: list[_Known], rows: list[list[int]]) -> None:
+def _unpack(message: Message, shards: list[_Known], rows: list[list[int]]) -> None:
     """Write values that came in a message into the variables."""
     payload = Unpacker(message.payload)
-    for one, (kind, n_rows, _) in zip(held, rows, strict=True):
+    for shard, (kind, n_rows, _) in zip(shards, rows, strict=True):
         if kind == WHOLE:
-            one.write(payload.take(one.spec.shape, one.spec.torch_dtype))
+            shard.write(payload.take(shard.spec.shape, shard.spec.torch_dtype))
         elif kind == ROWS:
             indices = payload.take((n_rows,), torch.int64)
-            one.write(payload.take((n_rows, *one.spec.row_shape), one.spec.torch_dtype), indices)
+            shard.write(payload.take((n_rows, *shard.spec.row_shape), shard.spec.torch_dtype), indices)
 
 
-def _gradient_of(one: _Known) -> tuple[int, int, list[Tensor]]:
+def _gradient_of(shard: _Known) -> tuple[int, int, list[Tensor]]:
     """Return what a push has of a shard: its kind, the number of rows, and the tensors."""
-    gradient = one.variable.grad
+    gradient = shard.variable.grad
     if gradient is None:
         return NOTHING, 0, []
-    if gradient.dtype is not one.spec.torch_dtype or gradient.shape != one.variable.shape:
+    if gradient.dtype is not shard.spec.torch_dtype or gradient.shape != shard.variable.shape:
         raise GradientError(
-            f"step: expected a gradient of {one.spec.dtype} as the servers have {one.spec.name!r}, got "
+            f"step: expected a gradient of {shard.spec.dtype} as the servers have {shard.spec.name!r}, got "
             f"{gradient.dtype} of shape {tuple(gradient.shape)}; convert the model before its first use."
         )
     if not gradient.is_sparse:
-        return WHOLE, 0, [one.part_of(gradient)]
+        return WHOLE, 0, [shard.part_of(gradient)]
     gradient = gradient.coalesce()
     indices = gradient._indices()[0]
-    is_own = (indices >= one.spec.start) & (indices < one.spec.stop)
-    return ROWS, int(is_own.sum()), [indices[is_own] - one.spec.start, gradient._values()[is_own]]
+    is_own = (indices >= shard.spec.start) & (indices < shard.spec.stop)
+    return ROWS, int(is_own.sum()), [indices[is_own] - shard.spec.start, gradient._values()[is_own]]
 
 
 def _joined(owned: list[tuple[_Known, dict[str, Any]]], name: str, variable: Tensor) -> Any:
     """Return one value of an optimizer's state for a whole variable, given those of its shards in order."""
     parts = [state[name] for _, state in owned]
-    shapes = [tuple(one.spec.shape) for one, _ in owned]
+    shapes = [tuple(shard.spec.shape) for shard, _ in owned]
     is_of_rows = len(parts) > 1 and all(
         isinstance(part, Tensor) and tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True)
     )
@@ -461,6 +467,6 @@ def _joined(owned: list[tuple[_Known, dict[str, Any]]], name: str, variable: Ten
 
 
 def _error_of(text: str, server: int) -> HpcdistError:
-    name, _, rest = text.partition(": ")
+    name, _, detail = text.partition(": ")
     kind = error_class(name)
-    return kind(f"{rest if kind.__name__ == name else text} [parameter server {server}]")
+    return kind(f"{detail if kind.__name__ == name else text} [parameter server {server}]")

@@ -84,7 +84,7 @@ class RequestClock:
 
     def due(self, clock: int) -> Request:
         """Return what a worker acts on after the push that brings it to this clock."""
-        found = Request.NONE
+        due_requests = Request.NONE
         for kind, step in self._due.items():
-            found |= kind if clock == step else Request.NONE
-        return found
+            due_requests |= kind if clock == step else Request.NONE
+        return due_requests

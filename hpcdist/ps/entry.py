@@ -74,46 +74,46 @@ class EntryParameters(ServedParameters):
         """Make one step of the entry on the servers, and hide the gradients from the optimizer here."""
         with self._world.agreed(self._comm):
             self._check_step(parameters)
-        own = [parameter.grad for parameter in parameters]
+        local_gradients = [parameter.grad for parameter in parameters]
         try:
             for parameter, total in zip(parameters, self._summed(parameters), strict=True):
                 parameter.grad = total
             super().begin_step(optimizer, parameters)
         except BaseException:
-            for parameter, gradient in zip(parameters, own, strict=True):
+            for parameter, gradient in zip(parameters, local_gradients, strict=True):
                 parameter.grad = gradient
             raise
-        self._hidden = own
+        self._hidden = local_gradients
 
     def _summed(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the sum of the replicas' gradients of each parameter, in memory of its own; None where all have none.
 
         Sparse where any is; its rows follow each other in the order of the replicas.
         """
-        kinds = np.array([_kind_of(one.grad) for one in parameters], np.int64)
+        kinds = np.array([_kind_of(local_parameter.grad) for local_parameter in parameters], np.int64)
         all_reduce(kinds, "max", comm=self._comm)
-        found: list[Tensor | None] = []
+        totals: list[Tensor | None] = []
         for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
-            own = parameter.grad
+            gradient = parameter.grad
             if kind == _NONE:
-                found.append(None)
+                totals.append(None)
             elif kind == _SPARSE:
-                found.append(self._joined(parameter, own))
+                totals.append(self._joined(parameter, gradient))
             else:
                 blank = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-                found.append(blank if own is None else blank.copy_(own))
-        grouped_all_reduce([one for one in found if one is not None and not one.is_sparse], comm=self._comm)
-        return found
+                totals.append(blank if gradient is None else blank.copy_(gradient))
+        grouped_all_reduce([total for total in totals if total is not None and not total.is_sparse], comm=self._comm)
+        return totals
 
-    def _joined(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
+    def _joined(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
         """Return the rows of all replicas' gradients as one sparse gradient."""
-        if own is None:
+        if gradient is None:
             none = torch.empty((1, 0), dtype=torch.int64)
             rows = parameter.new_empty((0, *parameter.shape[1:]))
-            own = torch.sparse_coo_tensor(none.to(rows.device), rows, parameter.shape, check_invariants=False)
-        own = (own if own.is_sparse else own.to_sparse(1)).coalesce()
-        indices = all_gather(own._indices()[0], comm=self._comm)
-        values = all_gather(own._values(), comm=self._comm)
+            gradient = torch.sparse_coo_tensor(none.to(rows.device), rows, parameter.shape, check_invariants=False)
+        gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+        indices = all_gather(gradient._indices()[0], comm=self._comm)
+        values = all_gather(gradient._values(), comm=self._comm)
         return torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False)
 
     def _push(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request) -> Request:
@@ -144,17 +144,20 @@ class EntryParameters(ServedParameters):
         """Take the first replica's values of the variables that it has new ones of; return what is due there."""
         before = [*self._shared, *([-1] * len(self._variables))]
         news = np.array(
-            [due, *(one._version != count for one, count in zip(self._variables, before, strict=False))], np.int64
+            [due, *(variable._version != count for variable, count in zip(self._variables, before, strict=False))],
+            np.int64,
         )
         broadcast(news, comm=self._comm)
-        changed = [one for one, is_new in zip(self._variables, news[1:].tolist(), strict=True) if is_new]
-        for kind in sorted({(str(one.dtype), str(one.device)) for one in changed}):
-            own = [one for one in changed if (str(one.dtype), str(one.device)) == kind]
-            flat = torch.cat([one.detach().reshape(-1) for one in own])
+        changed = [variable for variable, is_new in zip(self._variables, news[1:].tolist(), strict=True) if is_new]
+        for kind in sorted({(str(variable.dtype), str(variable.device)) for variable in changed}):
+            bucket = [variable for variable in changed if (str(variable.dtype), str(variable.device)) == kind]
+            flat = torch.cat([variable.detach().reshape(-1) for variable in bucket])
             broadcast(flat, comm=self._comm)
-            for one, values in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):
+            for variable, values in zip(
+                bucket, torch.split(flat, [variable.numel() for variable in bucket]), strict=True
+            ):
                 if self._comm.rank > 0:
-                    one.copy_(values.view_as(one))
+                    variable.copy_(values.view_as(variable))
         self._note_written()
         self._shared = list(self._counters)
         return Request(int(news[0]))

@@ -53,8 +53,8 @@ class ShardSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of torch."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def nbytes(self) -> int:
@@ -78,16 +78,16 @@ def specs_of(
         sparse: numbers of variables whose gradients come as rows; these are not divided into chunks.
         chunk_bytes: about the size of chunks that shards are divided into; None: into none.
     """
-    found: dict[int, list[ShardSpec]] = {}
+    specs_by_server: dict[int, list[ShardSpec]] = {}
     for shard in shards:
         variable = variables[shard.variable]
         shape = (shard.stop - shard.start, *variable.shape[1:]) if variable.shape else ()
         dtype = str(variable.dtype).removeprefix("torch.")
         is_sparse = shard.variable in sparse
         spec = ShardSpec(variable.name, shard.variable, shard.start, shard.stop, shape, dtype, is_sparse)
-        own = [spec] if chunk_bytes is None or is_sparse else chunks_of(spec, chunk_bytes)
-        found.setdefault(shard.server, []).extend(own)
-    return found
+        chunks = [spec] if chunk_bytes is None or is_sparse else chunks_of(spec, chunk_bytes)
+        specs_by_server.setdefault(shard.server, []).extend(chunks)
+    return specs_by_server
 
 
 def chunks_of(spec: ShardSpec, chunk_bytes: int) -> list[ShardSpec]:
@@ -143,14 +143,15 @@ def specs_to_text(specs: Sequence[ShardSpec]) -> str:
 def specs_of_text(text: str) -> list[ShardSpec]:
     """Return the shards that `specs_to_text` wrote."""
     return [
-        ShardSpec(**{**one, "shape": tuple(one["shape"]), "shard": tuple(one["shard"])}) for one in json.loads(text)
+        ShardSpec(**{**fields, "shape": tuple(fields["shape"]), "shard": tuple(fields["shard"])})
+        for fields in json.loads(text)
     ]
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
     """Return the bytes of a tensor on the host; in its own memory if it is contiguous there."""
-    found: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
+    raw_bytes: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw_bytes
 
 
 def padded(nbytes: int) -> int:
@@ -242,14 +243,17 @@ class Unpacker:
 
     def take_all(self, specs: Sequence[ShardSpec]) -> list[Tensor]:
         """Return the tensors of shards and chunks; those of one shard are views of one tensor."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for _, group in itertools.groupby(specs, lambda spec: spec.key):
             chunks = list(group)
             shape = (sum(chunk.shape[0] for chunk in chunks), *chunks[0].row_shape) if chunks[0].shape else ()
             whole = self.take(shape, chunks[0].torch_dtype)
             first = chunks[0].start
-            found += [whole[one.start - first : one.stop - first] if one.shape else whole for one in chunks]
-        return found
+            tensors += [
+                whole[chunk_spec.start - first : chunk_spec.stop - first] if chunk_spec.shape else whole
+                for chunk_spec in chunks
+            ]
+        return tensors
 
 
 #: The states of optimizers: by the number of the optimizer and of the shard.

@@ -100,24 +100,27 @@ class ServedParameters:
         Raises:
             UsageError: when the partitioner returns nonsense; on every worker alike.
         """
-        new = [(name, one) for name, one in named if one.requires_grad and not self.holds(one)]
+        new = [(name, parameter) for name, parameter in named if parameter.requires_grad and not self.holds(parameter)]
         if not new:
             return
         self.require_unwritten()
         first = len(self._specs)
-        of_rows = {id(one) for one in sparse}
-        specs = [*self._specs, *(VariableSpec(name, tuple(one.shape), one.dtype) for name, one in new)]
+        of_rows = {id(parameter) for parameter in sparse}
+        specs = [
+            *self._specs,
+            *(VariableSpec(name, tuple(parameter.shape), parameter.dtype) for name, parameter in new),
+        ]
         with self._world.agreed(self._world.role_comm):
             shards = place(specs, self.client.n_servers, self._partitioner, self._is_by_bytes)
         self._specs = specs
-        self._variables += [one for _, one in new]
-        self._numbers = {id(one): number for number, one in enumerate(self._variables)}
-        sparse_numbers = frozenset(number for number, one in enumerate(self._variables) if id(one) in of_rows)
-        own = specs_of(
+        self._variables += [parameter for _, parameter in new]
+        self._numbers = {id(variable): number for number, variable in enumerate(self._variables)}
+        sparse_numbers = frozenset(number for number, variable in enumerate(self._variables) if id(variable) in of_rows)
+        specs_by_server = specs_of(
             specs, (shard for shard in shards if shard.variable >= first), sparse_numbers, self.client.chunk_bytes
         )
-        self.client.adopt(own, self._variables, self._world.is_chief)
-        self.layouts.append(Layout(tuple(specs[first:]), own))
+        self.client.adopt(specs_by_server, self._variables, self._world.is_chief)
+        self.layouts.append(Layout(tuple(specs[first:]), specs_by_server))
         self._meet()
         self._note_written()
 
@@ -128,7 +131,7 @@ class ServedParameters:
         """
         self._specs += layout.variables
         self._variables += variables
-        self._numbers = {id(one): number for number, one in enumerate(self._variables)}
+        self._numbers = {id(variable): number for number, variable in enumerate(self._variables)}
         self.client.adopt(layout.shards, self._variables, is_first=False)
         self.client.forget_values()
         self._note_written()
@@ -175,12 +178,12 @@ class ServedParameters:
 
     def _note_written(self) -> None:
         """Note the values as they are: they are the servers'."""
-        self._counters = [one._version for one in self._variables]
+        self._counters = [variable._version for variable in self._variables]
 
     def require_unwritten(self) -> None:
         """Raise GradientError if anybody but the servers has written to a variable here."""
-        for name, one, counter in zip(self._specs, self._variables, self._counters, strict=True):
-            if one._version != counter:
+        for name, variable, counter in zip(self._specs, self._variables, self._counters, strict=True):
+            if variable._version != counter:
                 raise GradientError(
                     f"step: expected {name.name!r} as the parameter servers gave it, got it written to on "
                     f"{self._world.describe()}; leave its changes to an optimizer, or load a checkpoint."
@@ -244,8 +247,12 @@ class ServedParameters:
             parameter.grad = gradient
 
     def _are_finite(self, gradients: Sequence[Tensor | None]) -> bool:
-        there = [one._values() if one.is_sparse else one for one in gradients if one is not None]
-        is_finite = all(bool(torch.isfinite(one.sum())) or bool(torch.isfinite(one).all()) for one in there)
+        present_values = [
+            gradient._values() if gradient.is_sparse else gradient for gradient in gradients if gradient is not None
+        ]
+        is_finite = all(
+            bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()) for values in present_values
+        )
         if not is_finite and not self._skips_non_finite:
             raise NotFiniteError(
                 f"step: expected finite gradients, got NaN or infinity on {self._world.describe()}; look for the cause "
@@ -255,7 +262,8 @@ class ServedParameters:
 
     def _groups_of(self, optimizer: Optimizer) -> Groups:
         members = [
-            [self._numbers[id(one)] for one in group["params"] if self.holds(one)] for group in optimizer.param_groups
+            [self._numbers[id(parameter)] for parameter in group["params"] if self.holds(parameter)]
+            for group in optimizer.param_groups
         ]
         all_settings = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups

@@ -215,8 +215,8 @@ class Server:
 
     def _repeat(self, message: Message) -> list[Message]:
         """Answer a request that came before, without applying it again."""
-        waiting = [*self._parked.values(), *(one for pushes in self._rounds.values() for one in pushes.values())]
-        if any((one.worker, one.sequence) == (message.worker, message.sequence) for one in waiting):
+        waiting = [*self._parked.values(), *(push for pushes in self._rounds.values() for push in pushes.values())]
+        if any((push.worker, push.sequence) == (message.worker, message.sequence) for push in waiting):
             return []  # the answer is still to come
         if message.kind in (Kind.STEP, Kind.PULL):
             return [self._values(message)]
@@ -227,24 +227,24 @@ class Server:
     def _adopt(self, message: Message) -> None:
         specs = specs_of_text(message.text)
         tensors = Unpacker(message.payload).take_all(specs)
-        for spec, values in zip(specs, self._held(specs, tensors), strict=True):
+        for spec, values in zip(specs, self._stored_tensors(specs, tensors), strict=True):
             rows = np.zeros(spec.shape[0], np.int64) if spec.is_sparse else None
             self._shards.append(_Served(spec, nn.Parameter(values), row_versions=rows))
 
-    def _held(self, specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _stored_tensors(self, specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors for the values of shards, filled: in memory that neighbours can read, if there are any."""
         if self._neighbours is None or not self._neighbours.workers:
             memory: Bytes = np.empty(Values.nbytes_of(specs), np.uint8)
             return self._filled(Values(memory.data, specs), tensors)
-        own = self._neighbours.allocate(Values.nbytes_of(specs))
-        values = Values(own.memory, specs)
-        self._memories.append((own, values))
+        shared_memory = self._neighbours.allocate(Values.nbytes_of(specs))
+        values = Values(shared_memory.memory, specs)
+        self._memories.append((shared_memory, values))
         return self._filled(values, tensors)
 
     @staticmethod
     def _filled(values: Values, tensors: Sequence[Tensor]) -> list[Tensor]:
-        for held, tensor in zip(values.tensors, tensors, strict=True):
-            held.copy_(tensor)
+        for destination, tensor in zip(values.tensors, tensors, strict=True):
+            destination.copy_(tensor)
         return values.tensors
 
     @contextmanager
@@ -287,27 +287,27 @@ class Server:
 
     def _set_states(self, states: States) -> None:
         for number in {optimizer for optimizer, _ in states}:
-            own = {shard: state for (optimizer, shard), state in states.items() if optimizer == number}
-            self._updaters[number].set_states(own)
+            shard_states = {shard: state for (optimizer, shard), state in states.items() if optimizer == number}
+            self._updaters[number].set_states(shard_states)
 
     def _assign(self, message: Message) -> None:
         """Replace the values of some shards, and the states of some optimizers."""
         payload = Unpacker(message.payload)
-        n_shards, *rest = map(int, message.numbers)
+        n_shards, *numbers = map(int, message.numbers)
         with torch.no_grad(), self._writing():
-            for number in rest[:n_shards]:
+            for number in numbers[:n_shards]:
                 shard = self._shards[number]
                 shard.values.copy_(payload.take(shard.spec.shape, shard.spec.torch_dtype))
                 shard.count_update(None)
-        for number in rest[n_shards:]:
+        for number in numbers[n_shards:]:
             self._updaters[number].optimizer.state.clear()
         self._set_states(state_of_text(message.text, payload))
 
     def _state(self, message: Message) -> Message:
         number = int(message.numbers[0])
         updater = self._updaters.get(number)
-        own = {} if updater is None else updater.states()
-        states = {(number, shard): state for shard, state in own.items()}
+        shard_states = {} if updater is None else updater.states()
+        states = {(number, shard): state for shard, state in shard_states.items()}
         text, tensors = state_to_text(states)
         return answer(message, Kind.DONE, text=text, payload=self._packers[message.worker].pack(tensors))
 
@@ -400,8 +400,8 @@ class Server:
             self._note_age(part, message)
         gradients = [self._gradients_of(part, message) for part, message in zip(parts, messages, strict=True)]
         totals = {
-            number: sum_of([own.get(number) for own in gradients], self._shards[number].values)
-            for number in sorted({number for own in gradients for number in own})
+            number: sum_of([push_gradients.get(number) for push_gradients in gradients], self._shards[number].values)
+            for number in sorted({number for push_gradients in gradients for number in push_gradients})
         }
         with self._writing():
             changed = updater.step(totals, messages[0].worker)
@@ -414,9 +414,13 @@ class Server:
         That is of the oldest shard in any of its parts.
         """
         shards = self._shards[part.begin : part.begin + len(part.rows)]
-        pushed = [(shard, known) for shard, (kind, _, known) in zip(shards, part.rows, strict=True) if kind != NOTHING]
+        pushed = [
+            (shard, known_version)
+            for shard, (kind, _, known_version) in zip(shards, part.rows, strict=True)
+            if kind != NOTHING
+        ]
         key = (message.worker, message.clock)
-        age = max((shard.version - known for shard, known in pushed), default=0)
+        age = max((shard.version - known_version for shard, known_version in pushed), default=0)
         age = max(age, self._ages.pop(key, 0))
         if part.is_last:
             self._staleness[age] += 1
@@ -426,16 +430,16 @@ class Server:
     def _gradients_of(self, part: _Part, message: Message) -> dict[int, Tensor]:
         """Return the gradients in a push, by number of shard, in its memory."""
         payload = Unpacker(message.payload)
-        found = {}
+        gradients = {}
         for number, (kind, n_rows, _) in enumerate(part.rows, part.begin):
             spec = self._shards[number].spec if kind != NOTHING else None
             if spec is not None and kind == WHOLE:
-                found[number] = payload.take(spec.shape, spec.torch_dtype)
+                gradients[number] = payload.take(spec.shape, spec.torch_dtype)
             elif spec is not None and kind == ROWS:
                 indices = payload.take((1, n_rows), torch.int64)
                 values = payload.take((n_rows, *spec.row_shape), spec.torch_dtype)
-                found[number] = torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=False)
-        return found
+                gradients[number] = torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=False)
+        return gradients
 
     def _values(self, message: Message) -> Message:
         """Return the values that a worker does not know yet; to one of this node, which they are."""
@@ -478,7 +482,7 @@ class Server:
         # this worker asks all others to stop
         signal = self._signal
         self._signal = ""
-        paths = [own.path for own, _ in self._memories[self._n_sent.get(worker, 0) :]] if is_here else []
+        paths = [memory.path for memory, _ in self._memories[self._n_sent.get(worker, 0) :]] if is_here else []
         if is_here:
             self._n_sent[worker] = len(self._memories)
         return json.dumps({"signal": signal, "paths": paths}) if signal or paths else ""

@@ -22,15 +22,15 @@ class _Outbox:
     """Shared memory that one rank writes payloads for another one into."""
 
     def __init__(self) -> None:
-        self._own: OwnMemory | None = None
+        self._own_memory: OwnMemory | None = None
         self._n_made = 0
         self._memory: Bytes = np.empty(0, np.uint8)
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return memory of `nbytes` bytes, which replaces the last one."""
-        self._own = OwnMemory(nbytes)
+        self._own_memory = OwnMemory(nbytes)
         self._n_made = self._n_made + 1
-        self._memory = np.frombuffer(self._own.memory, np.uint8)
+        self._memory = np.frombuffer(self._own_memory.memory, np.uint8)
         return self._memory
 
     def path_of(self, payload: Bytes) -> str:
@@ -39,8 +39,8 @@ class _Outbox:
         The number tells it from an earlier one: the system gives a path anew.
         """
         offset = payload.ctypes.data - self._memory.ctypes.data if len(payload) else -1
-        is_here = self._own is not None and 0 <= offset < len(self._memory)
-        return f"{self._own.path}#{self._n_made}@{offset}" if is_here and self._own is not None else ""
+        is_here = self._own_memory is not None and 0 <= offset < len(self._memory)
+        return f"{self._own_memory.path}#{self._n_made}@{offset}" if is_here and self._own_memory is not None else ""
 
 
 class Mailbox:
@@ -77,7 +77,7 @@ class Mailbox:
     @property
     def is_sent(self) -> bool:
         """Whether everything that was sent has left its memory."""
-        self._sending = [one for one in self._sending if not MPI.Request.Testall(one[0])]
+        self._sending = [transfer for transfer in self._sending if not MPI.Request.Testall(transfer[0])]
         return not self._sending
 
     def receive(self) -> list[tuple[int, Message]]:
@@ -117,10 +117,10 @@ class Mailbox:
 
     def _map(self, rank: int, path: str) -> Bytes:
         """Return another rank's memory, mapped at its first use."""
-        known = self._mapped.get(rank)
-        if known is None or known[0] != path:
-            known = self._mapped[rank] = (path, np.frombuffer(map_memory(path.partition("#")[0]), np.uint8))
-        return known[1]
+        mapping = self._mapped.get(rank)
+        if mapping is None or mapping[0] != path:
+            mapping = self._mapped[rank] = (path, np.frombuffer(map_memory(path.partition("#")[0]), np.uint8))
+        return mapping[1]
 
     def exchange(self, requests: Sequence[tuple[int, Message]], timeout_s: float) -> Iterator[tuple[int, Message]]:
         """Send requests, and yield answers as they come, each with the number of its request; fewer when some are late.

@@ -55,7 +55,7 @@ def check_optimizer(kind: type[Optimizer], is_split: bool) -> None:
     if issubclass(kind, torch.optim.LBFGS):
         raise UsageError("step: expected an optimizer without a closure on parameter servers, got LBFGS; use another.")
     if is_split and not is_elementwise(kind):
-        names = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
+        names = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENTWISE))
         raise UsageError(
             f"step: expected an optimizer that works element by element for a variable in several shards, one of "
             f"{names}, or a class with is_elementwise = True, got {kind.__name__}, which needs it whole; leave "
@@ -85,11 +85,11 @@ class Updater:
         groups: Iterable[tuple[dict[str, Any], list[Parts]]],
     ) -> "Updater":
         """Return one of a class, given its defaults, and the settings and parameters of its groups."""
-        made = list(groups)
+        all_groups = list(groups)
         optimizer = kind.__new__(kind)
-        chosen = [{**settings, "params": [parameter for parameter, _ in own]} for settings, own in made]
+        chosen = [{**settings, "params": [parameter for parameter, _ in parts]} for settings, parts in all_groups]
         optimizer.__setstate__({"defaults": defaults, "state": collections.defaultdict(dict), "param_groups": chosen})
-        return cls(optimizer, [one for _, own in made for one in own])
+        return cls(optimizer, [part for _, parts in all_groups for part in parts])
 
     @functools.cached_property
     def _places(self) -> dict[int, int]:
@@ -110,9 +110,9 @@ class Updater:
     def set_states(self, states: Mapping[int, dict[str, Any]]) -> None:
         """Set states; those of chunks are joined where the optimizer has their shard as a whole."""
         for parameter, chunks in self.parameters:
-            own = [states[chunk] for chunk in chunks if chunk in states]
-            if own:
-                self.optimizer.state[parameter] = own[0] if len(own) == 1 else _join(own)
+            chunk_states = [states[chunk] for chunk in chunks if chunk in states]
+            if chunk_states:
+                self.optimizer.state[parameter] = chunk_states[0] if len(chunk_states) == 1 else _join(chunk_states)
 
     def step(self, totals: Mapping[int, Tensor | None], worker: int) -> dict[int, Tensor | None]:
         """Make a step on gradients of some shards or chunks.
@@ -126,17 +126,20 @@ class Updater:
         """
         for group, settings in zip(self.optimizer.param_groups, self._settings.get(worker, []), strict=False):
             group.update(settings)
-        own = [self.parameters[place] for place in sorted({self._places[one] for one in totals if one in self._places})]
+        stepped_parameters = [
+            self.parameters[place]
+            for place in sorted({self._places[number] for number in totals if number in self._places})
+        ]
         changed: dict[int, Tensor | None] = {}
         try:
-            for parameter, chunks in own:
+            for parameter, chunks in stepped_parameters:
                 parts = [total for chunk in chunks if (total := totals[chunk]) is not None]
                 parameter.grad = parts[0] if len(chunks) == 1 else torch.cat(parts)
                 is_of_rows = parameter.grad.is_sparse and self._changes_rows_alone
                 changed |= {chunk: parts[0]._indices()[0] if is_of_rows else None for chunk in chunks}
             self.optimizer.step()
         finally:
-            for parameter, _ in own:
+            for parameter, _ in stepped_parameters:
                 parameter.grad = None
         return changed
 
@@ -152,17 +155,19 @@ def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
 
     None where nobody has one. One of a dtype of 16 bits is added in float32.
     """
-    there = [one for one in pushed if one is not None]
-    if len(there) < 2 or len(pushed) < 2:
-        return there[0].coalesce() if there and there[0].is_sparse else there[0] if there else None
-    if all(one.is_sparse for one in there):
-        indices = torch.cat([one._indices() for one in there], 1)
-        values = torch.cat([one._values() for one in there])
+    gradients = [gradient for gradient in pushed if gradient is not None]
+    if len(gradients) < 2 or len(pushed) < 2:
+        return gradients[0].coalesce() if gradients and gradients[0].is_sparse else gradients[0] if gradients else None
+    if all(gradient.is_sparse for gradient in gradients):
+        indices = torch.cat([gradient._indices() for gradient in gradients], 1)
+        values = torch.cat([gradient._values() for gradient in gradients])
         return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
     wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
     rows = [
-        torch.zeros_like(like, dtype=wide) if one is None else (one.to_dense() if one.is_sparse else one).to(wide)
-        for one in pushed
+        torch.zeros_like(like, dtype=wide)
+        if gradient is None
+        else (gradient.to_dense() if gradient.is_sparse else gradient).to(wide)
+        for gradient in pushed
     ]
     for into, row in plan_row_additions(len(rows)):
         rows[into] = rows[into] + rows[row]

@@ -324,6 +324,6 @@ def _in_autocast(call: Callable[[], Any], dtypes: dict[str, torch.dtype]) -> Any
     if not dtypes:
         return call()
     device, dtype = next(iter(dtypes.items()))
-    rest = {name: other for name, other in dtypes.items() if name != device}
+    remaining_dtypes = {name: other_dtype for name, other_dtype in dtypes.items() if name != device}
     with torch.autocast(device, dtype):
-        return _in_autocast(call, rest)
+        return _in_autocast(call, remaining_dtypes)

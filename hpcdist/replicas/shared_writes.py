@@ -211,9 +211,9 @@ def _hash(tensor: Tensor, max_bytes: int | None) -> int:
     return xxhash.xxh3_64_intdigest(to_array(flat[:count])[0].view("u1").data)
 
 
-def _refusal(what: str) -> UsageError:
+def _refusal(target: str) -> UsageError:
     return UsageError(
-        f"run: expected replicas to leave what they share to optimizers, got a write to {what} outside of an "
+        f"run: expected replicas to leave what they share to optimizers, got a write to {target} outside of an "
         f"optimizer's step; the function is called for each replica: write after run, or in "
         f"get_replica_context().merge_call(...)."
     )

@@ -49,8 +49,8 @@ class ReplicaSteps:
         brought = self._brought
         self._brought = {}
         for replica, gradients in brought.items():
-            for parameter, theirs in zip(parameters, gradients, strict=True):
-                if not have_same_bits(parameter.grad, theirs):
+            for parameter, replica_gradient in zip(parameters, gradients, strict=True):
+                if not have_same_bits(parameter.grad, replica_gradient):
                     raise GradientError(
                         f"step: expected every replica of this rank to change the summed gradients alike, got "
                         f"another one of shape {tuple(parameter.shape)} on replica {replica} than on replica "

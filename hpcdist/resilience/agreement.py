@@ -88,11 +88,11 @@ class Agreement:
             )
             self._world.agree(error, self._world.role_comm)
 
-    def first_reason(self, own: str | None) -> str | None:
+    def first_reason(self, local_reason: str | None) -> str | None:
         """Return, on all ranks, the reason of the lowest rank that has one. Collective: the ranks of the role."""
         comm = self._world.role_comm
-        lowest = self._world.all_reduce_int(comm.size if own is None else comm.rank, MPI.MIN, comm)
-        return None if lowest == comm.size else self._world.broadcast_text(own or "", lowest, comm)
+        lowest = self._world.all_reduce_int(comm.size if local_reason is None else comm.rank, MPI.MIN, comm)
+        return None if lowest == comm.size else self._world.broadcast_text(local_reason or "", lowest, comm)
 
     def any_rank(self, is_true: bool) -> bool:
         """Return whether `is_true` holds on any rank of the role. Collective: the ranks of the role."""
@@ -110,8 +110,8 @@ class Agreement:
         bits. A stop on one rank hides a save on another.
         """
         elapsed_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
-        own = int(self._requested()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)
-        agreed = self._world.all_reduce_int(own, MPI.MAX, self._world.role_comm)
+        local_request = int(self._requested()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)
+        agreed = self._world.all_reduce_int(local_request, MPI.MAX, self._world.role_comm)
         request = agreed >> _TIME_BITS
         poll_us = max(agreed & ((1 << _TIME_BITS) - 1), 1)
         self.n_messages += 1

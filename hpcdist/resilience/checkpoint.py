@@ -93,9 +93,9 @@ class Checkpoint:
         Raises:
             UsageError: if there is none of this name, or it is of another kind.
         """
-        held = self._objects.get(name)
+        current_value = self._objects.get(name)
         value = _plain(value)
-        if not isinstance(held, _PLAIN) or _plain_kind(value) != _plain_kind(held):
+        if not isinstance(current_value, _PLAIN) or _plain_kind(value) != _plain_kind(current_value):
             expected = ", ".join(f"{name!r}" for name, item in self._objects.items() if isinstance(item, _PLAIN))
             raise UsageError(
                 f"Checkpoint: expected a number or text under the name of one ({expected or 'there is none'}), got "
@@ -219,9 +219,9 @@ class Checkpoint:
         """
         modules = [item for item in self._objects.values() if hasattr(item, "named_parameters")]
         optimizers = [item for item in self._objects.values() if hasattr(item, "param_groups")]
-        found = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        found += [item for item in self._objects.values() if _is_tensor(item)]
-        tensors = {id(tensor): tensor for tensor in found}.values()  # modules may share some
+        all_tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        all_tensors += [item for item in self._objects.values() if _is_tensor(item)]
+        tensors = {id(tensor): tensor for tensor in all_tensors}.values()  # modules may share some
         state = sum(map(_nbytes, tensors))
         to_come = 0
         for optimizer in optimizers:
@@ -253,7 +253,7 @@ class Checkpoint:
         # not if this raises: the objects then hold a mixture
         chosen = self.chosen_path
         self.chosen_path = None
-        step = Restore(self.world, self).one(Path(path)).step
+        step = Restore(self.world, self).restore_file(Path(path)).step
         self.publish()
         self.chosen_path = chosen
         return step
@@ -266,7 +266,7 @@ class Checkpoint:
         Collective: chief and workers. Raises as `read`.
         """
         self.chosen_path = None  # until this one is loaded
-        index = Restore(self.world, self).one(Path(path))
+        index = Restore(self.world, self).restore_file(Path(path))
         self.publish()
         for name, item in self._objects.items():
             if isinstance(item, MetricsFile):
@@ -343,15 +343,21 @@ class Checkpoint:
         return self._prepare(index, nodes, source)
 
     def _prepare(self, index: Index, nodes: dict[str, Any], source: str, is_strict: bool = True) -> Prepared:
-        own = _memory_in_objects(self._objects, nodes)
+        memory_by_number = _memory_in_objects(self._objects, nodes)
         arrays = []
-        for number, one in enumerate(index.arrays):
-            dtype, memory = own.get(number, ("", None))
-            is_fit = memory is not None and dtype == one.dtype and memory.shape == one.shape
-            arrays.append(memory if is_fit and memory is not None else np.empty(one.shape, stored_dtype(one.dtype)))
+        for number, stored_array in enumerate(index.arrays):
+            dtype, memory = memory_by_number.get(number, ("", None))
+            is_fit = memory is not None and dtype == stored_array.dtype and memory.shape == stored_array.shape
+            arrays.append(
+                memory
+                if is_fit and memory is not None
+                else np.empty(stored_array.shape, stored_dtype(stored_array.dtype))
+            )
         named = [
-            NamedArray(one.name, one.dtype, values.view(np.bool_) if one.dtype == "bool" else values)
-            for one, values in zip(index.arrays, arrays, strict=True)
+            NamedArray(
+                stored_array.name, stored_array.dtype, values.view(np.bool_) if stored_array.dtype == "bool" else values
+            )
+            for stored_array, values in zip(index.arrays, arrays, strict=True)
         ]
         loaded = {name: _decoded(name, node, named, source) for name, node in nodes.items()}
         for name, item in self._objects.items():
@@ -433,7 +439,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **obje
     Cost: as `Checkpoint.read`, and memory for the arrays of the other objects while it reads.
     """
     checkpoint = Checkpoint(**objects)
-    step = Restore(checkpoint.world, _Part(objects, strict)).one(Path(path)).step
+    step = Restore(checkpoint.world, _Part(objects, strict)).restore_file(Path(path)).step
     checkpoint.publish()
     return step
 
@@ -449,7 +455,7 @@ def read_value(path: str | os.PathLike[str], name: str, example: float | str) ->
         example: a value of its kind.
     """
     part = _Part({name: example}, is_strict=True)
-    Restore(make_world(), part).one(Path(path))
+    Restore(make_world(), part).restore_file(Path(path))
     return part.value(name)
 
 
@@ -470,16 +476,16 @@ def _memory_in_objects(objects: dict[str, Any], nodes: dict[str, Any]) -> dict[i
         objects: by name.
         nodes: their states, which may be any JSON.
     """
-    found: dict[int, tuple[str, Array] | None] = {}
+    memory_by_number: dict[int, tuple[str, Array] | None] = {}
     for name, item in objects.items():
         node = nodes[name] if isinstance(nodes[name], dict) else {}
         if _is_array(item):
-            found[_number_in(node, "tensor" if _is_tensor(item) else "array")] = _memory_of(item)
+            memory_by_number[_number_in(node, "tensor" if _is_tensor(item) else "array")] = _memory_of(item)
         elif hasattr(item, "named_parameters") and is_list_of_pairs(node.get("dict")):
             state = plain_state(item)
             for key, part in node["dict"]:
-                found[_number_in(part, "tensor")] = _memory_of(state.get(key))
-    return {number: memory for number, memory in found.items() if memory is not None}
+                memory_by_number[_number_in(part, "tensor")] = _memory_of(state.get(key))
+    return {number: memory for number, memory in memory_by_number.items() if memory is not None}
 
 
 def _number_in(node: Any, kind: str) -> int:
@@ -561,12 +567,12 @@ def _kind(item: Any) -> str:
         return "strategy"
     if _is_tensor(item):
         return "tensor"
-    own = getattr(item, "checkpoint_kind", type(item).__name__)
-    return "module" if hasattr(item, "named_parameters") else own
+    declared_kind = getattr(item, "checkpoint_kind", type(item).__name__)
+    return "module" if hasattr(item, "named_parameters") else declared_kind
 
 
-def _damaged(expected: str, found: Any, source: str) -> CheckpointDamaged:
-    return CheckpointDamaged(f"restore: expected {expected} in {source}, got {str(found)[:60]!r}; use another.")
+def _damaged(expected: str, actual: Any, source: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"restore: expected {expected} in {source}, got {str(actual)[:60]!r}; use another.")
 
 
 def _parts_of(state: Any, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -616,37 +622,37 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
         state = item.state_dict()
         if not _is_optimizer_state(state):  # a wrapper's state: only the wrapper can find the groups
             return
-        own = _group_sizes(state)
-        theirs = _group_sizes(loaded)
+        current = _group_sizes(state)
+        stored = _group_sizes(loaded)
     elif _is_array(item):
-        own = _layouts({name: item})
-        theirs = _layouts({name: loaded})
+        current = _layouts({name: item})
+        stored = _layouts({name: loaded})
     elif isinstance(item, _PLAIN):
-        own = {name: _plain_kind(item)}
-        theirs = {name: _plain_kind(loaded)}
+        current = {name: _plain_kind(item)}
+        stored = {name: _plain_kind(loaded)}
     elif hasattr(item, "named_parameters"):
-        own = _layouts(plain_state(item))
-        theirs = _layouts(loaded)
+        current = _layouts(plain_state(item))
+        stored = _layouts(loaded)
     else:
         return
-    prefix = _prefix_between(own, theirs)
+    prefix = _prefix_between(current, stored)
     hint = f"there all names begin with {prefix!r}; " if prefix else ""
-    for key in [*own, *theirs]:
-        if own.get(key) != theirs.get(key):
+    for key in [*current, *stored]:
+        if current.get(key) != stored.get(key):
             raise CheckpointMismatch(
-                f"restore: expected {name!r} with {len(own)} arrays, {key!r} {own.get(key, 'absent')}, got "
-                f"{len(theirs)}, {key!r} {theirs.get(key, 'absent')} in {source}; {hint}build the same model, or start "
+                f"restore: expected {name!r} with {len(current)} arrays, {key!r} {current.get(key, 'absent')}, got "
+                f"{len(stored)}, {key!r} {stored.get(key, 'absent')} in {source}; {hint}build the same model, or start "
                 f"with a new run folder."
             )
 
 
-def _prefix_between(own: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+def _prefix_between(current: Mapping[str, str], stored: Mapping[str, str]) -> str:
     """Return what all of their names begin with beside ours; "" if that is not the difference."""
-    if len(own) != len(theirs) or not own:
+    if len(current) != len(stored) or not current:
         return ""
-    their_first = str(next(iter(theirs)))  # a damaged file may have numbers
-    prefix = their_first.removesuffix(next(iter(own)))
-    has_prefix = all(their_name == prefix + name for their_name, name in zip(theirs, own, strict=True))
+    their_first = str(next(iter(stored)))  # a damaged file may have numbers
+    prefix = their_first.removesuffix(next(iter(current)))
+    has_prefix = all(their_name == prefix + name for their_name, name in zip(stored, current, strict=True))
     return prefix if has_prefix else ""
 
 

@@ -55,7 +55,7 @@ def warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
     """Log which facts have changed since a checkpoint was written, if the change may alter bits."""
     has_fixed_replicas = now.get("replicas") is not None and written.get("replicas") == now["replicas"]
     relevant = [key for key in _BITS_DEPEND_ON if not (has_fixed_replicas and key in _OF_PLACEMENT)]
-    known = [key for key in relevant if key in written and key in now]  # older files lack some
-    changes = [f"{key} {written[key]} -> {now[key]}" for key in known if written[key] != now[key]]
+    shared_keys = [key for key in relevant if key in written and key in now]  # older files lack some
+    changes = [f"{key} {written[key]} -> {now[key]}" for key in shared_keys if written[key] != now[key]]
     if changes:
         logger.warning("restore: bits may differ from an unbroken run, as these changed: %s", ", ".join(changes))

@@ -88,17 +88,21 @@ def decide(attempts: Sequence[Attempt], is_counted: bool) -> Decision:
 
 def without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts that count as a row without progress, newest first, the last of `attempts` included."""
-    found: list[Attempt] = []
-    known = [attempt for attempt in attempts if attempt.has_begun]
-    for attempt, successor in reversed(list(itertools.zip_longest(known, known[1:]))):
-        if attempt.program != known[-1].program or attempt.end == "finished" or has_progress(attempt, successor):
+    stalled_attempts: list[Attempt] = []
+    started_attempts = [attempt for attempt in attempts if attempt.has_begun]
+    for attempt, successor in reversed(list(itertools.zip_longest(started_attempts, started_attempts[1:]))):
+        if (
+            attempt.program != started_attempts[-1].program
+            or attempt.end == "finished"
+            or has_progress(attempt, successor)
+        ):
             break
         is_excused = attempt.is_excused or (successor is not None and successor.is_vouched)
         if not is_excused and attempt.end != "refused":
-            found.append(attempt)
+            stalled_attempts.append(attempt)
         if attempt.is_new_try:
             break
-    return found
+    return stalled_attempts
 
 
 def has_progress(attempt: Attempt, successor: Attempt | None = None) -> bool:
@@ -125,14 +129,17 @@ def suspects(attempts: Sequence[Attempt]) -> dict[int, list[Attempt]]:
         if not attempt.end and not attempt.has_saved and attempt.restored_step >= 0:
             died.setdefault(attempt.restored_step, []).append(attempt)
     return {
-        step: found
-        for step, found in died.items()
-        if any(_differ(one, other) for one, other in itertools.combinations(found, 2))
+        step: dead_attempts
+        for step, dead_attempts in died.items()
+        if any(
+            _differ(first_attempt, second_attempt)
+            for first_attempt, second_attempt in itertools.combinations(dead_attempts, 2)
+        )
     }
 
 
-def _differ(one: Attempt, other: Attempt) -> bool:
-    return one.job != other.job or not set(one.nodes) & set(other.nodes)
+def _differ(first_attempt: Attempt, second_attempt: Attempt) -> bool:
+    return first_attempt.job != second_attempt.job or not set(first_attempt.nodes) & set(second_attempt.nodes)
 
 
 class DecisionFile:

@@ -81,24 +81,24 @@ class Comparison:
     def require(self, contents: Sequence[Content], timeout_s: float) -> None:
         """Raise DesyncError unless the copies of the arrays have the digest of the other ranks; on the chief."""
         expected = self.expected.result(timeout_s)
-        own = digest_of(self.parts, self.arrays, contents)
-        if own != expected:
-            raise difference([own] + [expected] * (self.n_ranks - 1))
+        chief_digest = digest_of(self.parts, self.arrays, contents)
+        if chief_digest != expected:
+            raise difference([chief_digest] + [expected] * (self.n_ranks - 1))
 
 
-def digest_of_others(own: int | None, world: World) -> int | None:
+def digest_of_others(local_digest: int | None, world: World) -> int | None:
     """Return the digest that all ranks but the chief hold; None where they differ.
 
     Collective: chief and workers; bounded by the timeout.
 
     Args:
-        own: this rank's; None on the chief.
+        local_digest: this rank's; None on the chief.
         world: the ranks.
 
     Cost: two all-reduces of 8 bytes.
     """
-    highest = world.all_reduce_int(-1 if own is None else own, MPI.MAX, world.role_comm)
-    lowest = world.all_reduce_int(_NO_DIGEST if own is None else own, MPI.MIN, world.role_comm)
+    highest = world.all_reduce_int(-1 if local_digest is None else local_digest, MPI.MAX, world.role_comm)
+    lowest = world.all_reduce_int(_NO_DIGEST if local_digest is None else local_digest, MPI.MIN, world.role_comm)
     return lowest if lowest == highest else None
 
 
@@ -121,11 +121,11 @@ def require_equal(digest: int, world: World) -> None:
     raise error
 
 
-def gather_digests(own: int, world: World) -> list[int]:
+def gather_digests(local_digest: int, world: World) -> list[int]:
     """Return the digests of all ranks. Collective: chief and workers; bounded by the timeout."""
     digests = np.empty(world.role_comm.size, np.int64)
-    world.wait(world.role_comm.Iallgather(np.array([own], np.int64), digests))
-    return [int(one) for one in digests]
+    world.wait(world.role_comm.Iallgather(np.array([local_digest], np.int64), digests))
+    return [int(digest) for digest in digests]
 
 
 def difference(digests: list[int]) -> DesyncError:

@@ -126,8 +126,8 @@ class FastTier:
     def require_memory(self, nbytes: int) -> None:
         """Raise CheckpointError unless two copies of `nbytes` fit into memory: a new one is made beside the old one."""
         available = available_bytes()
-        there = sum(_size_of(path) for path in self._path.glob("step-*.h5"))  # of an earlier attempt
-        if available is not None and available + there < 2 * nbytes:
+        earlier_bytes = sum(_size_of(path) for path in self._path.glob("step-*.h5"))  # of an earlier attempt
+        if available is not None and available + earlier_bytes < 2 * nbytes:
             raise CheckpointError(
                 f"fast tier: expected {2 * nbytes} bytes of memory for a copy and the next one, got {available} "
                 f"available; ask the batch system for more."

@@ -117,36 +117,38 @@ def after_lines(attempt: Attempt, lines: Iterable[str]) -> Attempt:
     """Return an attempt after more lines of its ledger."""
     for line in lines:
         try:
-            said = json.loads(line)
-            attempt = _after(attempt, str(said["event"]), said)
+            record = json.loads(line)
+            attempt = _after(attempt, str(record["event"]), record)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return attempt
 
 
-def _after(attempt: Attempt, event: str, said: dict[str, Any]) -> Attempt:
+def _after(attempt: Attempt, event: str, record: dict[str, Any]) -> Attempt:
     """Return an attempt after one more event."""
     if event == "begin":
-        nodes = tuple(str(node) for node in said["nodes"])
-        job, program = (None if said[name] is None else str(said[name]) for name in ("job", "program"))
-        attempt = replace(attempt, has_begun=True, job=job, nodes=nodes, program=program, base_step=_step(said["base"]))
-        return replace(attempt, is_new_try=bool(said["is_new_try"]), is_vouched=bool(said["is_vouched"]))
+        nodes = tuple(str(node) for node in record["nodes"])
+        job, program = (None if record[name] is None else str(record[name]) for name in ("job", "program"))
+        attempt = replace(
+            attempt, has_begun=True, job=job, nodes=nodes, program=program, base_step=_step(record["base"])
+        )
+        return replace(attempt, is_new_try=bool(record["is_new_try"]), is_vouched=bool(record["is_vouched"]))
     if event == "new try":
         return replace(attempt, is_new_try=True)
     if event == "restore":
-        return replace(attempt, restored_step=_step(said["step"]))
+        return replace(attempt, restored_step=_step(record["step"]))
     if event == "resume":
-        step = _step(said["step"])
-        base = step if said.get("is_base") else attempt.base_step
+        step = _step(record["step"])
+        base = step if record.get("is_base") else attempt.base_step
         return replace(attempt, restored_step=step, resumed_step=step, base_step=base)
     if event == "save":
         return replace(attempt, has_saved=True)
     if event == "commit":
-        return replace(attempt, committed_step=max(attempt.committed_step, _step(said["step"])))
+        return replace(attempt, committed_step=max(attempt.committed_step, _step(record["step"])))
     if event == "end":
-        end = str(said["how"])
-        reason = str(said["reason"])
-        is_excused = bool(said.get("is_excused"))
+        end = str(record["how"])
+        reason = str(record["reason"])
+        is_excused = bool(record.get("is_excused"))
         return replace(attempt, end=end, reason=reason, is_excused=is_excused)
     return attempt
 
@@ -171,7 +173,7 @@ class Ledger:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._followed: dict[int, FollowedFile] = {}
-        self._known: dict[int, Attempt] = {}
+        self._attempts: dict[int, Attempt] = {}
         self._reading = make_lock()  # the saver's thread reads too
 
     def refresh(self) -> None:
@@ -196,10 +198,10 @@ class Ledger:
         if followed is None:
             followed = FollowedFile(self._store.ledger_of(number))
         is_other, lines = followed.new_lines()
-        attempt = Attempt(number) if is_other else self._known[number]
-        self._known[number] = after_lines(attempt, lines)
+        attempt = Attempt(number) if is_other else self._attempts[number]
+        self._attempts[number] = after_lines(attempt, lines)
         self._followed[number] = followed
-        return self._known[number]
+        return self._attempts[number]
 
     def begin(self, launch: Launch, is_new_try: bool = False) -> None:
         """Begin this attempt: take the next number.

@@ -278,12 +278,12 @@ class CheckpointManager:
 
         Collective: chief and workers. The chief has laid out its state meanwhile.
         """
-        own = None if self._is_writer else self._digest_of_trained()
-        digest = digest_of_others(own, self._world)
+        local_digest = None if self._is_writer else self._digest_of_trained()
+        digest = digest_of_others(local_digest, self._world)
         if digest is not None:
             expected.set_result(digest)
             return
-        digests = gather_digests(self._digest_of_trained() if own is None else own, self._world)
+        digests = gather_digests(self._digest_of_trained() if local_digest is None else local_digest, self._world)
         expected.set_exception(difference(digests))
         self._wait(until_durable=True)  # raises that error on all ranks
 
@@ -484,19 +484,19 @@ class CheckpointManager:
         if chosen is not None:
             return chosen
         self.wait()
-        found = self._restore(self._suspects())
-        if found is not None and found.is_in_memory:  # to the disk, before the copies in memory can be removed
+        restored = self._restore(self._suspects())
+        if restored is not None and restored.is_in_memory:  # to the disk, before the copies in memory can be removed
             self.save(self.checkpoint.step, blocking=False, check_interval=False)
-        return None if found is None else found.path
+        return None if restored is None else restored.path
 
     def _suspects(self) -> set[int]:
         """Return the steps that attempts died on, and log what is done about them. Collective: chief and workers."""
         text = ""
         with self._world.agreed(self._comm):
             if self._is_writer:
-                found = suspects(self.ledger.attempts()[:-1])
-                text = " ".join(map(str, found))
-                for step, died in found.items():
+                deaths_by_step = suspects(self.ledger.attempts()[:-1])
+                text = " ".join(map(str, deaths_by_step))
+                for step, died in deaths_by_step.items():
                     numbers = " and ".join(str(attempt.number) for attempt in died[::-1])
                     logger.warning(
                         "restore: skips step %d, if there is another one: attempts %s died on it, in different jobs or "
@@ -558,23 +558,23 @@ class CheckpointManager:
     def _restore(self, skipped: set[int]) -> Restored | None:
         copy = None if self._saver.fast_tier is None else self._saver.fast_tier.find()
         restore = Restore(self._world, self.checkpoint)
-        found = restore.newest(self._saver.store, copy, skipped, self._note_restore)
-        if found is None:
+        restored = restore.newest(self._saver.store, copy, skipped, self._note_restore)
+        if restored is None:
             self.note_saved(self.checkpoint.step)
             return None
         self.checkpoint.publish()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._saver.store.resume_from(found.saved)
-                self._saver.last = found.index
-                self.ledger.resume(found.saved.step)
+                self._saver.store.resume_from(restored.saved)
+                self._saver.last = restored.index
+                self.ledger.resume(restored.saved.step)
         if self._saver.fast_tier is not None:
-            self._saver.fast_tier.resume_from(found.saved)
+            self._saver.fast_tier.resume_from(restored.saved)
         if self._is_writer:
-            warn_of_changes(found.index.written, self._written())
-        self.latest_path = found.path
-        self.note_saved(found.saved.step)
-        return found
+            warn_of_changes(restored.index.written, self._written())
+        self.latest_path = restored.path
+        self.note_saved(restored.saved.step)
+        return restored
 
     def _note_restore(self, saved: Saved) -> None:
         """Record what is about to be read: it may kill this process. An evaluator only reads, and records nothing."""

@@ -272,11 +272,11 @@ class MetricsFile:
             self._cut(file, first - 1)
         self._is_durable = self._is_cut = False
         try:
-            rest = memoryview(b"".join(line for _, line in lines))
+            unwritten = memoryview(b"".join(line for _, line in lines))
             end = os.fstat(file).st_size
-            while rest:
-                done = self._disk.write(file, rest, end)
-                rest = rest[done:]
+            while unwritten:
+                done = self._disk.write(file, unwritten, end)
+                unwritten = unwritten[done:]
                 end = end + done
         except OSError:
             with contextlib.suppress(OSError):  # the first error is raised; the next append cuts again
@@ -342,15 +342,15 @@ class MetricsFile:
         content = _content_in(file)
         n_going = sum((_step_of(line) or -1) >= step for line in _lines_in(content))
         if n_going:
-            kept = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
-            self._replace(kept, content)
+            backup_path = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
+            self._replace(backup_path, content)
             logger.warning(
                 "metrics: %s continues at step %d, but no checkpoint of its %d later records was restored; it was "
                 "copied to %s.",
                 self.path,
                 step,
                 n_going,
-                kept,
+                backup_path,
             )
 
     def _cut(self, file: int, last_step: int) -> int:
@@ -359,11 +359,11 @@ class MetricsFile:
         Truncates this attempt's open file and does not replace it: the path may belong to a later attempt by now.
         """
         lines = [(line, _step_of(line)) for line in _lines_in(_content_in(file))]
-        kept = list(itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines))
-        self._disk.truncate(file, sum(len(line) for line, _ in kept))
+        retained_lines = list(itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines))
+        self._disk.truncate(file, sum(len(line) for line, _ in retained_lines))
         self._is_durable = False
         self._is_cut = True
-        return sum(step is not None for _, step in kept)
+        return sum(step is not None for _, step in retained_lines)
 
     # -- as part of a checkpoint ----------------------------------------------------------------------------------
 
@@ -410,9 +410,9 @@ class MetricsFile:
 
 
 def _flush_if_alive(file: "weakref.ref[MetricsFile]") -> None:
-    held = file()
-    if held is not None:
-        held.flush_at_exit()
+    live_file = file()
+    if live_file is not None:
+        live_file.flush_at_exit()
 
 
 def make_durable(files: Sequence[MetricsFile]) -> None:
@@ -470,12 +470,12 @@ def _longest_rise(steps: list[int]) -> list[int]:
         length = bisect.bisect_left(last_steps, step)
         last_steps[length : length + 1] = [step]
         rises[length : length + 1] = [(index, rises[length - 1] if length else None)]
-    found = []
+    indices = []
     rise = rises[-1] if rises else None
     while rise:
         index, rise = rise
-        found.append(index)
-    return found[::-1]
+        indices.append(index)
+    return indices[::-1]
 
 
 def _step_of(line: bytes) -> int | None:

@@ -555,9 +555,9 @@ class PreemptionCheckpointHandler:
     def _log_pace(self, pace: str | None) -> None:
         """Log where the time goes, on the chief, where there is something to say."""
         if pace is not None:
-            left = "" if self.deadline is None else f"; {self.deadline.left_s:.0f} s left"
+            time_left = "" if self.deadline is None else f"; {self.deadline.left_s:.0f} s left"
             now = time.strftime("%Y-%m-%dT%H:%M:%S")
-            self._log(f"{now} attempt {self._manager.attempt} step {self.step}: {pace}{left}")
+            self._log(f"{now} attempt {self._manager.attempt} step {self.step}: {pace}{time_left}")
 
     @contextlib.contextmanager
     def _recording_desync(self) -> Iterator[None]:
@@ -763,20 +763,24 @@ def _for_good(reason: str) -> str:
     return reason if reason.endswith(FOR_GOOD) else f"{reason}{FOR_GOOD}"
 
 
-def _note_uncaught(failure_log: FailureLog, side_errors: SideErrors | None, what: str, report: str) -> None:
+def _note_uncaught(failure_log: FailureLog, side_errors: SideErrors | None, heading: str, report: str) -> None:
     """Write an uncaught exception of this rank to its log and, of an evaluator, to the run folder."""
-    failure_log.write(what, report)
+    failure_log.write(heading, report)
     if side_errors is not None:
         side_errors.record(report.rstrip().rpartition("\n")[2], 1)
 
 
-def _manager_of(given: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:
-    if isinstance(given, CheckpointManager):
-        return given
-    if not isinstance(given, Checkpoint) or directory is None:
-        found = "no checkpoint_dir" if isinstance(given, Checkpoint) else type(given).__name__
+def _manager_of(checkpoint_or_manager: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:
+    if isinstance(checkpoint_or_manager, CheckpointManager):
+        return checkpoint_or_manager
+    if not isinstance(checkpoint_or_manager, Checkpoint) or directory is None:
+        actual = (
+            "no checkpoint_dir"
+            if isinstance(checkpoint_or_manager, Checkpoint)
+            else type(checkpoint_or_manager).__name__
+        )
         raise UsageError(
             f"PreemptionCheckpointHandler: expected a CheckpointManager, or a Checkpoint and a checkpoint_dir, got "
-            f"{found}; give one of these."
+            f"{actual}; give one of these."
         )
-    return CheckpointManager(given, directory)
+    return CheckpointManager(checkpoint_or_manager, directory)

@@ -74,9 +74,9 @@ class Restore:
         self._world = world
         self._comm = world.role_comm
         self._objects = objects
-        self._taken: tuple[Index, Prepared] | None = None
+        self._prepared: tuple[Index, Prepared] | None = None
 
-    def one(self, path: Path) -> Index:
+    def restore_file(self, path: Path) -> Index:
         """Restore the checkpoint at `path`, which rank 0 reads; return its index. Collective: the ranks of the role.
 
         Raises:
@@ -106,29 +106,33 @@ class Restore:
         Raises:
             CheckpointError: if checkpoints exist and none verifies, or one is of other objects; on all ranks.
         """
-        own = copy if copy is not None and copy[0].step not in skipped else None
-        in_memory, root = self._newest(own)
-        found: list[tuple[Saved, Path]] = []
+        candidate = copy if copy is not None and copy[0].step not in skipped else None
+        in_memory, root = self._newest(candidate)
+        disk_checkpoints: list[tuple[Saved, Path]] = []
 
         def use(saved: Saved, file: CheckpointFile) -> None:
             if in_memory is None or saved >= in_memory:  # the disk has metrics, too
                 before_reading(saved)
                 self._send(file)
-                found.append((saved, file.path))
+                disk_checkpoints.append((saved, file.path))
 
         self._lead(0, lambda: self._search(store, in_memory, skipped, use))
-        if self._comm.rank == 0 and found:
-            own = found[0]
-        is_in_memory = self._world.all_reduce_int(len(found), MPI.MAX, self._comm) == 0
+        if self._comm.rank == 0 and disk_checkpoints:
+            candidate = disk_checkpoints[0]
+        is_in_memory = self._world.all_reduce_int(len(disk_checkpoints), MPI.MAX, self._comm) == 0
         if is_in_memory and in_memory is None:
             return None
         if is_in_memory:
             with self._world.agreed(self._comm):
                 if self._comm.rank == 0 and in_memory is not None:
                     before_reading(in_memory)
-            self._lead(root, lambda: use_one(own[1], lambda saved, file: self._send(file)) if own else None)
+            self._lead(root, lambda: use_one(candidate[1], lambda saved, file: self._send(file)) if candidate else None)
         reader = root if is_in_memory else 0
-        text = f"{own[0].attempt} {own[0].step} {own[1]}" if own and self._comm.rank == reader else ""
+        text = (
+            f"{candidate[0].attempt} {candidate[0].step} {candidate[1]}"
+            if candidate and self._comm.rank == reader
+            else ""
+        )
         attempt, step, path = self._world.broadcast_text(text, reader, self._comm).split(" ", 2)
         return Restored(Saved(int(attempt), int(step)), path, self._load(is_own_run=True), is_in_memory)
 
@@ -149,9 +153,9 @@ class Restore:
                     raise
                 logger.warning("restore: resuming from memory: %s", error)
 
-    def _newest(self, own: tuple[Saved, Path] | None) -> tuple[Saved | None, int]:
+    def _newest(self, local_copy: tuple[Saved, Path] | None) -> tuple[Saved | None, int]:
         """Return the newest copy on any rank, and the lowest rank that has it."""
-        saved = Saved(-1, -1) if own is None else own[0]
+        saved = Saved(-1, -1) if local_copy is None else local_copy[0]
         attempt = self._world.all_reduce_int(saved.attempt, MPI.MAX, self._comm)
         step = self._world.all_reduce_int(saved.step if saved.attempt == attempt else -1, MPI.MAX, self._comm)
         newest = Saved(attempt, step)
@@ -214,11 +218,11 @@ class Restore:
             raise error
         if blocks is not None:
             next(blocks, None)  # verifies the digest
-        self._taken = index, prepared
+        self._prepared = index, prepared
 
     def _load(self, is_own_run: bool) -> Index:
-        assert self._taken is not None, "a checkpoint was sent"
-        index, prepared = self._taken
+        assert self._prepared is not None, "a checkpoint was sent"
+        index, prepared = self._prepared
         with self._world.agreed(self._comm):
             self._objects.load(index, prepared, is_own_run)
         return index

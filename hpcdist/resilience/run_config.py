@@ -41,19 +41,19 @@ def settings_of(world: World, environ: Mapping[str, str], program_end: float | N
         environ: of this rank.
         program_end: when the job will be ended, in seconds since 1970, as the program says.
     """
-    found = {
+    settings = {
         "roles": (str(world.spec).replace(", ", ","), world.roles_from),
         "timeout_s": (f"{world.timeout_s:g}", origin_of(environ, "HPCDIST_TIMEOUT_S")),
     }
     for name, default in _DEFAULTS.items():
         variable = f"HPCDIST_{name.upper()}"
-        found[name] = (environ.get(variable) or default, origin_of(environ, variable))
+        settings[name] = (environ.get(variable) or default, origin_of(environ, variable))
     end = job_end(environ)
     if program_end is not None and (end is None or program_end < end):
-        found["ends_at"] = (_text_of(program_end), "the program")
+        settings["ends_at"] = (_text_of(program_end), "the program")
     elif end is not None:
-        found["ends_at"] = (_text_of(end), job_end_origin(environ))
-    return found
+        settings["ends_at"] = (_text_of(end), job_end_origin(environ))
+    return settings
 
 
 def hosts_of(world: World) -> dict[str, str]:
@@ -63,15 +63,15 @@ def hosts_of(world: World) -> dict[str, str]:
     """
     named = world.node_comm.rank == 0
     told = world.role_comm.gather((world.rank, MPI.Get_processor_name() if named else "")) or []
-    found: dict[str, str] = {}
+    host_ranks: dict[str, str] = {}
     for local in world.hosts.placement.hosts if told else ():
         name = told[local[0]][1] or "unknown"
-        ranks = [told[one][0] for one in local]
+        ranks = [told[role_rank][0] for role_rank in local]
         text = ",".join(map(str, ranks))
         if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
             text = f"{ranks[0]}-{ranks[-1]}"
-        found[name] = f"{found[name]},{text}" if name in found else text  # containers may share a name
-    return found
+        host_ranks[name] = f"{host_ranks[name]},{text}" if name in host_ranks else text  # containers may share a name
+    return host_ranks
 
 
 def begin_config(
@@ -153,12 +153,12 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        found = json.loads(read_text(path, _MAX_BYTES))
+        config = json.loads(read_text(path, _MAX_BYTES))
     except FileNotFoundError:
         return True
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and {"attempt", "settings", "versions"} <= set(found)
+    return isinstance(config, dict) and {"attempt", "settings", "versions"} <= set(config)
 
 
 def _text_of(time_s: float) -> str:

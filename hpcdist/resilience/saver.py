@@ -348,5 +348,5 @@ class Saver:
         except DesyncError as error:
             end_job(f"hpcdist: {error}\n", int(error.exit_code))
         except Exception as error:  # noqa: BLE001  raising here would make Python print the error and exit with 0
-            what = "" if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: "
-            end_job(f"hpcdist: {what}{error}\n", int(ExitCode.CHECKPOINT_IO))
+            prefix = "" if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: "
+            end_job(f"hpcdist: {prefix}{error}\n", int(ExitCode.CHECKPOINT_IO))

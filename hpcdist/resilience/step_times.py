@@ -129,7 +129,7 @@ class Window:
 
 def pace_of(windows: Sequence[dict[str, Any]]) -> str:
     """Return where the time of some windows went, such as `3.1 ms a step; of the time: input 2 %, ...`."""
-    total = {key: sum(one[key] for one in windows) for key in ("n_steps", "step_s", "rows", *_WAITS)}
+    total = {key: sum(window[key] for window in windows) for key in ("n_steps", "step_s", "rows", *_WAITS)}
     length_s = windows[-1]["window"][1] - windows[0]["window"][0]
     shares = ", ".join(f"{key.removesuffix('_s')} {100 * total[key] / length_s:.0f} %" for key in _WAITS)
     step = f"{1e3 * total['step_s'] / total['n_steps']:.3g} ms a step" if total["n_steps"] else "no step"
@@ -238,9 +238,13 @@ class StepTimes:
         self._due_s = now + max(WINDOW_S, WINDOW_SHARE * (now - self._began_s))
 
     def _record_step(self, step: int, now: float) -> None:
-        own, background = self._spent.spans_since(self._left_s)
-        record = {"step": step, "time": [_short(self._left_s), _short(now)], "spans": [_record_of(one) for one in own]}
-        self._file.add({**record, "background": [_record_of(one) for one in background]} if background else record)
+        spans, background = self._spent.spans_since(self._left_s)
+        record = {
+            "step": step,
+            "time": [_short(self._left_s), _short(now)],
+            "spans": [_record_of(span) for span in spans],
+        }
+        self._file.add({**record, "background": [_record_of(span) for span in background]} if background else record)
 
     def end(self) -> None:
         """Write what is left, with a bounded wait; also done when the program ends."""
@@ -340,10 +344,10 @@ class RecordFile:
 
     def _write(self, content: bytes, end: int) -> None:
         assert self._file is not None, "it was opened"
-        rest = memoryview(content)
-        while rest:
-            done = self._disk.write(self._file, rest, end)
-            rest = rest[done:]
+        unwritten = memoryview(content)
+        while unwritten:
+            done = self._disk.write(self._file, unwritten, end)
+            unwritten = unwritten[done:]
             end = end + done
 
     def _open(self) -> int:

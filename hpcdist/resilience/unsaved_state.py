@@ -85,10 +85,10 @@ class UnsavedState:
         """
         if not drivers:
             return
-        known = self._known_numbers()
+        known_ids = self._known_numbers()
         classes = tuple(item for item in self._left_out if isinstance(item, type))
         for driver in drivers:
-            if id(driver) not in known and not isinstance(driver, classes):
+            if id(driver) not in known_ids and not isinstance(driver, classes):
                 raise UsageError(
                     f"Checkpoint: expected all that drives its optimizers, got no {type(driver).__name__}, which would "
                     f"begin anew at a restart; write Checkpoint(..., {name}={name}), or leave_out=[{name}] if it is to "
@@ -97,18 +97,18 @@ class UnsavedState:
 
     def _known_numbers(self) -> set[int]:
         """Return the ids of what is saved or left out, and of what is in it. Each object is looked into once."""
-        known: set[int] = set()
+        known_ids: set[int] = set()
         level = [*self._objects, *self._left_out]
         for _ in range(_MAX_DEPTH + 1):
             inner: list[Any] = []
             for item in level:
                 if hasattr(item, "named_parameters") and not isinstance(item, type):
-                    known.update(map(id, item.modules()))
-                elif id(item) not in known:
-                    known.add(id(item))
+                    known_ids.update(map(id, item.modules()))
+                elif id(item) not in known_ids:
+                    known_ids.add(id(item))
                     inner += _held_by(item)
             level = inner
-        return known
+        return known_ids
 
 
 def _held_by(item: Any) -> list[Any]:

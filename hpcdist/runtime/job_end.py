@@ -88,7 +88,7 @@ class ExitHooks:
         self._exit: _RecordedExit | None = None
         self._heartbeats: list[MPI.Request] = []
         self._announced: int | None = None
-        self._on_uncaught: Callable[[str, str], None] = lambda what, report: None
+        self._on_uncaught: Callable[[str, str], None] = lambda event, report: None
         self.is_leaving = False
         self._is_beside_end = False
 
@@ -99,10 +99,10 @@ class ExitHooks:
         """
         self._on_uncaught = act
 
-    def _note_uncaught(self, what: str, report: list[str]) -> None:
+    def _note_uncaught(self, event: str, report: list[str]) -> None:
         if not self.is_forked:
             with contextlib.suppress(Exception):  # whatever fails there, the job must end for the error that there is
-                self._on_uncaught(what, "".join(report))
+                self._on_uncaught(event, "".join(report))
 
     def call_when_done(self, act: Callable[[], None] | None) -> None:
         """Call `act` when all ranks have left with code 0, before `on_leave`. Not collective."""
@@ -265,16 +265,16 @@ class ExitHooks:
             return ExitCode.UNCAUGHT
         return ExitCode.DONE
 
-    def _log_beside(self, what: str, report: list[str]) -> None:
+    def _log_beside(self, event: str, report: list[str]) -> None:
         """Log an error of a rank beside the training, which goes on."""
-        where = f"{self._describe()} on {MPI.Get_processor_name()}: {what}; training goes on without this rank"
+        where = f"{self._describe()} on {MPI.Get_processor_name()}: {event}; training goes on without this rank"
         log("\n".join([where, *"".join(report).splitlines()]))
 
-    def _abort(self, what: str, report: list[str], code: int) -> NoReturn:
+    def _abort(self, event: str, report: list[str], code: int) -> NoReturn:
         if self._comm.rank > 0:
             time.sleep(min(REPORT_DELAY_S + 0.05 * self._comm.rank, MAX_REPORT_DELAY_S))
         _flush()
-        where = f"{self._describe()} on {MPI.Get_processor_name()}: {what}; ending the job with code {code}"
+        where = f"{self._describe()} on {MPI.Get_processor_name()}: {event}; ending the job with code {code}"
         log("\n".join([where, *"".join(report).splitlines()]))
         self.announce_failure()
         end_job(self._comm, "", code)
@@ -304,22 +304,22 @@ class _RecordedExit(SystemExit):
     def __init__(self, hooks: ExitHooks, status: object) -> None:
         super().__init__(status)
         self._hooks = hooks
-        self._given = status
+        self._status = status
         self.stack = traceback.format_stack(sys._getframe(2))
 
     @property
     def status(self) -> int:
         """The exit code as the operating system will see it."""
-        if self._given is None:
+        if self._status is None:
             return 0
-        return self._given & 0xFF if isinstance(self._given, int) else 1
+        return self._status & 0xFF if isinstance(self._status, int) else 1
 
     @property
     def code(self) -> object:  # type: ignore[override]
         """What was given to sys.exit."""
         if sys._getframe().f_back is None:
             self._hooks.record_exit(self)
-        return self._given
+        return self._status
 
 
 def _real_stderr() -> TextIO | None:

@@ -85,10 +85,10 @@ def path_of(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def map_pieces(fd: int, n_pieces: int, nbytes: int, own: int) -> list[memoryview]:
+def map_pieces(fd: int, n_pieces: int, nbytes: int, piece_index: int) -> list[memoryview]:
     """Allocate the pages of this rank's own piece, and return all of them; `nbytes` each, whole pages."""
     try:
-        os.posix_fallocate(fd, own * nbytes, nbytes)
+        os.posix_fallocate(fd, piece_index * nbytes, nbytes)
         memory = memoryview(mmap.mmap(fd, n_pieces * nbytes))
     except OSError as error:
         raise _refused(error) from error
@@ -173,7 +173,7 @@ class NodeBarrier:
         is_background: bool = False,
     ) -> None:
         self._board = board
-        self._own = local_rank * CELLS
+        self._own_offset = local_rank * CELLS
         self._cells = [peer * CELLS for peer in range(len(names)) if peer != local_rank]
         self._names = names
         self._timeout_s = timeout_s
@@ -198,19 +198,19 @@ class NodeBarrier:
         """
         self._sequence = sequence = self._sequence + 1
         board = self._board
-        own = self._own
+        local_offset = self._own_offset
         cell = 1 + (sequence & 1)
-        board[own + cell] = mark
+        board[local_offset + cell] = mark
         if not _IS_ORDERED_BY_HARDWARE:
             fence()
-        board[own] = sequence
-        for other in self._cells:
-            if board[other] < sequence:
-                self._wait_for(other, sequence)
+        board[local_offset] = sequence
+        for peer_offset in self._cells:
+            if board[peer_offset] < sequence:
+                self._wait_for(peer_offset, sequence)
         if not _IS_ORDERED_BY_HARDWARE:
             fence()
-        for other in self._cells:
-            if board[other + cell] != mark:
+        for peer_offset in self._cells:
+            if board[peer_offset + cell] != mark:
                 return [board[local_rank * CELLS + cell] for local_rank in range(len(self._names))]
         return None
 
@@ -221,7 +221,7 @@ class NodeBarrier:
                 return
         if not wait_until(lambda: board[cell] >= sequence, self._timeout_s, self._yields):
             missing = [self._names[cell // CELLS] for cell in self._cells if board[cell] < sequence]
-            raise late("barrier", self._timeout_s, ", ".join(missing), self._names[self._own // CELLS])
+            raise late("barrier", self._timeout_s, ", ".join(missing), self._names[self._own_offset // CELLS])
 
 
 _locks = make_lock(), make_lock()

@@ -52,19 +52,19 @@ class TimeSpent:
     def __init__(self) -> None:
         self.input_s = self.save_s = self._communication_s = 0.0
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=N_KEPT)
-        self._own: list[Recorded] = []
+        self._foreground: list[Recorded] = []
         self._background: list[Recorded] = []
         self._is_waiting = False
         self.rows = self.stale = 0
 
     def watch(self, journal: Recorded, is_background: bool) -> None:
         """Count the collectives of a group, too, until `leave`."""
-        (self._background if is_background else self._own).append(journal)
+        (self._background if is_background else self._foreground).append(journal)
 
     def leave(self, journal: Recorded) -> None:
         """Count no more collectives of a group, which is freed; keep what they took."""
-        if journal in self._own:
-            self._own.remove(journal)
+        if journal in self._foreground:
+            self._foreground.remove(journal)
             self._communication_s += journal.spent_s
         elif journal in self._background:
             self._background.remove(journal)
@@ -104,17 +104,17 @@ class TimeSpent:
     def communication_s(self) -> float:
         """Seconds in collectives, and in waits for them, outside of input and saves."""
         total = self._communication_s
-        for journal in self._own:
+        for journal in self._foreground:
             total += journal.spent_s
         return total
 
     def spans_since(self, since_s: float) -> tuple[list[Span], list[Span]]:
         """Return what began since a time, and what background threads began; the last 64 of each."""
-        own = [Span(*one) for one in self._spans.copy() if one[2] >= since_s]
-        for journal in self._own:
-            own += _spans_of(journal, since_s)
-        own.sort(key=lambda span: span.began_s)
-        return own, [span for journal in self._background for span in _spans_of(journal, since_s)]
+        foreground_spans = [Span(*span_fields) for span_fields in self._spans.copy() if span_fields[2] >= since_s]
+        for journal in self._foreground:
+            foreground_spans += _spans_of(journal, since_s)
+        foreground_spans.sort(key=lambda span: span.began_s)
+        return foreground_spans, [span for journal in self._background for span in _spans_of(journal, since_s)]
 
 
 class Wait:

@@ -184,8 +184,8 @@ class World:
         if lowest == comm.size:
             return
         n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
-        others = f" and {n_failed - 1} more" if n_failed > 1 else ""
-        where = "" if n_failed == comm.size else f" [{self}{others}]"
+        failure_suffix = f" and {n_failed - 1} more" if n_failed > 1 else ""
+        where = "" if n_failed == comm.size else f" [{self}{failure_suffix}]"
         name, text = self.broadcast_text(f"{type(error).__name__}\n{error}{where}", lowest, comm).split("\n", 1)
         agreed = error_class(name)(text)
         agreed.is_agreed = True
@@ -197,13 +197,13 @@ class World:
 
     def _raise_other_call(self, call: str, comm: MPI.Comm) -> None:
         """Raise DesyncError on every rank, as not all do the same. Collective: `comm`."""
-        own = call or "another call"
-        firsts = self.broadcast_text(own, 0, comm)
+        my_call = call or "another call"
+        firsts = self.broadcast_text(my_call, 0, comm)
         error = DesyncError(
-            f"{call or firsts}: expected the same call on every rank, got {firsts} on rank 0 and {own} here; it is "
+            f"{call or firsts}: expected the same call on every rank, got {firsts} on rank 0 and {my_call} here; it is "
             f"collective: make it on every rank, or on none."
         )
-        self.agree(None if own == firsts else error, comm)
+        self.agree(None if my_call == firsts else error, comm)
 
     @contextmanager
     def agreed(self, comm: MPI.Comm | None = None, call: str = "") -> Iterator[None]:
@@ -307,12 +307,12 @@ class World:
             if not spec:
                 resolver = MPIClusterResolver(environ={})
                 spec, declared = resolver.resolve(self.rank, self.size)
-        own = repr(spec.as_dict())
+        cluster = repr(spec.as_dict())
         self.require_same(
-            own,
+            cluster,
             self.comm,
             lambda roots: ConfigurationError(
-                f"cluster: expected the cluster of rank 0, {roots}, got {own}; set the same cluster on every rank."
+                f"cluster: expected the cluster of rank 0, {roots}, got {cluster}; set the same cluster on every rank."
             ),
         )
         spec = self._with_evaluator(spec, declared)
@@ -332,8 +332,8 @@ class World:
         n_unlisted = self.all_reduce_int(int(is_unlisted), MPI.SUM, self.comm)
         if not n_unlisted:
             return spec
-        others = {} if n_unlisted == self.size == 1 else spec.as_dict()
-        return ClusterSpec({**others, "evaluator": ["evaluator, which the cluster does not list"]})
+        listed_tasks = {} if n_unlisted == self.size == 1 else spec.as_dict()
+        return ClusterSpec({**listed_tasks, "evaluator": ["evaluator, which the cluster does not list"]})
 
     def _gather_facts(
         self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Comm
@@ -341,13 +341,13 @@ class World:
         host = MPI.Get_processor_name()
         named = hosts.get(host) or hosts.get(host.partition(".")[0])
         lowest = self.all_reduce_int(self.rank, MPI.MIN, node)
-        mine = [
+        local_facts = [
             entries.index(declared) if declared else NONE,
             lowest,
             entries.index(named) if named else NONE,
         ]
         facts = np.empty((self.size, 3), np.int32)
-        self.wait(self.comm.Iallgather(np.array(mine, np.int32), facts))
+        self.wait(self.comm.Iallgather(np.array(local_facts, np.int32), facts))
         return [RankFacts(*(int(number) for number in row)) for row in facts]
 
     def _agreed_coordinator(self, serves: bool) -> int | None:
@@ -377,6 +377,6 @@ def _share_of_cores(node: MPI.Comm) -> tuple[int, bool]:
     """
     cores = os.sched_getaffinity(0)
     sets = node.allgather(frozenset(cores))
-    n_sharing = sum(1 for other in sets if other & cores)
-    is_crowded = any(sum(1 for other in sets if other & own) > len(own) for own in sets)
+    n_sharing = sum(1 for peer_cores in sets if peer_cores & cores)
+    is_crowded = any(sum(1 for peer_cores in sets if peer_cores & rank_cores) > len(rank_cores) for rank_cores in sets)
     return max(1, len(cores) // n_sharing), is_crowded

@@ -70,7 +70,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._shares: Shares | Undivided | None = None
         self._joins = True
         self._loaded: dict[str, Any] | None = None
-        self._given = defaults
+        self._defaults = defaults
         super().__init__(params, self.make_part([torch.zeros(1)]).defaults)
 
     @property
@@ -80,7 +80,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def make_part(self, groups: Any) -> Optimizer:
         """Return a plain optimizer with the options that this one was given, hidden from the strategy."""
-        return torch_hooks.make_part(self.optimizer_class, groups, **self._given)
+        return torch_hooks.make_part(self.optimizer_class, groups, **self._defaults)
 
     def shard(self, slots: Sequence[OwnedShare], group: Group) -> None:
         """Divide the parameters of these slots; the strategy calls it when it plans. Collective: the group."""
@@ -272,7 +272,12 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of: an optimizer that was not used yet, with a copy of the state."""
-        attributes = {"optimizer_class": self.optimizer_class, "_given": self._given, "_joins": True, "_shares": None}
+        attributes = {
+            "optimizer_class": self.optimizer_class,
+            "_defaults": self._defaults,
+            "_joins": True,
+            "_shares": None,
+        }
         loaded = {"state": _copied(self.state_dict())["state"]}
         return {**super().__getstate__(), **attributes, "_loaded": loaded}
 

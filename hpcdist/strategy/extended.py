@@ -75,12 +75,15 @@ class StrategyExtended:
         """
         self._require("update")
         copies = local_values(var)
-        firsts = [next(first for first, one in enumerate(copies) if _is_same(one, copy)) for copy in copies]
+        firsts = [next(first for first, candidate in enumerate(copies) if _is_same(candidate, copy)) for copy in copies]
         _require_equal_arguments(firsts, (args, kwargs or {}))
-        own = sorted(set(firsts))
-        given = [var] * len(copies) if _is_variable(var) else copies
-        calls = [functools.partial(self._update_copy, first, given[first], fn, args, kwargs or {}) for first in own]
-        results = dict(zip(own, self._strategy.sums.update(var, calls), strict=True))
+        unique_firsts = sorted(set(firsts))
+        targets = [var] * len(copies) if _is_variable(var) else copies
+        calls = [
+            functools.partial(self._update_copy, first, targets[first], fn, args, kwargs or {})
+            for first in unique_firsts
+        ]
+        results = dict(zip(unique_firsts, self._strategy.sums.update(var, calls), strict=True))
         of_replicas = [results[first] for first in firsts]
         return regroup(of_replicas) if group else tuple(of_replicas)
 
@@ -117,7 +120,9 @@ class StrategyExtended:
         self._require("batch_reduce_to")
         values = [value for value, _ in value_destination_pairs]
         reduced = self._strategy.reduce_all(ReduceOp.parse(reduce_op), values)
-        return [_moved(one, to) for one, (_, to) in zip(reduced, value_destination_pairs, strict=True)]
+        return [
+            _moved(reduced_value, to) for reduced_value, (_, to) in zip(reduced, value_destination_pairs, strict=True)
+        ]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Return the chief's tensor on every rank, on the device of `destinations`.
@@ -165,12 +170,12 @@ def _is_variable(value: Any) -> bool:
     return hasattr(value, "local_copies")
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(first: Any, second: Any) -> bool:
     """Return whether two copies are one: the same object, or tensors of the same memory."""
-    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one is other
-    is_dense = one.layout == other.layout == torch.strided and one.device == other.device and one.numel() > 0
-    return is_dense and one.shape == other.shape and 0 != one.data_ptr() == other.data_ptr()
+    if first is second or not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return first is second
+    is_dense = first.layout == second.layout == torch.strided and first.device == second.device and first.numel() > 0
+    return is_dense and first.shape == second.shape and 0 != first.data_ptr() == second.data_ptr()
 
 
 def _require_equal_arguments(firsts: list[int], arguments: Any) -> None:
@@ -181,19 +186,19 @@ def _require_equal_arguments(firsts: list[int], arguments: Any) -> None:
         arguments: args and kwargs of the update.
     """
     for leaf in leaves(arguments):
-        for local_index, own in enumerate(leaf.values if isinstance(leaf, DistributedValues) else ()):
-            theirs = leaf.values[firsts[local_index] if len(firsts) > 1 else 0]
-            if own is not theirs and not _are_equal(own, theirs):
+        for local_index, replica_value in enumerate(leaf.values if isinstance(leaf, DistributedValues) else ()):
+            first_value = leaf.values[firsts[local_index] if len(firsts) > 1 else 0]
+            if replica_value is not first_value and not _are_equal(replica_value, first_value):
                 raise UsageError(
                     f"extended.update: expected equal arguments for replicas that share a variable's copy, got "
-                    f"{_short(theirs)} and {_short(own)}; reduce them first."
+                    f"{_short(first_value)} and {_short(replica_value)}; reduce them first."
                 )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=0, atol=0, equal_nan=True)
-    return bool(np.all(np.equal(one, other)))
+def _are_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and torch.allclose(first, second.to(first), rtol=0, atol=0, equal_nan=True)
+    return bool(np.all(np.equal(first, second)))
 
 
 def _short(value: Any) -> str:

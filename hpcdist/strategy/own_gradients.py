@@ -25,9 +25,12 @@ def apply_gradients(replica: ReplicaContext, optimizer: Optimizer, pairs: Gradie
     gradients, parameters = _split(optimizer, list(pairs))
     strategy = replica.strategy
     sums = strategy.sums
-    own = [gradient for gradient in gradients if gradient is not None]
-    are_sums = [any(pair) for pair in zip(sums.are_noted(own), sums.are_summed_gradients(own), strict=True)]
-    if not own or not all(are_sums):
+    present_gradients = [gradient for gradient in gradients if gradient is not None]
+    are_sums = [
+        any(pair)
+        for pair in zip(sums.are_noted(present_gradients), sums.are_summed_gradients(present_gradients), strict=True)
+    ]
+    if not present_gradients or not all(are_sums):
         if any(are_sums):
             raise UsageError(
                 "apply_gradients: expected gradients that are all summed or all of this replica, got some that "
@@ -44,9 +47,9 @@ def apply_gradients(replica: ReplicaContext, optimizer: Optimizer, pairs: Gradie
 
 
 def _split(optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]) -> tuple[list[Tensor | None], list[Tensor]]:
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for gradient, parameter in pairs:
-        if id(parameter) not in own:
+        if id(parameter) not in parameter_ids:
             raise UsageError(
                 f"apply_gradients: expected (gradient, parameter) pairs of the optimizer's parameters, got a "
                 f"{type(parameter).__name__} that is none of them; pass zip(gradients, model.parameters())."
@@ -61,9 +64,9 @@ def _split(optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]) -> t
 
 def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
     """Raise where a backward has left sums, as the gradients that were given may be made of them."""
-    left = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    are_sums = strategy.sums.are_summed_gradients(left)
-    if any(is_sum and has_values(gradient) for is_sum, gradient in zip(are_sums, left, strict=True)):
+    leftover_gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    are_sums = strategy.sums.are_summed_gradients(leftover_gradients)
+    if any(is_sum and has_values(gradient) for is_sum, gradient in zip(are_sums, leftover_gradients, strict=True)):
         raise UsageError(
             "apply_gradients: expected gradients of this replica, got others than those that backward has summed and "
             "left in p.grad; pass p.grad itself, changed in place if need be, or call zero_grad() before."
@@ -74,9 +77,9 @@ def _sums(replica: ReplicaContext, gradients: list[Tensor | None], parameters: l
     """Return the sums over all replicas; None where no replica has a gradient."""
     is_mean = replica.strategy.sums.is_mean
     if is_mean is not False and replica.num_replicas_in_sync > 1:
-        found = "MEAN, which weighs them by rows that only backward knows" if is_mean else "none"
+        op_text = "MEAN, which weighs them by rows that only backward knows" if is_mean else "none"
         raise UsageError(
-            f"apply_gradients: expected a strategy that sums gradients, got gradient_op {found}; scale the loss by "
+            f"apply_gradients: expected a strategy that sums gradients, got gradient_op {op_text}; scale the loss by "
             f"hpcdist.compute_average_loss, or divide it by the global batch and make the strategy with ReduceOp.SUM."
         )
     rows = [

@@ -131,9 +131,11 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             (self._placement in ("round_robin", "bytes"), "round_robin or bytes", self._placement, "correct placement"),
             (self._non_finite in ("reject", "skip"), "reject or skip", self._non_finite, "correct non_finite"),
         )
-        for is_right, expected, got, advice in checks:
+        for is_right, expected, actual, advice in checks:
             if not is_right:
-                raise agreed(ConfigurationError(f"ParameterServerStrategy: expected {expected}, got {got}; {advice}."))
+                raise agreed(
+                    ConfigurationError(f"ParameterServerStrategy: expected {expected}, got {actual}; {advice}.")
+                )
         if self.world in _worlds:
             raise ConfigurationError(
                 f"ParameterServerStrategy: expected one for the ranks of a job, got another one on {self.world}: the "
@@ -147,13 +149,13 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """Take the chief's rules: ranks that serve are given none. Collective: all ranks."""
         world = self.world
         rules = self._rules
-        own = json.dumps([rules.max_staleness, rules.is_synchronous, self._non_finite])
-        chiefs = world.broadcast_text(own, self.client_ranks[0], world.comm)
+        local_rules = json.dumps([rules.max_staleness, rules.is_synchronous, self._non_finite])
+        chiefs = world.broadcast_text(local_rules, self.client_ranks[0], world.comm)
         with world.agreed():
-            if own != chiefs and world.task.is_training and world.coordinator is None:
+            if local_rules != chiefs and world.task.is_training and world.coordinator is None:
                 raise ConfigurationError(
                     f"ParameterServerStrategy: expected max_staleness, synchronous and non_finite as on the chief, "
-                    f"{chiefs}, got {own}; give every worker the same."
+                    f"{chiefs}, got {local_rules}; give every worker the same."
                 )
         max_staleness, is_synchronous, self._non_finite = json.loads(chiefs)
         self._rules = Rules(max_staleness, is_synchronous)
@@ -230,8 +232,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """Return the one coordinator of this strategy, made at the first call."""
         if self._coordinator is None:
             self._coordinator = make()
-        found: _Coordinator = self._coordinator
-        return found
+        coordinator: _Coordinator = self._coordinator
+        return coordinator
 
     @property
     def served(self) -> ServedParameters:
@@ -285,17 +287,17 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """
         if self._client is None:
             return {}
-        found = self._client.statistics()
-        if not found:
+        server_reports = self._client.statistics()
+        if not server_reports:
             return {}
         ages: dict[int, int] = {}
-        for one in found:
-            for age, n in one["staleness"].items():
+        for server_report in server_reports:
+            for age, n in server_report["staleness"].items():
                 ages[int(age)] = ages.get(int(age), 0) + n
         return {
-            "pushes": found[0]["pushes"],
+            "pushes": server_reports[0]["pushes"],
             "skipped": self.served.n_skipped,
-            "versions": [one["versions"] for one in found],
+            "versions": [server_report["versions"] for server_report in server_reports],
             "staleness": dict(sorted(ages.items())),
         }
 

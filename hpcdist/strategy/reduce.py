@@ -123,7 +123,7 @@ def _require_alike(
     """
     if error is not None:
         described = [["no value"] for _ in exchange.own_replicas]
-    texts = ["; ".join([call, *own]) for own in described]
+    texts = ["; ".join([call, *replica_descriptions]) for replica_descriptions in described]
     digests = [float(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 20)) for text in texts]
     n, total, squares = exchange.sum_over_replicas([np.array([1.0, digest, digest * digest]) for digest in digests])
     if error is not None:
@@ -142,8 +142,8 @@ def _require_alike(
 
 def check_axis(axis: Axis) -> None:
     """Raise TypeError unless `axis` is None, an int, or a tuple or list of ints."""
-    for one in axis if isinstance(axis, (tuple, list)) else (axis,):
-        if one is not None and (isinstance(one, bool) or not hasattr(one, "__index__")):
+    for single_axis in axis if isinstance(axis, (tuple, list)) else (axis,):
+        if single_axis is not None and (isinstance(single_axis, bool) or not hasattr(single_axis, "__index__")):
             raise TypeError(f"reduce: expected axis as None, an int or ints, got {axis!r}; pass axis=None or axis=0.")
 
 
@@ -176,24 +176,24 @@ def reduce_values(
     parts: list[list[Any]] = []
     described: list[list[str]] = []
     try:
-        parts = [[one if is_sparse(one) else to_sum(one) for one in own] for own in values]
+        parts = [[leaf if is_sparse(leaf) else to_sum(leaf) for leaf in replica_values] for replica_values in values]
         described = [
-            [_describe(value, part.shape) for value, part in zip(own, own_parts, strict=True)]
-            for own, own_parts in zip(values, parts, strict=True)
+            [_describe(value, part.shape) for value, part in zip(replica_values, own_parts, strict=True)]
+            for replica_values, own_parts in zip(values, parts, strict=True)
         ]
     except UsageError as caught:
         error = caught
-    for own, structure in zip(described, structures, strict=False):
-        own.append(structure)
+    for replica_descriptions, structure in zip(described, structures, strict=False):
+        replica_descriptions.append(structure)
     n_replicas = _require_alike(exchange, f"reduce {op.name}", described, error)
     packs: dict[Any, list[int]] = {}
     for index, part in enumerate(parts[0]):
         packs.setdefault("sparse" if is_sparse(part) else part.dtype, []).append(index)
     reduced: dict[int, Any] = {}
     for index in packs.pop("sparse", []):
-        reduced[index] = _join_sparse(exchange, op, [own[index] for own in parts], n_replicas)
+        reduced[index] = _join_sparse(exchange, op, [replica_parts[index] for replica_parts in parts], n_replicas)
     for indices in packs.values():
-        totals = _sum_packed(exchange, [[own[index] for index in indices] for own in parts])
+        totals = _sum_packed(exchange, [[replica_parts[index] for index in indices] for replica_parts in parts])
         for index, total in zip(indices, totals, strict=True):
             reduced[index] = from_host(values[0][index], _divide(op, total, n_replicas))
     return [reduced[index] for index in range(len(parts[0]))]
@@ -201,7 +201,7 @@ def reduce_values(
 
 def _sum_packed(exchange: Exchange, packs: list[list[Array]]) -> list[Array]:
     """Return the sum over all replicas of each array of a pack; all have one dtype."""
-    total = exchange.sum_over_replicas([np.concatenate([array.reshape(-1) for array in own]) for own in packs])
+    total = exchange.sum_over_replicas([np.concatenate([array.reshape(-1) for array in pack]) for pack in packs])
     ends = np.cumsum([array.size for array in packs[0]])[:-1]
     return [part.reshape(array.shape) for part, array in zip(np.split(total, ends), packs[0], strict=True)]
 
@@ -209,8 +209,8 @@ def _sum_packed(exchange: Exchange, packs: list[list[Array]]) -> list[Array]:
 def _join_sparse(exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_replicas: float) -> Tensor:
     """Return a sparse tensor with the entries of all replicas, divided by their number for the mean."""
     first = tensors[0].detach()
-    own_indices = np.concatenate([to_host(one.detach()._indices().T) for one in tensors])
-    own_entries = np.concatenate([to_sum(one.detach()._values()) for one in tensors])
+    own_indices = np.concatenate([to_host(tensor.detach()._indices().T) for tensor in tensors])
+    own_entries = np.concatenate([to_sum(tensor.detach()._values()) for tensor in tensors])
     indices, _ = exchange.gather_over_ranks(own_indices, None)
     entries, _ = exchange.gather_over_ranks(own_entries, None)
     values = from_host(first._values(), _divide(op, entries, n_replicas))
@@ -239,33 +239,37 @@ def reduce_over_axis(
         arrays = [to_sum(value) for value in values]
         axes = [_axes(axis, array.ndim) for array in arrays]
         totals = [
-            np.array(array.sum(axis=own, dtype=array.dtype) if own else array, order="C")
-            for array, own in zip(arrays, axes, strict=True)
+            np.array(array.sum(axis=replica_axes, dtype=array.dtype) if replica_axes else array, order="C")
+            for array, replica_axes in zip(arrays, axes, strict=True)
         ]
         described = [
-            [f"axes {own}", _describe(value, one.shape)] for value, own, one in zip(values, axes, totals, strict=True)
+            [f"axes {replica_axes}", _describe(value, replica_total.shape)]
+            for value, replica_axes, replica_total in zip(values, axes, totals, strict=True)
         ]
     except UsageError as caught:
         error = caught
     _require_alike(exchange, f"reduce {op.name}", described, error)
-    total = exchange.sum_over_replicas([one.reshape(-1) for one in totals]).reshape(totals[0].shape)
+    total = exchange.sum_over_replicas([replica_total.reshape(-1) for replica_total in totals]).reshape(totals[0].shape)
     n_elements = 1.0
     if op is ReduceOp.MEAN:
-        counts = [math.prod(array.shape[one] for one in own) for array, own in zip(arrays, axes, strict=True)]
+        counts = [
+            math.prod(array.shape[dimension] for dimension in replica_axes)
+            for array, replica_axes in zip(arrays, axes, strict=True)
+        ]
         n_elements = exchange.sum_over_replicas([np.array([count], np.float64) for count in counts])[0] or 1.0
     return from_host(values[0], _divide(op, total, n_elements))
 
 
 def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
     """Return axes as ascending numbers from 0."""
-    given = () if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    for one in map(operator.index, given):
-        if not -n_dims <= one < n_dims:
+    requested_axes = () if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    for axis_index in map(operator.index, requested_axes):
+        if not -n_dims <= axis_index < n_dims:
             raise UsageError(
-                f"reduce: expected an axis from {-n_dims} to {n_dims - 1}, got {one}; the value has {n_dims} "
+                f"reduce: expected an axis from {-n_dims} to {n_dims - 1}, got {axis_index}; the value has {n_dims} "
                 "dimensions."
             )
-    axes = sorted(operator.index(one) % n_dims for one in given)
+    axes = sorted(operator.index(requested_axis) % n_dims for requested_axis in requested_axes)
     if len(set(axes)) < len(axes):
         raise UsageError(f"reduce: expected each axis once, got {axis}; name every dimension once.")
     return tuple(axes)
@@ -284,14 +288,14 @@ def reduce_in_replica(exchange: Exchange, op: ReduceOp, leaves: Sequence[Any], s
     """
 
     def combine(contributions: list[Any]) -> list[Any]:
-        values = [own for own, _ in contributions]
-        structures = [own for _, own in contributions]
+        values = [replica_leaves for replica_leaves, _ in contributions]
+        structures = [replica_structure for _, replica_structure in contributions]
         reduced = reduce_values(exchange, op, values, structures)
-        return [[copy_of(one) for one in reduced] for _ in contributions]
+        return [[copy_of(reduced_leaf) for reduced_leaf in reduced] for _ in contributions]
 
     contributed = [_contributed(exchange, leaf) for leaf in leaves]
     reduced = exchange.scheduler.merge("an all_reduce", (contributed, structure), combine)
-    return [_beside(leaf, one) for leaf, one in zip(leaves, reduced, strict=True)]
+    return [_beside(leaf, reduced_leaf) for leaf, reduced_leaf in zip(leaves, reduced, strict=True)]
 
 
 def _contributed(exchange: Exchange, leaf: Any) -> Any:

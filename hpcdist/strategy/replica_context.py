@@ -80,15 +80,15 @@ class ReplicaContext:
         """
         self._require("all_reduce")
         op = ReduceOp.parse(reduce_op)
-        given = leaves(value)
-        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        nest_leaves = leaves(value)
+        tensors = [leaf for leaf in nest_leaves if isinstance(leaf, Tensor)]
         if op is ReduceOp.SUM and any(self.strategy.sums.are_summed_gradients(tensors)):
             raise UsageError(
                 "all_reduce: expected values of this replica, got a gradient that backward has summed over the "
                 "replicas already; use it as it is, or take gradients with torch.autograd.grad."
             )
-        reduced = self.reduce_leaves(op, given, form_of(value))
-        self.strategy.sums.note_sums([one for one in reduced if isinstance(one, Tensor)])
+        reduced = self.reduce_leaves(op, nest_leaves, form_of(value))
+        self.strategy.sums.note_sums([reduced_leaf for reduced_leaf in reduced if isinstance(reduced_leaf, Tensor)])
         return with_leaves(value, reduced)
 
     def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
@@ -156,8 +156,8 @@ class OnlyReplica(ReplicaContext):
 
 def _reduce_leaves(strategy: "Strategy", op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
     if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        given = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
-        return _AllReduce.apply(op, strategy, form, *given)  # type: ignore[no-untyped-call, no-any-return]
+        inputs = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
+        return _AllReduce.apply(op, strategy, form, *inputs)  # type: ignore[no-untyped-call, no-any-return]
     return reduce_in_replica(strategy, op, leaves, form)
 
 
@@ -172,13 +172,13 @@ class _AllReduce(torch.autograd.Function):
         ctx.strategy = weakref.ref(strategy)
         reduced = reduce_in_replica(strategy, op, leaves, form)
         ctx.is_needed = ctx.needs_input_grad[3:]
-        fixed = [one for one, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
-        ctx.mark_non_differentiable(*(one for one in fixed if isinstance(one, Tensor)))
+        fixed = [reduced_leaf for reduced_leaf, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
+        ctx.mark_non_differentiable(*(fixed_leaf for fixed_leaf in fixed if isinstance(fixed_leaf, Tensor)))
         return tuple(reduced)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        wanted = [one for one, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
+        wanted = [gradient for gradient, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
         reduced = iter(_reduce_backward(ctx, ctx.op, wanted))  # with a graph of its own, if one is made
         return None, None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
 

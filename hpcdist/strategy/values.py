@@ -40,8 +40,8 @@ def select(local_index: int, nest: Any) -> Any:
         if not _is_distributed(leaf, set()):
             return leaf
         changed = copy.copy(leaf)  # not made anew, which would run its __post_init__ again
-        for one in fields(leaf):
-            object.__setattr__(changed, one.name, select(local_index, getattr(leaf, one.name)))
+        for field in fields(leaf):
+            object.__setattr__(changed, field.name, select(local_index, getattr(leaf, field.name)))
         return changed
 
     return map_nest(chosen, nest)
@@ -54,8 +54,8 @@ def _is_distributed(leaf: Any, seen: set[int]) -> bool:
     if id(leaf) in seen:
         return False
     seen.add(id(leaf))
-    held = [getattr(leaf, one.name, None) for one in fields(leaf)]
-    return any(_is_distributed(child, seen) for value in held for child in leaves(value))
+    field_values = [getattr(leaf, field.name, None) for field in fields(leaf)]
+    return any(_is_distributed(child, seen) for value in field_values for child in leaves(value))
 
 
 def local_values(value: Any) -> tuple[Any, ...]:

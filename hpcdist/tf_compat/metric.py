@@ -126,7 +126,10 @@ def weigh(values: Array, sample_weight: Any) -> tuple[Array, Array]:
         weights = weights[..., None]
     if weights.ndim not in (0, values.ndim):
         values = values.mean(tuple(range(weights.ndim, values.ndim)))
-    if any(own not in (1, other) for own, other in zip(weights.shape, values.shape, strict=weights.ndim > 0)):
+    if any(
+        weight_size not in (1, value_size)
+        for weight_size, value_size in zip(weights.shape, values.shape, strict=weights.ndim > 0)
+    ):
         raise misfit(f"one weight for each value or row of {values.shape}, got {weights.shape}")
     weights = np.broadcast_to(weights, values.shape)
     return values * weights, weights

@@ -204,12 +204,14 @@ class BinaryCrossentropy(_MeanOfRows):
         return {**super().get_config(), "from_logits": self._from_logits, "label_smoothing": self._smoothing}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        truth, found = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
         truth = truth * (1 - self._smoothing) + 0.5 * self._smoothing
         if self._from_logits:
-            return means_of_rows(np.maximum(found, 0) - found * truth + np.log1p(np.exp(-np.abs(found))))
-        found = np.clip(found, _EPSILON, 1 - _EPSILON)
-        return means_of_rows(-truth * np.log(found) - (1 - truth) * np.log1p(-found))
+            return means_of_rows(
+                np.maximum(predictions, 0) - predictions * truth + np.log1p(np.exp(-np.abs(predictions)))
+            )
+        predictions = np.clip(predictions, _EPSILON, 1 - _EPSILON)
+        return means_of_rows(-truth * np.log(predictions) - (1 - truth) * np.log1p(-predictions))
 
 
 class CategoricalCrossentropy(_MeanOfRows):
@@ -231,9 +233,9 @@ class CategoricalCrossentropy(_MeanOfRows):
         return {**super().get_config(), "from_logits": self._from_logits, "label_smoothing": self._smoothing}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        truth, found = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
         truth = truth * (1 - self._smoothing) + self._smoothing / truth.shape[-1]
-        return np.asarray(-(truth * _log_probabilities(found, self._from_logits)).sum(-1))
+        return np.asarray(-(truth * _log_probabilities(predictions, self._from_logits)).sum(-1))
 
 
 class SparseCategoricalCrossentropy(_MeanOfRows):
@@ -258,11 +260,11 @@ class SparseCategoricalCrossentropy(_MeanOfRows):
         return -np.take_along_axis(logs, classes[..., None], -1)[..., 0]
 
 
-def _log_probabilities(found: Array, are_logits: bool) -> Array:
+def _log_probabilities(predictions: Array, are_logits: bool) -> Array:
     if are_logits:
-        shifted = found - found.max(-1, keepdims=True)
+        shifted = predictions - predictions.max(-1, keepdims=True)
         return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-    return np.asarray(np.log(np.clip(found / found.sum(-1, keepdims=True), _EPSILON, 1 - _EPSILON)))
+    return np.asarray(np.log(np.clip(predictions / predictions.sum(-1, keepdims=True), _EPSILON, 1 - _EPSILON)))
 
 
 # -- counts of right and wrong answers ---------------------------------------------------------------------------------
@@ -327,11 +329,11 @@ class _Confusion(Metric):
         return self._sums.read_value().reshape(4, len(self._thresholds))
 
 
-def _thresholds_of(given: float | Sequence[float] | None) -> tuple[list[float], bool]:
+def _thresholds_of(thresholds: float | Sequence[float] | None) -> tuple[list[float], bool]:
     """Return thresholds as a list, and whether there is only one number."""
-    if given is None or isinstance(given, (int, float)):
-        return [0.5 if given is None else float(given)], True
-    return [float(one) for one in given], False
+    if thresholds is None or isinstance(thresholds, (int, float)):
+        return [0.5 if thresholds is None else float(thresholds)], True
+    return [float(threshold) for threshold in thresholds], False
 
 
 class _Share(_Confusion):
@@ -343,7 +345,7 @@ class _Share(_Confusion):
         name: for messages.
     """
 
-    _others: int
+    _complement_row: int
 
     def __init__(
         self, thresholds: float | Sequence[float] | None = None, class_id: int | None = None, name: str | None = None
@@ -360,20 +362,20 @@ class _Share(_Confusion):
     def result(self) -> Tensor:
         """Return a float64 number, or one for each threshold; 0 where there are none. See `Metric.result`."""
         counts = self._counts()
-        shares = _divided(counts[0], counts[0] + counts[self._others])
+        shares = _divided(counts[0], counts[0] + counts[self._complement_row])
         return shares[0] if self._is_single else shares
 
 
 class Precision(_Share):
     """The true positives among all that were predicted positive; see `tf.keras.metrics.Precision`."""
 
-    _others = 1
+    _complement_row = 1
 
 
 class Recall(_Share):
     """The true positives among all that are positive; see `tf.keras.metrics.Recall`."""
 
-    _others = 2
+    _complement_row = 2
 
 
 class AUC(_Confusion):
@@ -404,7 +406,7 @@ class AUC(_Confusion):
                 f"AUC: expected the curve ROC or PR, interpolation, minoring or majoring, and at least 2 thresholds, "
                 f"got {curve!r}, {summation_method!r} and {num_thresholds}; AUC() has the defaults."
             )
-        between = [(one + 1) / (num_thresholds - 1) for one in range(num_thresholds - 2)]
+        between = [(index + 1) / (num_thresholds - 1) for index in range(num_thresholds - 2)]
         super().__init__([-_EPSILON, *between, 1 + _EPSILON], name)
 
     def get_config(self) -> dict[str, Any]:
@@ -451,6 +453,10 @@ def _area_of_precision(true_positives: Tensor, false_positives: Tensor, false_ne
     return _divided(parts, (true_positives[1:] + false_negatives[1:]).clamp(min=0)).sum()
 
 
-def _divided(one: Tensor, other: Tensor) -> Tensor:
+def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:
     """Return the quotients, 0 where the divisor is 0."""
-    return torch.where(other == 0, torch.zeros_like(one), one / torch.where(other == 0, torch.ones_like(other), other))
+    return torch.where(
+        divisor == 0,
+        torch.zeros_like(dividend),
+        dividend / torch.where(divisor == 0, torch.ones_like(divisor), divisor),
+    )

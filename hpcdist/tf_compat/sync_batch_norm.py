@@ -180,5 +180,5 @@ class _Sums(torch.autograd.Function):
         (values,) = ctx.saved_tensors
         shape = (1, -1) + (1,) * (values.dim() - 2)
         of_sums, of_squares = gradient[:-1].view(2, *shape)
-        own: Tensor = (of_sums + 2.0 * values * of_squares).to(values.dtype)
-        return own
+        values_gradient: Tensor = (of_sums + 2.0 * values * of_squares).to(values.dtype)
+        return values_gradient

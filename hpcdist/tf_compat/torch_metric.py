@@ -107,20 +107,24 @@ class TorchMetric:
         """
         rank = self._strategy.rank
         n_ranks = self._strategy.size
-        own = [[(int(count), dict(values)) for count, values in states] for states in state["ranks"][rank::n_ranks]]
+        local_states = [
+            [(int(count), dict(values)) for count, values in states] for states in state["ranks"][rank::n_ranks]
+        ]
         self._metric.reset()
-        if len(own) > 1:
+        if len(local_states) > 1:
             self._require_sums(len(state["ranks"]), n_ranks)
-        if own:
-            _set_states(self._metric, own[0] if len(own) == 1 else _combined(self._metric, own))
+        if local_states:
+            _set_states(
+                self._metric, local_states[0] if len(local_states) == 1 else _combined(self._metric, local_states)
+            )
 
     def _require_sums(self, n_saved: int, n_ranks: int) -> None:
         from torchmetrics.utilities import data
 
-        known = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
+        known_reductions = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
         for part in _metrics_of(self._metric):
             for name, reduce in part._reductions.items():
-                if reduce not in known and not isinstance(part._defaults[name], list):
+                if reduce not in known_reductions and not isinstance(part._defaults[name], list):
                     raise CheckpointMismatch(
                         f"restore: expected {n_saved} ranks or more, as at the save, for state {name!r} of the metric "
                         f"{self.name!r}, which is no sum, maximum or list, got {n_ranks}; resume on as many."
@@ -128,12 +132,12 @@ class TorchMetric:
 
     def _all_states(self, method: str) -> list[_States]:
         """Return the states of all ranks, which must all call the same method of the same metric."""
-        own = _states_of(self._metric)
+        local_states = _states_of(self._metric)
         group = self._strategy.group
         if group is None:
-            return [own]
+            return [local_states]
         call = f"{method} of metric {self._number} {self.name!r}"
-        calls, states = zip(*all_gather_objects((call, own), group.comm), strict=True)
+        calls, states = zip(*all_gather_objects((call, local_states), group.comm), strict=True)
         if len(set(calls)) > 1:
             raise DesyncError(
                 f"{method}: expected the same call on all ranks, got {', '.join(sorted(set(calls)))}; read metrics in "
@@ -157,7 +161,7 @@ def _states_of(metric: Any) -> _States:
     """Return the states of a metric and of those in it, on the host."""
 
     def on_host(value: Any) -> Any:
-        return [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu().clone()
+        return [tensor.detach().cpu() for tensor in value] if isinstance(value, list) else value.detach().cpu().clone()
 
     return [
         (part.update_count, {name: on_host(getattr(part, name)) for name in part._defaults})
@@ -169,7 +173,7 @@ def _set_states(metric: Any, states: _States) -> None:
     def on_device(value: Any, device: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
-        return [torch.as_tensor(one).to(device) for one in value]
+        return [torch.as_tensor(entry).to(device) for entry in value]
 
     for part, (count, values) in zip(_metrics_of(metric), states, strict=True):
         for name, value in values.items():
@@ -180,18 +184,18 @@ def _set_states(metric: Any, states: _States) -> None:
 
 def _combined(metric: Any, all_states: Sequence[_States]) -> _States:
     """Return the states of all ranks as those of one, by the reductions of the metric."""
-    made: _States = []
+    merged_states: _States = []
     for part, of_ranks in zip(_metrics_of(metric), zip(*all_states, strict=True), strict=True):
         values = {
             name: _reduced(reduce, [values[name] for _, values in of_ranks])
             for name, reduce in part._reductions.items()
         }
-        made.append((sum(count for count, _ in of_ranks), values))
-    return made
+        merged_states.append((sum(count for count, _ in of_ranks), values))
+    return merged_states
 
 
 def _reduced(reduce: Callable[[Any], Any] | None, values: list[Any]) -> Any:
     if isinstance(values[0], list):
         return list(itertools.chain.from_iterable(values))  # `compute` concatenates it
-    stacked = torch.stack([torch.as_tensor(one) for one in values])
+    stacked = torch.stack([torch.as_tensor(rank_value) for rank_value in values])
     return stacked if reduce is None else reduce(stacked)

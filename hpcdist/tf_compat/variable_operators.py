@@ -18,8 +18,8 @@ Operator = Callable[..., Any]
 def _reading(function: Operator) -> Operator:
     """Return a method that applies an operator to the value, and to another one on its right."""
 
-    def method(self: Any, *others: Any) -> Any:
-        return function(self.read_value(), *map(_operand, others))
+    def method(self: Any, *operands: Any) -> Any:
+        return function(self.read_value(), *map(_operand, operands))
 
     return method
 
@@ -27,8 +27,8 @@ def _reading(function: Operator) -> Operator:
 def _reading_reversed(function: Operator) -> Operator:
     """Return a method that applies an operator to another value and the one of the variable on its right."""
 
-    def method(self: Any, other: Any) -> Any:
-        return function(_operand(other), self.read_value())
+    def method(self: Any, left_operand: Any) -> Any:
+        return function(_operand(left_operand), self.read_value())
 
     return method
 
@@ -41,7 +41,7 @@ def _converting(kind: Operator) -> Operator:
 def _refusing(sign: str, instead: str) -> Operator:
     """Return a method that refuses an in-place operator: it would replace the variable by a tensor."""
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, operand: Any) -> Any:
         raise UsageError(
             f"Variable: expected variable.{instead} for {self.name!r}, got variable {sign} value, which would "
             f"rebind the name to a tensor; call the method."

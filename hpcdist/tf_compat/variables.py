@@ -38,23 +38,23 @@ class VariableAggregation(enum.Enum):
 _Member = TypeVar("_Member", bound=enum.Enum)
 
 
-def parse_member(kind: type[_Member], given: Any) -> _Member:
+def parse_member(kind: type[_Member], choice: Any) -> _Member:
     """Return the member of an enumeration for itself or its name in any case.
 
     Raises:
         UsageError: for anything else.
     """
-    name = str(given.value if isinstance(given, kind) else given).upper()
+    name = str(choice.value if isinstance(choice, kind) else choice).upper()
     if name not in kind.__members__:
         raise UsageError(
-            f"Variable: expected a {kind.__name__} of {', '.join(kind.__members__)}, got {given!r}; pass one of them."
+            f"Variable: expected a {kind.__name__} of {', '.join(kind.__members__)}, got {choice!r}; pass one of them."
         )
     return kind[name]
 
 
-def resolve_synchronization(given: Any) -> VariableSynchronization:
+def resolve_synchronization(choice: Any) -> VariableSynchronization:
     """Return ON_WRITE for AUTO, and what is given otherwise."""
-    synchronization = parse_member(VariableSynchronization, given)
+    synchronization = parse_member(VariableSynchronization, choice)
     is_auto = synchronization is VariableSynchronization.AUTO
     return VariableSynchronization.ON_WRITE if is_auto else synchronization
 
@@ -356,15 +356,15 @@ class Variable(Readable):
                 f"{method}: expected one value for all replicas outside strategy.run, got {value!r}; assign inside "
                 f"run, or reduce it first."
             )
-        own = self._copies[0]
+        first_copy = self._copies[0]
         is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
-        found = as_tensor(value, self.dtype if is_number and can_hold(self.dtype, value) else None)
-        if found.shape != self.shape or not torch.can_cast(found.dtype, self.dtype):
+        tensor = as_tensor(value, self.dtype if is_number and can_hold(self.dtype, value) else None)
+        if tensor.shape != self.shape or not torch.can_cast(tensor.dtype, self.dtype):
             raise UsageError(
                 f"{method}: expected a value of shape {tuple(self.shape)} and dtype {self.dtype} for {self.name!r}, "
-                f"got {tuple(found.shape)} and {found.dtype}; reshape or cast it."
+                f"got {tuple(tensor.shape)} and {tensor.dtype}; reshape or cast it."
             )
-        return found.detach().to(own.device, own.dtype)
+        return tensor.detach().to(first_copy.device, first_copy.dtype)
 
     def _replica(self, method: str) -> ReplicaContext | None:
         """Return the caller's replica; None outside `run`, and for a variable made outside all strategies."""
@@ -439,8 +439,8 @@ class Variable(Readable):
             self._check_deal(len(rows), n_replicas)
             rows = deal(rows, n_replicas, self.aggregation.value)
         fitting = [self._fitting("load_state_dict", row) for row in rows]
-        own = self.strategy.own_replicas if self._is_on_read else range(1)
-        for index, number in enumerate(own):
+        replica_numbers = self.strategy.own_replicas if self._is_on_read else range(1)
+        for index, number in enumerate(replica_numbers):
             self._copies[index].copy_(fitting[number])
 
     def _check_deal(self, n_saved: int, n_replicas: int) -> None:
@@ -505,8 +505,8 @@ def divide_among(total: Tensor, n_parts: int) -> list[Tensor]:
     if total.dtype.is_floating_point or total.dtype.is_complex:
         return [total / n_parts] * n_parts
     part = torch.div(total, n_parts, rounding_mode="floor")
-    rest = total - part * n_parts
-    return [part + (number < rest).to(total.dtype) for number in range(n_parts)]
+    remainder = total - part * n_parts
+    return [part + (number < remainder).to(total.dtype) for number in range(n_parts)]
 
 
 def deal(rows: Tensor, n_replicas: int, aggregation: str) -> list[Tensor]:

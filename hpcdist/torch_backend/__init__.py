@@ -69,9 +69,9 @@ def _wait_for_members(store: Any, rank: int, size: int, limit_s: float) -> None:
     cause = None
     verdict = "all are here"
     try:
-        store.wait([f"here/{one}" for one in ranks], timedelta(seconds=limit_s))
+        store.wait([f"here/{member}" for member in ranks], timedelta(seconds=limit_s))
     except RuntimeError as error:
-        absent = [one for one in ranks if not store.check([f"here/{one}"])]
+        absent = [member for member in ranks if not store.check([f"here/{member}"])]
         cause = error
         verdict = f"no answer from {absent} of its ranks"
     verdict = store.compare_set("verdict", "", verdict).decode()  # the first one counts

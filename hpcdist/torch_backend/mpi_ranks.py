@@ -81,9 +81,9 @@ class MPIRanks(Ranks):
             ) from error
 
     def have_same(self, number: int) -> bool:
-        found = np.array([number, -number])
-        self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MIN)
-        return bool(found[0] == -found[1])
+        extremes = np.array([number, -number])
+        self._comm.Allreduce(MPI.IN_PLACE, extremes, MPI.MIN)
+        return bool(extremes[0] == -extremes[1])
 
     def barrier(self) -> None:
         self._group.wait([self._comm.Ibarrier()])
@@ -95,22 +95,22 @@ class MPIRanks(Ranks):
             with self.recorded(op.title, tensor):
                 library.all_reduce(tensor.numpy(), self._group, op)
 
-    def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:
-        received = np.empty(counts[self.rank], given.dtype)
-        self._comm.Reduce_scatter(given, received, counts, library.mpi_op(op))
+    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
+        received = np.empty(counts[self.rank], contribution.dtype)
+        self._comm.Reduce_scatter(contribution, received, counts, library.mpi_op(op))
         return received
 
     def broadcast(self, data: Array, root: int) -> None:
         library.broadcast(data, self._comm, root)
 
-    def all_gather(self, own: Array, counts: Sequence[int], joined: Array) -> None:
-        library.all_gather(own, counts, joined, self._group)
+    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
+        library.all_gather(local_bytes, counts, joined, self._group)
 
-    def gather(self, own: Array, counts: Sequence[int], joined: Array, root: int) -> None:
-        self._comm.Gatherv(own, [joined, counts] if self.rank == root else None, root)
+    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
+        self._comm.Gatherv(local_bytes, [joined, counts] if self.rank == root else None, root)
 
-    def scatter(self, joined: Array, counts: Sequence[int], own: Array, root: int) -> None:
-        self._comm.Scatterv([joined, counts] if self.rank == root else None, own, root)
+    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
+        self._comm.Scatterv([joined, counts] if self.rank == root else None, local_part, root)
 
     def all_to_all(self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]) -> None:
         self._comm.Alltoallv([sent, sent_counts], [received, counts])
@@ -124,7 +124,10 @@ class MPIRanks(Ranks):
         return self._started(_MPIMessage(title, self._group, request, data, tensor))
 
     def _started(self, message: "_MPIMessage") -> Message:
-        self._messages = [*(one for one in self._messages if not one.is_completed()), message]
+        self._messages = [
+            *(earlier_message for earlier_message in self._messages if not earlier_message.is_completed()),
+            message,
+        ]
         return message
 
     def free(self) -> None:

@@ -125,25 +125,27 @@ class NodeRanks(Ranks):
         else:
             self._exchange(no_bytes(), [(root, 0, data)])
 
-    def all_gather(self, own: Array, counts: Sequence[int], joined: Array) -> None:
+    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
         parts = np.split(joined, np.cumsum(counts)[:-1])
-        self._exchange(own, [(rank, 0, part) for rank, part in enumerate(parts)])
+        self._exchange(local_bytes, [(rank, 0, part) for rank, part in enumerate(parts)])
 
-    def gather(self, own: Array, counts: Sequence[int], joined: Array, root: int) -> None:
+    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
         parts = np.split(joined, np.cumsum(counts)[:-1]) if self.rank == root else []
-        self._exchange(own, [(rank, 0, part) for rank, part in enumerate(parts)])
+        self._exchange(local_bytes, [(rank, 0, part) for rank, part in enumerate(parts)])
 
-    def scatter(self, joined: Array, counts: Sequence[int], own: Array, root: int) -> None:
+    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
         starts = np.zeros(self.size, np.int64)
         if self.rank == root:
             starts[1:] = np.cumsum(counts)[:-1]
         self.broadcast(starts.view(np.uint8), root)
-        self._exchange(joined if self.rank == root else no_bytes(), [(root, int(starts[self.rank]), own)])
+        self._exchange(joined if self.rank == root else no_bytes(), [(root, int(starts[self.rank]), local_part)])
 
     def all_to_all(self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]) -> None:
         starts = np.empty((self.size, self.size), np.int64)  # of each rank's bytes for each rank
-        own = np.concatenate([[0], np.cumsum(sent_counts)[:-1]]).astype(np.int64)
-        self.all_gather(own.view(np.uint8), [own.nbytes] * self.size, starts.reshape(-1).view(np.uint8))
+        local_starts = np.concatenate([[0], np.cumsum(sent_counts)[:-1]]).astype(np.int64)
+        self.all_gather(
+            local_starts.view(np.uint8), [local_starts.nbytes] * self.size, starts.reshape(-1).view(np.uint8)
+        )
         parts = np.split(received, np.cumsum(counts)[:-1])
         self._exchange(sent, [(rank, int(starts[rank, self.rank]), part) for rank, part in enumerate(parts)])
 
@@ -159,12 +161,12 @@ class NodeRanks(Ranks):
         with host_array(tensor) as array:
             self._sums.all_reduce(array, op, divisor)
 
-    def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:
+    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
         start = sum(counts[: self.rank])
         n_own = counts[self.rank]
-        rows = np.empty((self.size, n_own), given.dtype)
-        reads = [(rank, start * given.itemsize, row.view(np.uint8)) for rank, row in enumerate(rows)]
-        self._exchange(given.view(np.uint8), reads)
+        rows = np.empty((self.size, n_own), contribution.dtype)
+        reads = [(rank, start * contribution.itemsize, row.view(np.uint8)) for rank, row in enumerate(rows)]
+        self._exchange(contribution.view(np.uint8), reads)
         add_rows(list(rows), self._additions, op.ufunc)
         return rows[0]
 
@@ -190,9 +192,11 @@ class NodeRanks(Ranks):
         """Give the receivers what has come for them."""
         waiting: list[_Receiver] = []
         for receiver in self._receivers.copy():
-            held = {one.source for one in waiting if one.tag == receiver.tag}
+            awaited_sources = {
+                earlier_receiver.source for earlier_receiver in waiting if earlier_receiver.tag == receiver.tag
+            }
             ranks = range(self.size) if receiver.source == ANY_RANK else [receiver.source]
-            if any(self._has_taken(receiver, rank) for rank in ranks if not held & {rank, ANY_RANK}):
+            if any(self._has_taken(receiver, rank) for rank in ranks if not awaited_sources & {rank, ANY_RANK}):
                 self._receivers.remove(receiver)
             else:
                 waiting.append(receiver)
@@ -228,7 +232,7 @@ class NodeRanks(Ranks):
     def _has_sent_all(self) -> bool:
         """Return whether all messages of this rank are received; receive what has come."""
         self.deliver()
-        self._sent = [one for one in self._sent if not one.is_received()]
+        self._sent = [message for message in self._sent if not message.is_received()]
         return not self._sent
 
     def _have_all_ended(self) -> bool:
@@ -241,8 +245,8 @@ class NodeRanks(Ranks):
             wait_until(self._has_sent_all, self.timeout_s, yields=0)
 
 
-def _send_all_at_exit(found: "weakref.ref[NodeRanks]") -> None:
-    ranks = found()
+def _send_all_at_exit(ranks_reference: "weakref.ref[NodeRanks]") -> None:
+    ranks = ranks_reference()
     if ranks is not None and not hasattr(sys, "last_type"):  # else an error ends the program: nobody is to wait for it
         ranks.send_all()
 
@@ -341,11 +345,11 @@ def _share(store: Store, rank: int, size: int, nbytes: int, timeout_s: float) ->
         except CollectiveError as error:
             text = str(error)
         store.set(f"mapped/{rank}", text)
-        _wait_for(store, [f"mapped/{one}" for one in range(size)], rank, timeout_s)
+        _wait_for(store, [f"mapped/{member}" for member in range(size)], rank, timeout_s)
     finally:
         if fd >= 0:
             os.close(fd)
-    texts = [store.get(f"mapped/{one}").decode() for one in range(size)]
+    texts = [store.get(f"mapped/{member}").decode() for member in range(size)]
     if any(texts):
         raise agreed(CollectiveFailed(next(filter(None, texts))))
     return pieces

@@ -158,8 +158,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         """Replace root's tensor by the reduction over all ranks."""
         (tensor,) = tensors
-        found = _reduction("reduce", opts, tensor)
-        _reduce(self._ranks, "reduce", tensor if self.rank() == opts.rootRank else tensor.clone(), *found)
+        kind_and_factor = _reduction("reduce", opts, tensor)
+        _reduce(self._ranks, "reduce", tensor if self.rank() == opts.rootRank else tensor.clone(), *kind_and_factor)
         return _done(tensors)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
@@ -171,39 +171,41 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             raise mismatch(
                 "reduce_scatter", f"{output.numel()} elements for rank {self.rank()}", parts[self.rank()].shape
             )
-        joined = torch.cat([one.reshape(-1) for one in parts])
-        return self._reduce_rows(output, joined, [one.numel() for one in parts], opts, outputs)
+        joined = torch.cat([part.reshape(-1) for part in parts])
+        return self._reduce_rows(output, joined, [part.numel() for part in parts], opts, outputs)
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input_tensor: Tensor, opts: Any) -> Work:
         """Put this rank's part of the reduction of a tensor that is as large as all outputs into the output."""
-        if given.numel() != output.numel() * self.size() or given.dtype != output.dtype:
+        if input_tensor.numel() != output.numel() * self.size() or input_tensor.dtype != output.dtype:
             expected = f"input of {output.numel() * self.size()} {output.dtype}"
-            raise mismatch("reduce_scatter_tensor", expected, given.shape, given.dtype)
-        return self._reduce_rows(output, given.reshape(-1), [output.numel()] * self.size(), opts, [output])
+            raise mismatch("reduce_scatter_tensor", expected, input_tensor.shape, input_tensor.dtype)
+        return self._reduce_rows(output, input_tensor.reshape(-1), [output.numel()] * self.size(), opts, [output])
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         """Do reduce_scatter_single of each output and input."""
-        for output, given in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, given, opts)
+        for output, input_tensor in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, input_tensor, opts)
         return _done(outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_rows(self, output: Tensor, joined: Tensor, counts: list[int], opts: Any, result: list[Tensor]) -> Work:
         kind, factor = _reduction("reduce_scatter", opts, joined)
-        own = joined.detach()
-        given = own.clone(memory_format=torch.contiguous_format) if factor is None else own * factor
-        given = given.float() if given.dtype in _HALF else given
-        array = (given.view(torch.uint8) if given.dtype == torch.bool else given).contiguous().numpy()
+        detached = joined.detach()
+        contribution = detached.clone(memory_format=torch.contiguous_format) if factor is None else detached * factor
+        contribution = contribution.float() if contribution.dtype in _HALF else contribution
+        array = (
+            (contribution.view(torch.uint8) if contribution.dtype == torch.bool else contribution).contiguous().numpy()
+        )
         with self._call("reduce_scatter", None, output):
             self._require_same("reduce_scatter", kind.name, joined.dtype, counts)
             received = self._ranks.reduce_scatter(array, counts, _OPS[kind])
-        found = torch.from_numpy(received)
+        reduced = torch.from_numpy(received)
         if kind == _RedOp.AVG:
-            found /= self.size()
-        output.detach().copy_(found.reshape(output.shape))
+            reduced /= self.size()
+        output.detach().copy_(reduced.reshape(output.shape))
         return _done(result)
 
     # -- moves --------------------------------------------------------------------------------------------------------
@@ -219,60 +221,62 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """Put each rank's tensor into its place of the list."""
         (parts,) = outputs
-        (own,) = inputs
-        self._require("all_gather", parts, own)
-        if own.numel() != parts[self.rank()].numel():
-            raise mismatch("all_gather", f"{parts[self.rank()].numel()} elements of rank {self.rank()}", own.shape)
-        joined = self._gather_bytes(own, [one.nbytes for one in parts])
+        (input_tensor,) = inputs
+        self._require("all_gather", parts, input_tensor)
+        if input_tensor.numel() != parts[self.rank()].numel():
+            raise mismatch(
+                "all_gather", f"{parts[self.rank()].numel()} elements of rank {self.rank()}", input_tensor.shape
+            )
+        joined = self._gather_bytes(input_tensor, [part.nbytes for part in parts])
         deal(joined, parts)
         return _done(outputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """Do allgather of each input; outputs are a list for each rank."""
         if any(len(of_rank) != len(inputs) for of_rank in outputs):
-            found = [len(of_rank) for of_rank in outputs]
-            raise mismatch("all_gather_coalesced", f"lists of {len(inputs)} tensors", found)
-        for number, own in enumerate(inputs):
-            self.allgather([[of_rank[number] for of_rank in outputs]], [own])
+            list_lengths = [len(of_rank) for of_rank in outputs]
+            raise mismatch("all_gather_coalesced", f"lists of {len(inputs)} tensors", list_lengths)
+        for number, input_tensor in enumerate(inputs):
+            self.allgather([[of_rank[number] for of_rank in outputs]], [input_tensor])
         return _done(outputs)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, input_tensor: Tensor, opts: Any = None) -> Work:
         """Put all ranks' tensors into one, one after the other."""
-        if output.numel() != given.numel() * self.size() or output.dtype != given.dtype:
-            expected = f"output of {given.numel() * self.size()} {given.dtype}"
+        if output.numel() != input_tensor.numel() * self.size() or output.dtype != input_tensor.dtype:
+            expected = f"output of {input_tensor.numel() * self.size()} {input_tensor.dtype}"
             raise mismatch("all_gather_into_tensor", expected, output.shape, output.dtype)
-        deal(self._gather_bytes(given, [given.nbytes] * self.size()), [output])
+        deal(self._gather_bytes(input_tensor, [input_tensor.nbytes] * self.size()), [output])
         return _done([output])
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """Do all_gather_single of each output and input."""
-        for output, given in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, given)
+        for output, input_tensor in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, input_tensor)
         return _done(outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def _gather_bytes(self, own: Tensor, counts: list[int]) -> Array:
+    def _gather_bytes(self, local_tensor: Tensor, counts: list[int]) -> Array:
         joined = no_bytes(sum(counts))
-        with self._call("all_gather", None, own):
-            self._require_same("all_gather", own.dtype, f"{counts} bytes")
-            self._ranks.all_gather(_bytes_of(own), counts, joined)
+        with self._call("all_gather", None, local_tensor):
+            self._require_same("all_gather", local_tensor.dtype, f"{counts} bytes")
+            self._ranks.all_gather(_bytes_of(local_tensor), counts, joined)
         return joined
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         """Put each rank's tensor into its place of root's list."""
-        (own,) = inputs
+        (input_tensor,) = inputs
         is_root = self.rank() == opts.rootRank
         parts = outputs[0] if is_root else []
         if is_root:
-            self._require("gather", parts, own)
-        counts = [one.nbytes for one in parts]
+            self._require("gather", parts, input_tensor)
+        counts = [part.nbytes for part in parts]
         joined = no_bytes(sum(counts))
-        with self._call("gather", None, own):
-            self._require_counts("gather", counts, opts.rootRank, own)
-            self._ranks.gather(_bytes_of(own), counts, joined, opts.rootRank)
+        with self._call("gather", None, input_tensor):
+            self._require_counts("gather", counts, opts.rootRank, input_tensor)
+            self._ranks.gather(_bytes_of(input_tensor), counts, joined, opts.rootRank)
         deal(joined, parts)
         return _done(outputs)
 
@@ -284,27 +288,31 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         _require_host("scatter", output)
         if is_root:
             self._require("scatter", parts, output)
-        joined = np.concatenate([_bytes_of(one) for one in parts]) if is_root else no_bytes()
-        counts = [one.nbytes for one in parts]
+        joined = np.concatenate([_bytes_of(part) for part in parts]) if is_root else no_bytes()
+        counts = [part.nbytes for part in parts]
         with _contiguous(output) as whole, self._call("scatter", None, output):
             self._require_counts("scatter", counts, opts.rootRank, output)
             self._ranks.scatter(joined, counts, _bytes_of(whole), opts.rootRank)
         return _done(outputs)
 
-    def _require_counts(self, call: str, counts: list[int], root: int, own: Tensor) -> None:
+    def _require_counts(self, call: str, counts: list[int], root: int, local_tensor: Tensor) -> None:
         """Raise DesyncError on every rank unless each has a tensor of as many bytes as root says. Collective."""
-        self._require_same(call, own.dtype, f"root {root}")
-        said = np.array(counts or [0] * self.size())
-        self._ranks.broadcast(said.view(np.uint8), root)
-        self._require_all(call, said[self.rank()] == own.nbytes, f"{own.nbytes} bytes, {said[self.rank()]} on root")
+        self._require_same(call, local_tensor.dtype, f"root {root}")
+        root_counts = np.array(counts or [0] * self.size())
+        self._ranks.broadcast(root_counts.view(np.uint8), root)
+        self._require_all(
+            call,
+            root_counts[self.rank()] == local_tensor.nbytes,
+            f"{local_tensor.nbytes} bytes, {root_counts[self.rank()]} on root",
+        )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """Put each rank's tensor for this one into its place of the list."""
         self._require("all_to_all", inputs)
         self._require("all_to_all", outputs)
-        sent = [_bytes_of(one) for one in inputs]
-        counts = [one.nbytes for one in outputs]
-        sizes = [one.size for one in sent]
+        sent = [_bytes_of(input_tensor) for input_tensor in inputs]
+        counts = [output.nbytes for output in outputs]
+        sizes = [sent_bytes.size for sent_bytes in sent]
         received = no_bytes(sum(counts))
         coming = np.empty(self.size(), np.int64)
         with self._call("all_to_all", None):
@@ -319,18 +327,23 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def all_to_all_single(
-        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self,
+        output: Tensor,
+        input_tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
     ) -> Work:
         """Send rows to each rank, by default as many to each, and receive its rows."""
-        for tensor, splits, name in ((given, input_splits, "input"), (output, output_splits, "output")):
+        for tensor, splits, name in ((input_tensor, input_splits, "input"), (output, output_splits, "output")):
             if (splits and sum(splits) != len(tensor)) or (not splits and len(tensor) % self.size()):
                 raise mismatch(
                     "all_to_all_single", f"rows of the {name} that the splits divide", tensor.shape, list(splits)
                 )
         rows_out = list(output_splits) or [len(output) // self.size()] * self.size()
-        rows_in = list(input_splits) or [len(given) // self.size()] * self.size()
+        rows_in = list(input_splits) or [len(input_tensor) // self.size()] * self.size()
         with _contiguous(output) as whole:
-            self.alltoall(list(whole.split(rows_out)), list(given.split(rows_in)))
+            self.alltoall(list(whole.split(rows_out)), list(input_tensor.split(rows_in)))
         return _done([output])
 
     alltoall_base = all_to_all_single
@@ -366,14 +379,14 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         if not 0 <= tag <= self._ranks.largest_tag:
             raise mismatch(call, f"a tag from 0 to {self._ranks.largest_tag}", tag)
 
-    def _require(self, call: str, parts: Sequence[Tensor], own: Tensor | None = None) -> None:
+    def _require(self, call: str, parts: Sequence[Tensor], local_tensor: Tensor | None = None) -> None:
         """Raise CollectiveError unless there is a tensor for each rank; on this rank, before anything is sent."""
         if len(parts) != self.size():
             raise mismatch(call, f"{self.size()} tensors, one for each rank", len(parts))
-        for one in [*parts, *([] if own is None else [own])]:
-            _require_host(call, one)
-            if one.dtype != parts[0].dtype:
-                raise mismatch(call, f"tensors of {parts[0].dtype}", one.dtype)
+        for tensor in [*parts, *([] if local_tensor is None else [local_tensor])]:
+            _require_host(call, tensor)
+            if tensor.dtype != parts[0].dtype:
+                raise mismatch(call, f"tensors of {parts[0].dtype}", tensor.dtype)
 
 
 def _reduce(ranks: Ranks, call: str, tensor: Tensor, kind: Any, factor: Any) -> None:
@@ -407,7 +420,7 @@ def _reduction(call: str, opts: Any, tensor: Tensor) -> tuple[Any, Any]:
         CollectiveError: for a reduction that values of this dtype do not have; on this rank, before anything is sent.
     """
     op = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
-    kind = next((one for one in (*_OPS, _RedOp.PREMUL_SUM) if op == one), None)
+    kind = next((candidate for candidate in (*_OPS, _RedOp.PREMUL_SUM) if op == candidate), None)
     _require_host(call, tensor)
     if kind is None or tensor.dtype not in _REDUCED:
         raise mismatch(
@@ -433,9 +446,9 @@ def _require_host(call: str, *tensors: Tensor) -> None:
             raise mismatch(call, "dense tensors", f"one of layout {tensor.layout}; make its gradient dense")
 
 
-def _differ(call: str, own: str) -> DesyncError:
+def _differ(call: str, facts: str) -> DesyncError:
     error = DesyncError(
-        f"{call}: expected the same call and sizes that fit on every rank, got {own} here and others elsewhere; "
+        f"{call}: expected the same call and sizes that fit on every rank, got {facts} here and others elsewhere; "
         f"let all ranks make the same calls in the same order."
     )
     error.is_agreed = True
@@ -445,13 +458,13 @@ def _differ(call: str, own: str) -> DesyncError:
 @contextlib.contextmanager
 def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a contiguous tensor, and copy its values back after the block, unless it is the given one."""
-    own = tensor.detach()
-    if own.is_contiguous() and not own.is_conj() and not own.is_neg():
-        yield own
+    detached = tensor.detach()
+    if detached.is_contiguous() and not detached.is_conj() and not detached.is_neg():
+        yield detached
         return
-    whole = _resolved(own)
+    whole = _resolved(detached)
     yield whole
-    own.copy_(whole)
+    detached.copy_(whole)
 
 
 def _resolved(tensor: Tensor) -> Tensor:
@@ -463,5 +476,5 @@ def _bytes_of(tensor: Tensor) -> Array:
     """Return the values of a tensor as bytes: its memory, if it is contiguous."""
     if not tensor.numel():  # which torch cannot view as bytes
         return no_bytes()
-    found: Array = _resolved(tensor.detach()).reshape(-1).view(torch.uint8).numpy()
-    return found
+    flat_bytes: Array = _resolved(tensor.detach()).reshape(-1).view(torch.uint8).numpy()
+    return flat_bytes

@@ -71,7 +71,7 @@ class Ranks(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:
+    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
         """Return this rank's part of the reduction; `counts` are the elements of each rank's part."""
 
     @abc.abstractmethod
@@ -79,16 +79,16 @@ class Ranks(abc.ABC):
         """Replace bytes by root's."""
 
     @abc.abstractmethod
-    def all_gather(self, own: Array, counts: Sequence[int], joined: Array) -> None:
+    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
         """Put the bytes of all ranks into `joined`; `counts` are the bytes of each."""
 
     @abc.abstractmethod
-    def gather(self, own: Array, counts: Sequence[int], joined: Array, root: int) -> None:
+    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
         """Put the bytes of all ranks into root's `joined`; `counts` are read on root only."""
 
     @abc.abstractmethod
-    def scatter(self, joined: Array, counts: Sequence[int], own: Array, root: int) -> None:
-        """Put this rank's part of root's `joined` into `own`; `counts` are read on root only."""
+    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
+        """Put this rank's part of root's `joined` into `local_part`; `counts` are read on root only."""
 
     @abc.abstractmethod
     def all_to_all(self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]) -> None:
@@ -147,9 +147,9 @@ class Message(Work):
         else:
             self._fail(f"one of {n_bytes}")
 
-    def _fail(self, got: str) -> None:
+    def _fail(self, actual: str) -> None:
         self._is_done = True
-        self._error = mismatch("recv", f"a message of {self._data.size} bytes", got)
+        self._error = mismatch("recv", f"a message of {self._data.size} bytes", actual)
 
     def is_completed(self) -> bool:
         """Return whether `wait` returns at once."""
@@ -191,9 +191,9 @@ class Message(Work):
     def get_future(self) -> Future[None]:
         """Return a future that is done: it waits first."""
         self.wait()
-        found: Future[None] = Future()
-        found.set_result(None)
-        return found
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
 
 class Pending(Work):
@@ -233,9 +233,9 @@ class Pending(Work):
         return self._future
 
 
-def mismatch(call: str, expected: str, *got: Any) -> CollectiveError:
+def mismatch(call: str, expected: str, *actual: Any) -> CollectiveError:
     """Return the error of a call with wrong arguments."""
-    return CollectiveError(f"{call}: expected {expected}, got {', '.join(map(str, got))}; correct the call.")
+    return CollectiveError(f"{call}: expected {expected}, got {', '.join(map(str, actual))}; correct the call.")
 
 
 def first_line(error: BaseException) -> str:

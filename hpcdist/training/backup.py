@@ -158,7 +158,7 @@ class _States:
         self._callbacks = callbacks
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kinds": self._kinds(), "states": [one.state_dict() for one in self._callbacks]}
+        return {"kinds": self._kinds(), "states": [callback.state_dict() for callback in self._callbacks]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["kinds"] != self._kinds():
@@ -166,8 +166,8 @@ class _States:
                 f"fit: expected the callbacks of the run that goes on, {state['kinds']}, got {self._kinds()}; give the "
                 f"same, or a new folder to BackupAndRestore."
             )
-        for one, own in zip(self._callbacks, state["states"], strict=True):
-            one.load_state_dict(own)
+        for callback, callback_state in zip(self._callbacks, state["states"], strict=True):
+            callback.load_state_dict(callback_state)
 
     def _kinds(self) -> list[str]:
         return [kind_of(callback) for callback in self._callbacks]

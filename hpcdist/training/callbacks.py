@@ -130,16 +130,16 @@ class Callback:
         return self.has_hook("on_train_batch_end", "on_batch_end")
 
 
-def as_callbacks(given: Any) -> list[Callback]:
+def as_callbacks(user_callbacks: Any) -> list[Callback]:
     """Return callbacks as a list: given one, a sequence or None.
 
     Raises:
         UsageError: for something else, such as a name, for which it lists close ones.
     """
-    if given is None:
+    if user_callbacks is None:
         return []
     callbacks: list[Callback] = []
-    for callback in given if isinstance(given, (list, tuple)) else [given]:
+    for callback in user_callbacks if isinstance(user_callbacks, (list, tuple)) else [user_callbacks]:
         if isinstance(callback, Callback):
             callbacks.append(callback)
         elif any(callable(getattr(callback, name, None)) for name in _HOOKS) and not isinstance(callback, type):
@@ -295,7 +295,7 @@ def _with_plain_logs(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kinds_of(kind: type[Callback]) -> list[type[Callback]]:
-    return [one for own in kind.__subclasses__() for one in (own, *_kinds_of(own))]
+    return [descendant for subclass in kind.__subclasses__() for descendant in (subclass, *_kinds_of(subclass))]
 
 
 class History(Callback):
@@ -323,7 +323,7 @@ class History(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the logs of an earlier run."""
         self.epoch = list(state["epoch"])
-        self.history = {name: list(own) for name, own in state["history"].items()}
+        self.history = {name: list(values) for name, values in state["history"].items()}
 
 
 class LambdaCallback(Callback):
@@ -334,10 +334,10 @@ class LambdaCallback(Callback):
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
-        known = [name for name in vars(Callback) if name.startswith("on_")]
-        wrong = sorted(set(hooks) - set(known))
+        hook_names = [name for name in vars(Callback) if name.startswith("on_")]
+        wrong = sorted(set(hooks) - set(hook_names))
         if wrong:
-            close = difflib.get_close_matches(wrong[0], known, 3) or known
+            close = difflib.get_close_matches(wrong[0], hook_names, 3) or hook_names
             raise UsageError(f"LambdaCallback: expected names of hooks, got {wrong[0]!r}; close ones are {close}.")
         vars(self).update(hooks)
 
@@ -392,8 +392,8 @@ class _Monitor(Callback):
     def _value(self, logs: Mapping[str, Any]) -> float | None:
         value = logs.get(self.monitor)
         if value is None:
-            known = ", ".join(logs)
-            logger.warning("%s: no %s among the logs: %s", type(self).__name__, self.monitor, known)
+            log_names = ", ".join(logs)
+            logger.warning("%s: no %s among the logs: %s", type(self).__name__, self.monitor, log_names)
         return value
 
 

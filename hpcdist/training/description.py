@@ -32,7 +32,7 @@ def describe(model: "Model", layers: Any, extra: list[str]) -> str:
         layers: what `describe_layers` returned for it.
         extra: what else it trains with, which cannot be made again.
     """
-    frozen = [name for name, one in model.net.named_parameters() if not one.requires_grad]
+    frozen = [name for name, parameter in model.net.named_parameters() if not parameter.requires_grad]
     return json.dumps({"layers": layers, "frozen": frozen, "compiled": describe_compiled(model, extra)})
 
 
@@ -43,8 +43,11 @@ def describe_layers(module: nn.Module) -> Any:
     """Return what a layer of torch.nn, or a Sequential of them, is made of, as JSON; None for anything else."""
     if type(module) is nn.Sequential:
         layers = list(module._modules.items())  # one that comes twice is there twice
-        shared = [one for _, one in layers if sum(one is other for _, other in layers) > 1]
-        if any(one is None or list(one.parameters()) or list(one.buffers()) for one in shared):
+        shared = [candidate for _, candidate in layers if sum(candidate is sibling for _, sibling in layers) > 1]
+        if any(
+            shared_layer is None or list(shared_layer.parameters()) or list(shared_layer.buffers())
+            for shared_layer in shared
+        ):
             return None
         parts = [(name, describe_layers(layer)) for name, layer in layers if layer is not None]
         return {"Sequential": parts} if all(part is not None for _, part in parts) else None
@@ -55,15 +58,15 @@ def describe_layers(module: nn.Module) -> Any:
     if arguments is None:
         return None
     with torch.device("meta"):  # which draws no random numbers
-        made = _make_layer(kind.__name__, arguments)
+        rebuilt = _make_layer(kind.__name__, arguments)
     shapes = [(name, value.shape) for name, value in module.state_dict().items()]
-    is_alike = made is not None and [(name, value.shape) for name, value in made.state_dict().items()] == shapes
-    return {kind.__name__: arguments} if is_alike and repr(made) == repr(module) else None
+    is_alike = rebuilt is not None and [(name, value.shape) for name, value in rebuilt.state_dict().items()] == shapes
+    return {kind.__name__: arguments} if is_alike and repr(rebuilt) == repr(module) else None
 
 
 def _arguments_of(layer: nn.Module) -> dict[str, Any] | None:
     """Return the arguments of a layer's constructor, which torch keeps as attributes; None if one is not found."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(layer).__init__).parameters.items():
         is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if name in ("self", "device", "dtype") or name.startswith("_") or is_variable:
@@ -71,11 +74,11 @@ def _arguments_of(layer: nn.Module) -> dict[str, Any] | None:
         value = getattr(layer, name, parameter.default)
         if isinstance(value, torch.Tensor) or (name == "bias" and value is None):
             value = value is not None
-        is_list = isinstance(value, (tuple, list)) and all(isinstance(one, _PLAIN) for one in value)
+        is_list = isinstance(value, (tuple, list)) and all(isinstance(element, _PLAIN) for element in value)
         if not is_list and not isinstance(value, _PLAIN):
             return None
-        found[name] = list(value) if is_list else value
-    return found
+        arguments[name] = list(value) if is_list else value
+    return arguments
 
 
 def make_layers(description: Any) -> nn.Module:
@@ -88,10 +91,10 @@ def make_layers(description: Any) -> nn.Module:
         raise CheckpointMismatch(f"load_model: expected one layer, got {str(description)[:60]}; give a factory.")
     ((kind, content),) = description.items()
     if kind == "Sequential":
-        made = nn.Sequential()
+        sequential = nn.Sequential()
         for name, part in content:
-            made.add_module(name, make_layers(part))
-        return made
+            sequential.add_module(name, make_layers(part))
+        return sequential
     layer = _make_layer(kind, content)
     if layer is None:
         raise CheckpointMismatch(f"load_model: expected a layer of torch.nn, got {kind[:60]!r}; give a factory.")
@@ -102,12 +105,14 @@ def _make_layer(kind: str, arguments: dict[str, Any]) -> nn.Module | None:
     make = getattr(nn, kind, None)
     if not (inspect.isclass(make) and issubclass(make, nn.Module)):
         return None
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+    constructor_arguments = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()
+    }
     try:
-        made: nn.Module = make(**given)
+        layer: nn.Module = make(**constructor_arguments)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return made
+    return layer
 
 
 # -- how it was compiled ----------------------------------------------------------------------------------------------
@@ -117,7 +122,7 @@ def describe_compiled(model: "Model", extra: list[str]) -> Any:
     """Return how a model was compiled, as JSON, with the names of what cannot be made again as "lost"."""
     if model.optimizer is None:
         return None
-    given = model.compiled_with
+    compile_arguments = model.compiled_with
     defaults: dict[str, Any] = {}
     for name, value in model.optimizer.defaults.items():
         if isinstance(value, (*_PLAIN, tuple)):
@@ -125,31 +130,37 @@ def describe_compiled(model: "Model", extra: list[str]) -> Any:
     described: dict[str, Any] = {}
     lost = list(extra)
     for name in ("loss", "metrics", "weighted_metrics", "loss_weights"):
-        described[name] = _describe_nest(given[name])
-        if given[name] is not None and described[name] is None:
+        described[name] = _describe_nest(compile_arguments[name])
+        if compile_arguments[name] is not None and described[name] is None:
             lost.append(name)
     optimizer = optimizers.name_of(type(model.optimizer))
-    return {"lost": lost, "optimizer": optimizer, "defaults": defaults, "options": given["options"], **described}
+    return {
+        "lost": lost,
+        "optimizer": optimizer,
+        "defaults": defaults,
+        "options": compile_arguments["options"],
+        **described,
+    }
 
 
-def _describe_nest(given: Any) -> Any:
+def _describe_nest(nest: Any) -> Any:
     """Return losses, metrics or weights as JSON: one, or a list or dict of them; None if one is the program's own."""
-    if isinstance(given, dict):
-        parts = {key: _describe_nest(value) for key, value in given.items()}
+    if isinstance(nest, dict):
+        parts = {key: _describe_nest(value) for key, value in nest.items()}
         is_whole = all(isinstance(key, str) and part is not None for key, part in parts.items())
         return {"dict": parts} if is_whole else None
-    if isinstance(given, (list, tuple)):
-        items = [_describe_nest(value) for value in given]
+    if isinstance(nest, (list, tuple)):
+        items = [_describe_nest(value) for value in nest]
         return {"list": items} if all(item is not None for item in items) else None
-    if isinstance(given, np.number):
-        given = given.item()
-    if isinstance(given, (str, int, float)):
-        return {"plain": given}
-    kind = type(given).__name__
-    if isinstance(given, losses.Loss) and losses.snake_case(kind) in losses.NAMED:
-        return {"loss": kind, "arguments": _arguments_of_loss(given)}
-    if isinstance(given, Metric) and getattr(metrics, kind, None) is type(given):
-        return {"metric": kind, "arguments": given.get_config()}
+    if isinstance(nest, np.number):
+        nest = nest.item()
+    if isinstance(nest, (str, int, float)):
+        return {"plain": nest}
+    kind = type(nest).__name__
+    if isinstance(nest, losses.Loss) and losses.snake_case(kind) in losses.NAMED:
+        return {"loss": kind, "arguments": _arguments_of_loss(nest)}
+    if isinstance(nest, Metric) and getattr(metrics, kind, None) is type(nest):
+        return {"metric": kind, "arguments": nest.get_config()}
     return None
 
 
@@ -205,8 +216,8 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
     for name, value in compiled["defaults"].items():
         if name in accepted:
             defaults[name] = tuple(value) if isinstance(value, list) else value
-    known = inspect.signature(model.compile).parameters
-    unknown = sorted(set(compiled["options"]) - set(known))
+    compile_parameters = inspect.signature(model.compile).parameters
+    unknown = sorted(set(compiled["options"]) - set(compile_parameters))
     if unknown:
         raise CheckpointMismatch(f"load_model: expected options of compile, got {unknown}; give a factory.")
     if compiled["lost"]:
@@ -239,7 +250,11 @@ def table_of_layers(net: nn.Module, name: str) -> list[str]:
         name: of itself, where it has no parts.
     """
     rows = [
-        (layer_name or name, type(layer).__name__, [list(one.shape) for one in layer.parameters(recurse=False)])
+        (
+            layer_name or name,
+            type(layer).__name__,
+            [list(parameter.shape) for parameter in layer.parameters(recurse=False)],
+        )
         for layer_name, layer in net.named_modules()
         if not list(layer.children()) or list(layer.parameters(recurse=False))
     ]
@@ -248,6 +263,6 @@ def table_of_layers(net: nn.Module, name: str) -> list[str]:
     table += [(*row[:2], f"{n:,}", str(row[2])[1:-1]) for row, n in zip(rows, counts, strict=True)]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
-    n_all = sum(one.numel() for one in net.parameters())
-    n_trained = sum(one.numel() for one in net.parameters() if one.requires_grad)
+    n_all = sum(parameter.numel() for parameter in net.parameters())
+    n_trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
     return [*lines, f"{n_all:,} parameters, {n_trained:,} of them trained"]

@@ -71,9 +71,9 @@ class RunConfig:
 
     def strategy(self) -> Strategy:
         """Return the strategy. Collective where it is made: all ranks; ps ranks serve in it, and end there."""
-        given = self.train_distribute or self.eval_distribute
-        if given is not None:
-            return given
+        configured_strategy = self.train_distribute or self.eval_distribute
+        if configured_strategy is not None:
+            return configured_strategy
         spec = TFConfigClusterResolver().cluster_spec() or MPIClusterResolver().cluster_spec()
         has_servers = spec.has_tasks("ps")
         return ParameterServerStrategy() if has_servers else MultiWorkerMirroredStrategy()
@@ -162,7 +162,7 @@ class Estimator:
         self.model_dir = folder.absolute()  # the program may change its folder
         self._call = _TrainCall()
         self._n_calls = 0
-        self._made: tuple[Model, Checkpoint] | None = None
+        self._model_and_checkpoint: tuple[Model, Checkpoint] | None = None
         self._manager: CheckpointManager | None = None
         self._writers: dict[str, Any] = {}
 
@@ -195,7 +195,7 @@ class Estimator:
 
     def _make(self) -> tuple[Model, Checkpoint]:
         """Return the model and what is saved of it. It writes nothing: an evaluation is no attempt to train."""
-        if self._made is None:
+        if self._model_and_checkpoint is None:
             model = self.new_model()
             self.strategy.prepare([model.net])  # before the first batch, which may be the same on all workers
             parts = {"model": model.net, "optimizer": model.optimizer, "strategy": self.strategy, "call": self._call}
@@ -210,8 +210,8 @@ class Estimator:
             newest = world.broadcast_text(newest, 0, world.role_comm)
             if newest:
                 checkpoint.read(newest)
-            self._made = model, checkpoint
-        return self._made
+            self._model_and_checkpoint = model, checkpoint
+        return self._model_and_checkpoint
 
     def new_model(self) -> Model:
         """Return a new compiled model."""
@@ -311,12 +311,12 @@ class Estimator:
         config = self.config
         n_apart = self._n_apart
         first = self._call.global_step
-        left = None if call.end is None else max(0, math.ceil((call.end - first) / n_apart))
+        n_remaining = None if call.end is None else max(0, math.ceil((call.end - first) / n_apart))
         began_at = time.monotonic()
         model.train()
         with self.strategy.scope():
             model.reset_metrics()
-            for number, (batch, n_rows) in enumerate(itertools.islice(rows_of_batches(batches), left)):
+            for number, (batch, n_rows) in enumerate(itertools.islice(rows_of_batches(batches), n_remaining)):
                 model.run_step(model.train_step, batch, n_rows, must_check=not number)
                 call.global_step += n_apart
                 is_printed = _is_due(config.log_step_count_steps, call.global_step, n_apart)
@@ -378,13 +378,18 @@ class Estimator:
         try:
             for batch, n_rows in rows_of_batches(batches):
                 with self.strategy.scope(), model.evaluating():
-                    found = model.run_step(model.predict_step, batch, n_rows)
+                    predictions = model.run_step(model.predict_step, batch, n_rows)
                 columns = [
-                    np.concatenate([np.asarray(one) for one in self.strategy.experimental_local_results(column)])
-                    for column in leaves(found)
+                    np.concatenate(
+                        [
+                            np.asarray(replica_column)
+                            for replica_column in self.strategy.experimental_local_results(column)
+                        ]
+                    )
+                    for column in leaves(predictions)
                 ]
                 for row in zip(*columns, strict=True):
-                    outputs = with_leaves(found, list(row))
+                    outputs = with_leaves(predictions, list(row))
                     yield outputs if isinstance(outputs, dict) else {"predictions": outputs}
         finally:
             batches.drop_batch()
@@ -395,10 +400,10 @@ def _is_due(every: int, step: int, n_new: int) -> bool:
     return every > 0 and step // every > (step - n_new) // every
 
 
-def _call_with(function: Callable[..., Any], **known: Any) -> Any:
+def _call_with(function: Callable[..., Any], **arguments: Any) -> Any:
     """Call a function with those of the known arguments that it names."""
-    taken = inspect.signature(function).parameters
-    return function(**{name: value for name, value in known.items() if name in taken})
+    parameters = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in parameters})
 
 
 @dataclass(frozen=True)
@@ -478,23 +483,23 @@ def model_to_estimator(
             f"model_to_estimator: expected a compiled hpcdist.Model of a module, got {type(keras_model).__name__}; "
             f"write Estimator(function) with a function that makes the model and compiles it."
         )
-    given = keras_model
-    given.require_compiled("model_to_estimator")
-    names = {id(parameter): name for name, parameter in given.net.named_parameters()}
-    regularizers = [(make, names.get(id(parameter))) for make, parameter in given.regularizers]
-    groups = given.optimizer.param_groups
-    if len(groups) > 1 or given.has_added_losses or any(name is None for _, name in regularizers):
+    source_model = keras_model
+    source_model.require_compiled("model_to_estimator")
+    names = {id(parameter): name for name, parameter in source_model.net.named_parameters()}
+    regularizers = [(make, names.get(id(parameter))) for make, parameter in source_model.regularizers]
+    groups = source_model.optimizer.param_groups
+    if len(groups) > 1 or source_model.has_added_losses or any(name is None for _, name in regularizers):
         raise UsageError(
             "model_to_estimator: expected one group of parameters, and regularizers of parameters of the module, got "
             "more groups, add_loss or others; write Estimator(function) with a function that makes the model."
         )
-    options = {name: groups[0][name] for name in given.optimizer.defaults}
+    options = {name: groups[0][name] for name in source_model.optimizer.defaults}
 
     def copy_model() -> Model:
-        model = Model(copy.deepcopy(given.net), given.name)
-        compiled = dict(given.compiled_with)
+        model = Model(copy.deepcopy(source_model.net), source_model.name)
+        compiled = dict(source_model.compiled_with)
         more = compiled.pop("options")
-        model.compile(lambda parameters: type(given.optimizer)(parameters, **options), **compiled, **more)
+        model.compile(lambda parameters: type(source_model.optimizer)(parameters, **options), **compiled, **more)
         for make, name in regularizers:
             model.add_regularizer(make, model.net.get_parameter(str(name)))
         return model

@@ -46,11 +46,11 @@ def distribute(
     """
     if isinstance(x, (DistributedInput, Dataset)) or is_torch_data(x):
         extra = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
-        given = [name for name, value in extra.items() if value is not None]
-        if given:
+        unexpected_names = [name for name, value in extra.items() if value is not None]
+        if unexpected_names:
             raise UsageError(
-                f"{call}: expected x alone where it is a dataset, got {', '.join(given)} too; a dataset has all of "
-                f"them: from_tensor_slices((x, y)).batch(rows)."
+                f"{call}: expected x alone where it is a dataset, got {', '.join(unexpected_names)} too; a dataset "
+                f"has all of them: from_tensor_slices((x, y)).batch(rows)."
             )
         return x if isinstance(x, DistributedInput) else _distributed(strategy, x, call)
     if x is None or not (is_nest(x) or hasattr(x, "shape")):
@@ -58,7 +58,7 @@ def distribute(
             f"{call}: expected arrays, an hpcdist.Dataset or a DataLoader, got {type(x).__name__}; use "
             f"Dataset.from_generator for a generator."
         )
-    parts = [one for one in (x, y, sample_weight) if one is not None]
+    parts = [part for part in (x, y, sample_weight) if part is not None]
     if y is None and sample_weight is not None:
         raise UsageError(f"{call}: expected y with sample_weight, got none; give it.")
     dataset = Dataset.from_tensor_slices(tuple(parts))
@@ -70,10 +70,10 @@ def distribute(
 
 
 def _distributed(strategy: Strategy, dataset: Any, call: str) -> DistributedInput:
-    made = strategy.experimental_distribute_dataset(dataset)
-    if not isinstance(made, DistributedInput):  # without a strategy it comes back as it is
+    distributed_dataset = strategy.experimental_distribute_dataset(dataset)
+    if not isinstance(distributed_dataset, DistributedInput):  # without a strategy it comes back as it is
         raise DataError(f"{call}: expected a dataset with batch(rows), got one without; add it.")
-    return made
+    return distributed_dataset
 
 
 def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
@@ -84,15 +84,15 @@ def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
         raise UsageError(
             f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."
         )
-    return map_nest(lambda one: one[:first], arrays), map_nest(lambda one: one[first:], arrays)
+    return map_nest(lambda array: array[:first], arrays), map_nest(lambda array: array[first:], arrays)
 
 
 def split_all(x: Any, y: Any, weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
     """Return (x, y, sample_weight) of all rows but the last `fraction`, and what there is of the last, as a tuple."""
     parts = {"x": x, "y": y, "weight": weight}
-    both = {name: split(one, fraction) for name, one in parts.items() if one is not None}
-    first = tuple(both[name][0] if name in both else None for name in parts)
-    return (first[0], first[1], first[2]), tuple(pair[1] for pair in both.values())
+    split_parts = {name: split(part, fraction) for name, part in parts.items() if part is not None}
+    first = tuple(split_parts[name][0] if name in split_parts else None for name in parts)
+    return (first[0], first[1], first[2]), tuple(pair[1] for pair in split_parts.values())
 
 
 def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
@@ -140,25 +140,27 @@ def by_name(outputs: Any) -> dict[str, Any]:
     """Return outputs by the names of datasets: keys, joined by "/", and positions in lists after a "_"."""
     if not is_nest(outputs):
         return {"predictions": outputs}
-    found = {}
+    named_outputs = {}
     pairs = (
-        outputs.items() if isinstance(outputs, dict) else ((f"predictions_{n}", one) for n, one in enumerate(outputs))
+        outputs.items()
+        if isinstance(outputs, dict)
+        else ((f"predictions_{n}", element) for n, element in enumerate(outputs))
     )
-    for key, one in pairs:
-        for name, value in by_name(one).items():
+    for key, output in pairs:
+        for name, value in by_name(output).items():
             suffix = name.removeprefix("predictions")
             full_name = f"{key}{suffix}" if suffix.startswith("_") or not suffix else f"{key}/{suffix}"
-            if full_name in found:
+            if full_name in named_outputs:
                 raise UsageError(
                     f"predict: expected outputs with different names, got two of {full_name!r}; rename one."
                 )
-            found[full_name] = value
-    return found
+            named_outputs[full_name] = value
+    return named_outputs
 
 
 def is_empty(x: Any) -> bool:
     """Return whether a nest of tensors has no rows."""
-    return all(isinstance(one, Tensor) and one.dim() > 0 and not len(one) for one in leaves(x))
+    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and not len(leaf) for leaf in leaves(x))
 
 
 def pieces(parts: tuple[Any, Any, Any], n_pieces: int) -> list[tuple[Any, Any, Any]]:
@@ -166,14 +168,14 @@ def pieces(parts: tuple[Any, Any, Any], n_pieces: int) -> list[tuple[Any, Any, A
     n_pieces = max(1, min(n_pieces, len(leaves(parts[0])[0])))
     if n_pieces == 1:
         return [parts]
-    columns = [_split_rows(one, n_pieces) for one in parts]
+    columns = [_split_rows(part, n_pieces) for part in parts]
     return list(zip(*columns, strict=True))
 
 
 def _split_rows(nest: Any, n_pieces: int) -> list[Any]:
     if nest is None:
         return [None] * n_pieces
-    rows = [torch.tensor_split(torch.as_tensor(one), n_pieces) for one in leaves(nest)]
+    rows = [torch.tensor_split(torch.as_tensor(leaf), n_pieces) for leaf in leaves(nest)]
     return [with_leaves(nest, list(piece)) for piece in zip(*rows, strict=True)]
 
 

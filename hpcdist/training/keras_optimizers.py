@@ -25,7 +25,7 @@ class _StepCounts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int]] = {}  # by the id of the parameter: torch's counter, and its value
+        self._step_counts: dict[int, tuple[Tensor, int]] = {}  # id of the parameter -> torch's counter, its value
 
     def next_number(self, parameter: nn.Parameter, state: dict[str, Any]) -> int:
         """Return the number of the step that is made now, from 1; called once for each step of a parameter."""
@@ -34,14 +34,14 @@ class _StepCounts:
             return 1
         if not counter.is_cuda:
             return int(counter) + 1
-        known = self._known.get(id(parameter))
-        n_made = known[1] if known is not None and known[0] is counter else int(counter)
-        self._known[id(parameter)] = (counter, n_made + 1)
+        cached_count = self._step_counts.get(id(parameter))
+        n_made = cached_count[1] if cached_count is not None and cached_count[0] is counter else int(counter)
+        self._step_counts[id(parameter)] = (counter, n_made + 1)
         return n_made + 1
 
     def forget(self) -> None:
         """Read all counters at the next step: this one may not count, as where a GradScaler finds an overflow."""
-        self._known = {}
+        self._step_counts = {}
 
 
 def _groups_by_step(optimizer: Optimizer, counts: _StepCounts) -> Iterator[tuple[dict[str, Any], int]]:

@@ -62,7 +62,7 @@ class LinearRegressor(Estimator):
         config: RunConfig | None = None,
     ) -> None:
         columns = list(feature_columns)
-        if not columns or not all(isinstance(one, NumericColumn) for one in columns):
+        if not columns or not all(isinstance(column, NumericColumn) for column in columns):
             raise UsageError(
                 f"LinearRegressor: expected columns made by numeric_column, got {feature_columns!r}; write "
                 f"[numeric_column('x')]."
@@ -84,12 +84,12 @@ class _Linear(nn.Module):
     def __init__(self, columns: Sequence[NumericColumn], n_outputs: int) -> None:
         super().__init__()
         self._columns = columns
-        self.linear = nn.Linear(sum(math.prod(one.shape) for one in columns), n_outputs)
+        self.linear = nn.Linear(sum(math.prod(column.shape) for column in columns), n_outputs)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, *unnamed: Tensor, **features: Tensor) -> Tensor:
-        missing = [one.key for one in self._columns if one.key not in features]
+        missing = [required_column.key for required_column in self._columns if required_column.key not in features]
         if missing or unnamed:
             raise UsageError(
                 f"LinearRegressor: expected features {missing}, got {sorted(features) or 'arrays without keys'}; "
@@ -101,8 +101,8 @@ class _Linear(nn.Module):
             if column.normalizer_fn is not None:
                 values = column.normalizer_fn(values)
             parts.append(values.reshape(len(values), math.prod(column.shape)))
-        found: Tensor = self.linear(torch.cat(parts, 1).to(self.linear.weight.dtype))
-        return found
+        predictions: Tensor = self.linear(torch.cat(parts, 1).to(self.linear.weight.dtype))
+        return predictions
 
 
 def _mean_of(name: str, index: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -33,8 +33,8 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
             f"load_model: expected a factory for {filepath}, whose model is not a Sequential of layers of torch.nn, "
             f"got none; give a function that makes it: load_model(path, lambda: MyModel())."
         )
-    made = make_layers(layers) if factory is None else factory()
-    model = made if isinstance(made, Model) else Model(made)
+    model_or_module = make_layers(layers) if factory is None else factory()
+    model = model_or_module if isinstance(model_or_module, Model) else Model(model_or_module)
     for name, parameter in model.net.named_parameters():
         if name in description["frozen"]:
             parameter.requires_grad_(False)

@@ -126,7 +126,7 @@ class LocalLogs(Mapping[str, float]):
 
     def __init__(self, model: "Model") -> None:
         self._model = model
-        self._names = [name for name, one in model.named_metrics().items() if not isinstance(one, TorchMetric)]
+        self._names = [name for name, metric in model.named_metrics().items() if not isinstance(metric, TorchMetric)]
 
     def __getitem__(self, name: str) -> float:
         value = self._model.local_result(name) if name in self._names else None
@@ -164,17 +164,19 @@ class Fit:
         self._validation = validation
         self._options = options
         self.position = Position(model, options.initial_epoch)
-        backups = [one for one in callbacks if isinstance(one, BackupAndRestore)]
+        backups = [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
         if len(backups) > 1:
             raise UsageError("fit: expected at most one BackupAndRestore, got several; leave one.")
         self._backup = backups[0] if backups else None
         shown = [Progress(options.verbose, self._backup.next_save if self._backup else lambda: "")]
-        self._given = callbacks
+        self._callbacks_of_user = callbacks
         self._callbacks = [*callbacks, *(shown if options.verbose else [])]
-        self._has_begin_hooks = any(one.has_hook("on_train_batch_begin", "on_batch_begin") for one in callbacks)
+        self._has_begin_hooks = any(
+            callback.has_hook("on_train_batch_begin", "on_batch_begin") for callback in callbacks
+        )
         self._is_checked = False
         self._endless: Iterator[tuple[Any, int | None]] | None = None
-        self._has_batch_hooks = any(one.has_batch_hook() for one in callbacks)
+        self._has_batch_hooks = any(callback.has_batch_hook() for callback in callbacks)
         require_end(train, options.steps_per_epoch, "fit", "steps_per_epoch")
         if validation is not None:
             require_end(validation, options.validation_steps, "fit", "validation_steps")
@@ -185,9 +187,9 @@ class Fit:
                 f"fit: expected steps_per_epoch of at most {n_batches}, the batches of the dataset, got {n_steps}; "
                 f"leave it out, or call repeat() on the dataset."
             )
-        for one in self._callbacks:
-            one.set_model(model)
-            one.set_params(
+        for callback in self._callbacks:
+            callback.set_model(model)
+            callback.set_params(
                 {
                     "epochs": options.epochs,
                     "initial_epoch": options.initial_epoch,
@@ -206,7 +208,7 @@ class Fit:
         self._model.train()
         self._call("on_train_begin")
         self._model.reset_metrics()
-        with self._backup.over(self._objects(), self._given) if self._backup else contextlib.nullcontext():
+        with self._backup.over(self._objects(), self._callbacks_of_user) if self._backup else contextlib.nullcontext():
             with _dropping_last(self._train):
                 self._epochs()
         self._call("on_train_end", self._model.history.history and self._last_logs())
@@ -215,7 +217,10 @@ class Fit:
         strategy = self._model.strategy
         if isinstance(strategy, MultiWorkerMirroredStrategy):
             # a hook after batches makes fit ask all ranks whether to stop
-            kinds = ", ".join(f"{kind_of(one)}{' (after batches)' * one.has_batch_hook()}" for one in self._given)
+            kinds = ", ".join(
+                f"{kind_of(callback)}{' (after batches)' * callback.has_batch_hook()}"
+                for callback in self._callbacks_of_user
+            )
             strategy.world.require_same(
                 kinds,
                 strategy.world.role_comm,
@@ -228,19 +233,23 @@ class Fit:
     def _objects(self) -> dict[str, Any]:
         """Return what a checkpoint holds, by name."""
         strategy = self._model.strategy
-        found: dict[str, Any] = {"model": self._model.net, "optimizer": self._model.optimizer, "data": self._train}
+        checkpoint_objects: dict[str, Any] = {
+            "model": self._model.net,
+            "optimizer": self._model.optimizer,
+            "data": self._train,
+        }
         for name, value in sorted(vars(self._model).items()):  # a subclass may have several optimizers
             if hasattr(value, "param_groups") and value is not self._model.optimizer:
-                found[name] = value
+                checkpoint_objects[name] = value
         if self._validation is not None:
-            found["validation_data"] = self._validation
+            checkpoint_objects["validation_data"] = self._validation
         if type(strategy) is not Strategy:
-            found["strategy"] = strategy
+            checkpoint_objects["strategy"] = strategy
         for name, metric in self._model.named_metrics().items():
-            found[f"metric {name}"] = metric
+            checkpoint_objects[f"metric {name}"] = metric
         if self._model.loss_scale is not None:
-            found["loss_scale"] = self._model.loss_scale
-        return {**found, "fit": self.position}
+            checkpoint_objects["loss_scale"] = self._model.loss_scale
+        return {**checkpoint_objects, "fit": self.position}
 
     def _last_logs(self) -> dict[str, float]:
         return {name: values[-1] for name, values in self._model.history.history.items()}
@@ -267,8 +276,8 @@ class Fit:
         self._model.n_steps_of_epoch = position.step
         logs = dict(position.logs)
         if self._validation is not None and self._options.is_validated(epoch):
-            found = self._validate(self._validation)
-            logs.update({f"val_{name}": value for name, value in found.items()})
+            validation_logs = self._validate(self._validation)
+            logs.update({f"val_{name}": value for name, value in validation_logs.items()})
         self._call("on_epoch_end", epoch, logs)
         self._model.reset_metrics()
         position.is_over = position.is_over or self._any_rank_stops()
@@ -279,8 +288,8 @@ class Fit:
         position = self.position
         model = self._model
         logs = LocalLogs(model)
-        left = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
-        for batch, n_rows in self._batches(left):
+        n_remaining = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
+        for batch, n_rows in self._batches(n_remaining):
             if self._has_begin_hooks and position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_begin", position.step)
             position.count_step(model.run_step(model.train_step, batch, n_rows, must_check=not self._is_checked))
@@ -294,14 +303,14 @@ class Fit:
         if position.step == 0:
             raise DataError(f"fit: expected batches in epoch {epoch + 1}, got none; give data with rows.")
 
-    def _batches(self, left: int | None) -> Iterator[tuple[Any, int | None]]:
-        """Yield the batches of one pass; with `left`, that many, and continue from there in the next epoch."""
-        if left is None:
+    def _batches(self, n_batches: int | None) -> Iterator[tuple[Any, int | None]]:
+        """Yield the batches of one pass; with `n_batches`, that many, and continue from there in the next epoch."""
+        if n_batches is None:
             yield from rows_of_batches(self._train)
             return
         if self._endless is None:
             self._endless = _endless(self._train)
-        yield from itertools.islice(self._endless, left)
+        yield from itertools.islice(self._endless, n_batches)
 
     def _validate(self, batches: DistributedInput) -> dict[str, float]:
         if not self.position.test_step:  # else a run goes on in the middle of a validation
@@ -330,8 +339,8 @@ class Fit:
     def _call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks. A stop request waits: between two of them the state is of no use."""
         with self._backup.busy() if self._backup else contextlib.nullcontext():
-            for one in self._callbacks:
-                getattr(one, hook)(*args)
+            for callback in self._callbacks:
+                getattr(callback, hook)(*args)
 
 
 def validated_epochs(freq: int | Sequence[int]) -> Callable[[int], bool]:
@@ -348,9 +357,9 @@ def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
     n_empty = 0  # a run that goes on at the end of a pass finds one that has no rows left
     while n_empty < 2:
         n_empty += 1
-        for one in rows_of_batches(batches):
+        for batch_with_rows in rows_of_batches(batches):
             n_empty = 0
-            yield one
+            yield batch_with_rows
     raise DataError("fit: expected batches for steps_per_epoch, got a dataset without rows; give data.")
 
 
@@ -385,9 +394,9 @@ def _evaluate(
         call("on_test_begin")
         position.has_begun_test = True
     local = LocalLogs(model)
-    left = None if steps is None else steps - position.test_step
+    n_remaining = None if steps is None else steps - position.test_step
     with model.evaluating(), _dropping_last(batches):
-        for batch, n_rows in itertools.islice(rows_of_batches(batches), left):
+        for batch, n_rows in itertools.islice(rows_of_batches(batches), n_remaining):
             call("on_test_batch_begin", position.test_step)
             is_first = position.test_step == 0
             position.count_test_step(model.run_step(model.test_step, batch, n_rows, must_check=is_first))
@@ -422,13 +431,13 @@ def _caller(
     callbacks: Sequence[Callback], model: "Model", steps: int | None, verbose: int | str
 ) -> Callable[..., None]:
     """Return what calls a hook of all callbacks, outside of fit."""
-    for one in callbacks:
-        one.set_model(model)
-        one.set_params({"epochs": 1, "steps": steps, "verbose": verbose})
+    for callback in callbacks:
+        callback.set_model(model)
+        callback.set_params({"epochs": 1, "steps": steps, "verbose": verbose})
 
     def call(hook: str, *args: Any) -> None:
-        for one in callbacks:
-            getattr(one, hook)(*args)
+        for callback in callbacks:
+            getattr(callback, hook)(*args)
 
     return call
 

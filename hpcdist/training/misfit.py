@@ -11,10 +11,10 @@ from hpcdist.nest import leaves
 
 def explained(model: nn.Module, error: Exception) -> UsageError | None:
     """Return a UsageError that names the layer for a torch error about shapes or dtypes; None for others."""
-    found = None if _is_of_memory(error) else _failing_layer(model, error)
-    if found is None:
+    failing_layer = None if _is_of_memory(error) else _failing_layer(model, error)
+    if failing_layer is None:
         return None
-    name, layer, shapes = found
+    name, layer, shapes = failing_layer
     text = (str(error).splitlines() or [type(error).__name__])[0]
     return UsageError(
         f"{name}: expected inputs that fit {layer}, got {shapes}: {text}; check the shapes of the data and of "
@@ -44,5 +44,7 @@ def _failing_layer(model: nn.Module, error: BaseException) -> tuple[str, str, st
     name = names[id(layer)].removeprefix("module.")
     if not name or not type(layer).__module__.startswith("torch."):
         return None
-    shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in leaves(tuple(args)) if hasattr(one, "shape"))
+    shapes = ", ".join(
+        f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in leaves(tuple(args)) if hasattr(tensor, "shape")
+    )
     return name, str(layer).splitlines()[0], shapes

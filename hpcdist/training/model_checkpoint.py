@@ -105,8 +105,8 @@ class ModelCheckpoint(_Monitor):
         try:
             return str(self._folder / self._filepath.format(epoch=self.epoch + 1, **{**numbers, **logs}))
         except (KeyError, IndexError) as error:
-            known = ", ".join(["epoch", *numbers, *logs])
+            known_names = ", ".join(["epoch", *numbers, *logs])
             raise UsageError(
-                f"ModelCheckpoint: expected names of {known} in filepath, got {error} in {self._filepath!r}; correct "
-                f"the name."
+                f"ModelCheckpoint: expected names of {known_names} in filepath, got {error} in {self._filepath!r}; "
+                f"correct the name."
             ) from None

@@ -79,29 +79,31 @@ _SMALLEST = (
 )
 
 
-def get(given: Any, loss: Loss | None) -> tuple[str, Any]:
+def get(metric_or_name: Any, loss: Loss | None) -> tuple[str, Any]:
     """Return a metric and its name in the logs.
 
     Args:
-        given: a name, a Metric, a metric of torchmetrics, or a function (y_true, y_pred) that returns values.
+        metric_or_name: a name, a Metric, a metric of torchmetrics, or a function (y_true, y_pred) that returns values.
         loss: of the model: where its predictions are logits, so are those of metrics by name.
 
     Raises:
         UsageError: for an unknown name, which lists close ones; for anything else.
     """
-    if isinstance(given, str):
-        make = named(given, NAMED, "metric")
+    if isinstance(metric_or_name, str):
+        make = named(metric_or_name, NAMED, "metric")
         key = _WITH_LOGITS.get(make) if loss is not None and loss.from_logits else None
-        return given, make(given, **{key: True}) if key else make(given)
-    if isinstance(given, (Metric, TorchMetric)):
-        name = str(given.name)
-        return (snake_case(name) if name == type(given).__name__ else name), given
-    if hasattr(given, "update") and hasattr(given, "compute"):  # of torchmetrics
-        return snake_case(type(given).__name__), TorchMetric(given)
-    if callable(given):
-        name = getattr(given, "__name__", snake_case(type(given).__name__))
-        return name, _OfFunction(given, name)
-    raise UsageError(f"compile: expected a metric by name, or one, got {type(given).__name__}; give one of these.")
+        return metric_or_name, make(metric_or_name, **{key: True}) if key else make(metric_or_name)
+    if isinstance(metric_or_name, (Metric, TorchMetric)):
+        name = str(metric_or_name.name)
+        return (snake_case(name) if name == type(metric_or_name).__name__ else name), metric_or_name
+    if hasattr(metric_or_name, "update") and hasattr(metric_or_name, "compute"):  # of torchmetrics
+        return snake_case(type(metric_or_name).__name__), TorchMetric(metric_or_name)
+    if callable(metric_or_name):
+        name = getattr(metric_or_name, "__name__", snake_case(type(metric_or_name).__name__))
+        return name, _OfFunction(metric_or_name, name)
+    raise UsageError(
+        f"compile: expected a metric by name, or one, got {type(metric_or_name).__name__}; give one of these."
+    )
 
 
 class _OfFunction(Metric):

@@ -20,12 +20,12 @@ from hpcdist.training.losses import named
 def _fused(kind: Callable[..., Optimizer], **settings: Any) -> Callable[..., Optimizer]:
     """Return what makes an optimizer of a class: its fused step, where torch has one for the parameters."""
 
-    def make(parameters: Iterable[nn.Parameter], **others: Any) -> Optimizer:
+    def make(parameters: Iterable[nn.Parameter], **overrides: Any) -> Optimizer:
         trained = list(parameters)
         are_floats = all(parameter.is_floating_point() for parameter in trained)
         has_kernel = all(parameter.device.type in _FUSED_DEVICES for parameter in trained)
         is_fused = True if are_floats and has_kernel else None
-        return kind(trained, fused=is_fused, **{**settings, **others})
+        return kind(trained, fused=is_fused, **{**settings, **overrides})
 
     return make
 
@@ -44,27 +44,27 @@ NAMED: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def get(given: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def get(optimizer_or_name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Return an optimizer: as it is, by name, or made by a function of the parameters, such as a torch class.
 
     Raises:
         UsageError: for an unknown name, which lists close ones; for what makes no optimizer.
     """
-    if isinstance(given, Optimizer):
-        return given
-    make = named(given, NAMED, "optimizer") if isinstance(given, str) else given
+    if isinstance(optimizer_or_name, Optimizer):
+        return optimizer_or_name
+    make = named(optimizer_or_name, NAMED, "optimizer") if isinstance(optimizer_or_name, str) else optimizer_or_name
     if not callable(make):
         raise UsageError(
             f"compile: expected an optimizer, its name, or a function that makes it of the parameters, got "
-            f"{type(given).__name__}; write optimizer='adam', or optimizer=lambda parameters: torch.optim.Adam("
-            f"parameters, lr=0.01)."
+            f"{type(optimizer_or_name).__name__}; write optimizer='adam', or optimizer=lambda parameters: "
+            f"torch.optim.Adam(parameters, lr=0.01)."
         )
-    made = make([one for one in parameters if one.requires_grad])
-    if not isinstance(made, Optimizer):
+    optimizer = make([parameter for parameter in parameters if parameter.requires_grad])
+    if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"compile: expected a function that makes an optimizer, got {type(made).__name__} from it; return it."
+            f"compile: expected a function that makes an optimizer, got {type(optimizer).__name__} from it; return it."
         )
-    return made
+    return optimizer
 
 
 def name_of(kind: type[Optimizer]) -> str:
@@ -93,8 +93,8 @@ def with_rate(name: str, rate: float) -> Callable[[Iterable[nn.Parameter]], Opti
     Raises:
         UsageError: as `get`.
     """
-    known = {**NAMED, "ftrl": partial(torch.optim.Adagrad, initial_accumulator_value=0.1, eps=1e-10)}
-    return partial(named(name, known, "optimizer"), lr=rate)
+    optimizers_by_name = {**NAMED, "ftrl": partial(torch.optim.Adagrad, initial_accumulator_value=0.1, eps=1e-10)}
+    return partial(named(name, optimizers_by_name, "optimizer"), lr=rate)
 
 
 class L1:

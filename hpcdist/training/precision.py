@@ -50,12 +50,16 @@ class LossScale:
 
         Called by each replica of a rank, whose gradients are equal.
         """
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        sums = torch.stack([one.abs().sum(dtype=torch.float64) for one in gradients]) if gradients else torch.zeros(1)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sums = (
+            torch.stack([gradient.abs().sum(dtype=torch.float64) for gradient in gradients])
+            if gradients
+            else torch.zeros(1)
+        )
         self._has_overflow = not bool(torch.isfinite(sums).all())
         self._is_removed = True
-        for one in gradients:
-            one.mul_(1 / self.scale)
+        for gradient in gradients:
+            gradient.mul_(1 / self.scale)
         return not self._has_overflow
 
     def update(self) -> None:

@@ -81,9 +81,9 @@ class Progress(Callback):
         elif self._verbose == 2 and now - self._reported_at > (_REPORT_S if self._has_reported else _FIRST_REPORT_S):
             rate = self._n_steps / (now - self._began_at)
             total = self.params["steps"]
-            left = f", {(total - batch - 1) / rate:.0f} s left in the epoch" if total else ""
+            remaining_text = f", {(total - batch - 1) / rate:.0f} s left in the epoch" if total else ""
             of = f"/{total}" if total else ""
-            texts = [f"epoch {self._epoch + 1}", f"step {batch + 1}{of}", f"{rate:.3g} steps/s{left}"]
+            texts = [f"epoch {self._epoch + 1}", f"step {batch + 1}{of}", f"{rate:.3g} steps/s{remaining_text}"]
             self.model.print_once("  ".join([*texts, f"{_text_of(logs)} (this rank)", self._next_save()]).rstrip())
             self._reported_at = now
             self._has_reported = True

@@ -173,13 +173,13 @@ class SidecarEvaluator:
             return []
         except OSError as error:
             raise self._refusal(self._log_dir, error) from error
-        found = []
+        records = []
         for line in lines:
             with contextlib.suppress(ValueError):  # cut off by a kill
                 record = json.loads(line)
                 if isinstance(record, dict) and {"path", "saved_ns"} <= record.keys():
-                    found.append(record)
-        return found
+                    records.append(record)
+        return records
 
     def _is_finished(self) -> bool:
         for folder in (self._folder, self._folder.parent):
@@ -192,7 +192,7 @@ class SidecarEvaluator:
 
     def _next(self) -> tuple[Path, int] | None:
         """Return the newest checkpoint that is not damaged, with its time; None if it was evaluated, or without one."""
-        whole = (one for one in self._newest_first() if one not in self._damaged)
+        whole = (checkpoint for checkpoint in self._newest_first() if checkpoint not in self._damaged)
         newest = next(whole, None)
         if newest is None or (newest[0].name, newest[1]) in self._seen:
             return None
@@ -201,12 +201,14 @@ class SidecarEvaluator:
     def _newest_first(self) -> list[tuple[Path, int]]:
         """Return the checkpoints, unverified, with their times, in the order of their names, or of their times."""
         saved = Store(self._folder).saved()
-        names = [str(one) for one in reversed(saved)] or [one.name for one in self._folder.glob("*")]
-        found = []
-        for one in [self._folder / name for name in names if name.endswith((".h5", ".keras"))]:
+        names = [str(candidate) for candidate in reversed(saved)] or [
+            candidate.name for candidate in self._folder.glob("*")
+        ]
+        timed_paths = []
+        for path in [self._folder / name for name in names if name.endswith((".h5", ".keras"))]:
             with contextlib.suppress(FileNotFoundError):  # gone since
-                found.append((one, one.stat().st_mtime_ns))
-        return found if saved else sorted(found, key=lambda pair: pair[1], reverse=True)
+                timed_paths.append((path, path.stat().st_mtime_ns))
+        return timed_paths if saved else sorted(timed_paths, key=lambda pair: pair[1], reverse=True)
 
     def _evaluate(self, path: Path, saved_ns: int) -> None:
         try:
@@ -218,8 +220,14 @@ class SidecarEvaluator:
         with self._model.strategy.scope():
             logs = evaluation(self._model, self._batches, self._steps, self._callbacks, 0)
         step = step or len(self.evaluations) + 1  # files of a ModelCheckpoint have none
-        losses = [one["loss"] for one in self.evaluations if math.isfinite(one.get("loss", math.nan))]
-        is_best = math.isfinite(logs.get("loss", math.nan)) and all(logs["loss"] < one for one in losses)
+        losses = [
+            earlier_record["loss"]
+            for earlier_record in self.evaluations
+            if math.isfinite(earlier_record.get("loss", math.nan))
+        ]
+        is_best = math.isfinite(logs.get("loss", math.nan)) and all(
+            logs["loss"] < earlier_loss for earlier_loss in losses
+        )
         record = {"step": step, "path": str(path), "saved_ns": saved_ns, **logs}
         if self._log_dir is not None:
             self._write(self._log_dir, record, is_best)

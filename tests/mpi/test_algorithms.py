@@ -291,7 +291,7 @@ def test_a_group_is_freed_with_its_communicator(comm):
     group.keep("mark", lambda: "made", freed.append)
     own.Free()
     assert freed == ["made"]
-    assert group.kept("mark") is None
+    assert group.peek("mark") is None
 
 
 def test_a_wire_rounds_alike_whatever_the_link_was_timed_at(comm, make_group, monkeypatch):

@@ -91,7 +91,7 @@ def test_the_communicator_is_made_at_first_use_on_the_buffers_device_and_freed_w
     assert (cupy.made[0][3], cupy.local.device) == (1, 0)
     with pytest.raises(CollectiveError, match=f"expected a buffer on device 1.*device 0 on rank {comm.rank}"):
         nccl.all_reduce(cupy.array(np.ones(3)), group)
-    communicator = group.kept(("nccl", "all"))
+    communicator = group.peek(("nccl", "all"))
     group.free()
     assert communicator._inner.log == ["allReduce", "destroy"]
 
@@ -109,7 +109,7 @@ def test_hierarchical(comm, cupy, make_group, monkeypatch, dtype, ranks_per_host
         assert array.host.tolist() == expected("sum", comm.size, count).astype(dtype).tolist()
     is_one_host = ranks_per_host == comm.size
     calls = ["allReduce"] if is_one_host else ["reduceScatter", "allGather"]
-    log = group.kept(("nccl", "all" if is_one_host else "node"))._inner.log
+    log = group.peek(("nccl", "all" if is_one_host else "node"))._inner.log
     assert log == calls * (4 - (comm.size == 1))
 
 
@@ -145,7 +145,7 @@ def test_one_group_has_a_communicator_for_all_and_one_for_the_host(comm, cupy, m
 def test_a_peer_that_fails_in_the_host_is_reported_before_the_lanes_turn(comm, cupy, monkeypatch, make_group):
     group = make_group(1)
     gpu_hierarchical.all_reduce(cupy.array(np.ones(4)), group)
-    inner = group.kept(("nccl", "all" if comm.size == 1 else "node"))._inner
+    inner = group.peek(("nccl", "all" if comm.size == 1 else "node"))._inner
 
     def failed():
         raise cupy_stand_in.NcclError("NCCL_ERROR_REMOTE: peer left")
@@ -181,7 +181,7 @@ def test_who_sums_device_buffers(comm, monkeypatch, make_group, implementation, 
     calls.reduce_buffer(array, SUM, CommunicationOptions(implementation=implementation), group)
     assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
     if comm.size > 1:
-        logs = [group.kept(("nccl", which)) for which in ("all", "node")]
+        logs = [group.peek(("nccl", which)) for which in ("all", "node")]
         assert {call for kept in logs if kept for call in kept._inner.log} == nccl_calls
 
 
@@ -390,7 +390,7 @@ def test_buckets_are_summed_behind_their_gradients_and_beside_later_ones(
         assert order[-1] == number, "what came later has not run, and was not waited for"
     assert cupy.stream.queue == [], "nothing is queued on the stream that torch uses"
     by_lanes = implementation is Implementation.HIERARCHICAL and ranks_per_host == 1 and comm.size > 1
-    log = reducer._thread.group.kept(("nccl", "node" if by_lanes else "all"))._inner.log
+    log = reducer._thread.group.peek(("nccl", "node" if by_lanes else "all"))._inner.log
     assert log == (["reduceScatter", "allGather"] if by_lanes else ["allReduce"]) * 2
 
 

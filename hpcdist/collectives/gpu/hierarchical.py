@@ -68,11 +68,11 @@ def all_reduce(
 def _reduce_in_steps(array: DeviceArray, node: NcclCommunicator, lane: Callable[[HostArray], None]) -> None:
     part = equal_part(array.size, node.size, max(1, _ALIGNMENT_BYTES // array.array.itemsize))
     whole = padded(array, part * node.size)
-    own = whole[node.rank * part : (node.rank + 1) * part]
-    node.reduce_scatter(whole, own)
+    owned_slice = whole[node.rank * part : (node.rank + 1) * part]
+    node.reduce_scatter(whole, owned_slice)
     node.wait()  # bounded, and reports a failed peer; the copies below would wait silently
-    staged_all_reduce(own, lane)
-    node.all_gather(own, whole)
+    staged_all_reduce(owned_slice, lane)
+    node.all_gather(owned_slice, whole)
     if whole is not array:
         copy_into(array, whole[: array.size])
     node.wait()

@@ -226,9 +226,11 @@ class ClusterCoordinator:
             options = dataset_fn.options
             return PerWorkerDataset(lambda: strategy.experimental_distribute_dataset(dataset, options))
         if isinstance(dataset_fn, DistributedFromFunction):
-            made = dataset_fn.datasets[0]
+            first_dataset = dataset_fn.datasets[0]
             options = dataset_fn.options
-            return PerWorkerDataset(lambda: strategy.distribute_datasets_from_function(lambda _: made, options))
+            return PerWorkerDataset(
+                lambda: strategy.distribute_datasets_from_function(lambda _: first_dataset, options)
+            )
         if isinstance(dataset_fn, Dataset):
             return PerWorkerDataset(lambda: dataset_fn)
         if not callable(dataset_fn):
@@ -248,6 +250,6 @@ class ClusterCoordinator:
             args: for it.
             kwargs: likewise.
         """
-        given = tuple(args or ())
+        positional_args = tuple(args or ())
         named = dict(kwargs or {})
-        return PerWorkerValues(lambda: fn(*given, **named))
+        return PerWorkerValues(lambda: fn(*positional_args, **named))

@@ -241,8 +241,10 @@ class Copies:
 
     def _learn_layout(self, layout: Layout) -> None:
         device = self._strategy.device
-        made = [nn.Parameter(torch.zeros(one.shape, dtype=one.dtype, device=device)) for one in layout.variables]
-        self._storage.learn(layout, made)
+        variables = [
+            nn.Parameter(torch.zeros(spec.shape, dtype=spec.dtype, device=device)) for spec in layout.variables
+        ]
+        self._storage.learn(layout, variables)
 
     def _learn_optimizer(
         self, number: int, kind: type[Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]

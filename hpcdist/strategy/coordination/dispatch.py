@@ -209,7 +209,9 @@ class Dispatcher:
 
     def _require_worker(self, limit_s: float | None) -> None:
         """Cancel what waits if all workers have been stuck, or silent, for the longest time of a function."""
-        is_blocked = self.queue.n_waiting > 0 and all(one.is_stuck or one.is_silent for one in self._workers.values())
+        is_blocked = self.queue.n_waiting > 0 and all(
+            worker.is_stuck or worker.is_silent for worker in self._workers.values()
+        )
         if not is_blocked:
             self._free_at = self._now
         if limit_s is None or self._now - self._free_at <= limit_s:
@@ -249,10 +251,10 @@ class Dispatcher:
 
     def _free_worker(self) -> _Worker | None:
         """Return a worker that may be given a closure: one that has none, else one that is soon done."""
-        heard = [one for one in self._workers.values() if not (one.is_silent or one.is_stuck)]
-        idle = [one for one in heard if not one.sent_at]
+        heard = [worker for worker in self._workers.values() if not (worker.is_silent or worker.is_stuck)]
+        idle = [worker for worker in heard if not worker.sent_at]
         has_enough = self.queue.n_waiting >= len(self._workers) and not self._definitions.shared.has_tensors
-        soon_done = [one for one in heard if has_enough and one.last_s < _SHORT_S and len(one.sent_at) == 1]
+        soon_done = [worker for worker in heard if has_enough and worker.last_s < _SHORT_S and len(worker.sent_at) == 1]
         return next(iter([*idle, *soon_done]), None)
 
     def _send_closures(self) -> None:
@@ -328,7 +330,10 @@ class Dispatcher:
         for worker in self._workers.values():
             if not worker.is_silent and self._now - worker.heard_at > lost_s:
                 self._lose(worker, lost_s)
-        if all(self._now - one.heard_at > max(lost_s, self._world.timeout_s) for one in self._workers.values()):
+        if all(
+            self._now - each_worker.heard_at > max(lost_s, self._world.timeout_s)
+            for each_worker in self._workers.values()
+        ):
             self._give_up()
         self._report()
 
@@ -364,11 +369,15 @@ class Dispatcher:
     def _report(self) -> None:
         """Log which functions run, once, if none has ended for as long as the time limit."""
         limit_s = self._world.timeout_s
-        since = max([self._ended_at, *(sent for one in self._workers.values() for sent in one.sent_at)])
+        since = max([self._ended_at, *(sent for worker in self._workers.values() for sent in worker.sent_at)])
         if self._is_reported or not self.queue.has_running or self._now - since <= limit_s:
             return
         self._is_reported = True
-        running = ", ".join(f"{own[0].name!r} on worker {one}" for one, own in self.queue.running.items() if own)
+        running = ", ".join(
+            f"{closures[0].name!r} on worker {worker_number}"
+            for worker_number, closures in self.queue.running.items()
+            if closures
+        )
         log(f"coordinator: no function has ended for {limit_s:g} s; still running: {running}")
 
 
@@ -379,6 +388,6 @@ def _error_of(payload: Bytes, worker: _Worker) -> Exception:
     except Exception as caught:  # noqa: BLE001  of a class that only the worker can import
         error = HpcdistError(f"a function failed, and its error cannot be read here: {caught}")
         trace = ""
-    found = error if isinstance(error, Exception) else HpcdistError(f"{type(error).__name__}: {error}")
-    found.__cause__ = WorkerError(f"on worker {worker.number}, rank {worker.rank}:\n{trace}")
-    return found
+    function_error = error if isinstance(error, Exception) else HpcdistError(f"{type(error).__name__}: {error}")
+    function_error.__cause__ = WorkerError(f"on worker {worker.number}, rank {worker.rank}:\n{trace}")
+    return function_error

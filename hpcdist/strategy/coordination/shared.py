@@ -54,7 +54,7 @@ class SharedState:
         self._frozen: set[int] = set()
         self._variables: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}
-        self._kept: dict[Key, tuple[Tensor, int, Tensor | None]] = {}
+        self._snapshots: dict[Key, tuple[Tensor, int, Tensor | None]] = {}
         self._changes: dict[Key, int] = {}
         self.has_tensors = False
 
@@ -64,8 +64,8 @@ class SharedState:
             if isinstance(obj, nn.Module):
                 for index, module in enumerate(self._parts_of(obj, set())):
                     self._modules[number, index] = module
-                    own = (one for one in module._parameters.values() if one is not None)
-                    self._frozen |= {id(one) for one in own if not self._is_served(one)}
+                    parameters = (parameter for parameter in module._parameters.values() if parameter is not None)
+                    self._frozen |= {id(parameter) for parameter in parameters if not self._is_served(parameter)}
                 self._defined.add(id(obj))
             elif is_shared(obj) and obj.adds_up:
                 self._seen[number] = obj
@@ -73,13 +73,13 @@ class SharedState:
                 self._variables[number] = obj
             self.has_tensors = next(self._tensors(), None) is not None
 
-    def _parts_of(self, module: nn.Module, found: set[int]) -> Iterator[nn.Module]:
+    def _parts_of(self, module: nn.Module, visited_ids: set[int]) -> Iterator[nn.Module]:
         """Yield a module, and those in it that travel with it, in an order that is the same on a worker."""
-        found.add(id(module))
+        visited_ids.add(id(module))
         yield module
         for child in module._modules.values():
-            if child is not None and id(child) not in self._defined and id(child) not in found:
-                yield from self._parts_of(child, found)
+            if child is not None and id(child) not in self._defined and id(child) not in visited_ids:
+                yield from self._parts_of(child, visited_ids)
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor, bool]]:
         """Yield each tensor, with its key, and whether it is compared by its values."""
@@ -91,8 +91,8 @@ class SharedState:
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in self._frozen:
                     yield (place, name), parameter.detach(), False
-        for number, one in self._variables.items():
-            yield ((number, _VARIABLE), ""), one.local_copies[0], False
+        for number, variable in self._variables.items():
+            yield ((number, _VARIABLE), ""), variable.local_copies[0], False
 
     def _assign(self, key: Key, value: Tensor) -> None:
         """Set a tensor, if its object is here; a buffer may be new, or of another shape."""
@@ -104,21 +104,21 @@ class SharedState:
         module = self._modules.get((number, index))
         if module is None:
             return  # its definition could not be loaded
-        held = module._buffers.get(name, module._parameters.get(name))
-        if held is not None and held.shape == value.shape:
-            held.copy_(value)
+        target = module._buffers.get(name, module._parameters.get(name))
+        if target is not None and target.shape == value.shape:
+            target.copy_(value)
         else:
-            module._buffers[name] = value if held is None else value.to(held.device)
+            module._buffers[name] = value if target is None else value.to(target.device)
 
     def _has_changed(self, key: Key, tensor: Tensor) -> bool:
         """Return whether a tensor has changed since it was noted."""
-        held, version, values = self._kept.get(key, (None, 0, None))
-        if held is None or held.data_ptr() != tensor.data_ptr() or tensor._version != version:
+        noted_tensor, version, values = self._snapshots.get(key, (None, 0, None))
+        if noted_tensor is None or noted_tensor.data_ptr() != tensor.data_ptr() or tensor._version != version:
             return True
         return values is not None and not torch.equal(values, tensor)
 
     def _note(self, key: Key, tensor: Tensor, must_copy: bool) -> None:
-        self._kept[key] = (tensor, tensor._version, tensor.clone() if must_copy else None)
+        self._snapshots[key] = (tensor, tensor._version, tensor.clone() if must_copy else None)
 
     # -- the coordinator --------------------------------------------------------------------------------------------
 
@@ -126,16 +126,29 @@ class SharedState:
         """Return whether modules, and their parameters, are trained now."""
         with self._lock:
             return {
-                place: (one.training, tuple(own is not None and own.requires_grad for own in one._parameters.values()))
-                for place, one in self._modules.items()
+                place: (
+                    module.training,
+                    tuple(
+                        parameter is not None and parameter.requires_grad for parameter in module._parameters.values()
+                    ),
+                )
+                for place, module in self._modules.items()
             }
 
     def private(self) -> nn.Parameter | None:
         """Return a parameter that is trained, or served, and that workers have copies of; None: there is none."""
         with self._lock:
-            held = [one for module in self._modules.values() for one in module._parameters.values() if one is not None]
-        own = [one for one in held if id(one) in self._frozen]
-        return next((one for one in own if one.requires_grad or self._is_served(one)), None)
+            parameters = [
+                parameter
+                for module in self._modules.values()
+                for parameter in module._parameters.values()
+                if parameter is not None
+            ]
+        copied_parameters = [parameter for parameter in parameters if id(parameter) in self._frozen]
+        return next(
+            (parameter for parameter in copied_parameters if parameter.requires_grad or self._is_served(parameter)),
+            None,
+        )
 
     @torch.no_grad()
     def news(self, sent: dict[Key, int]) -> dict[Key, Tensor]:
@@ -144,7 +157,7 @@ class SharedState:
         Args:
             sent: the number of changes of each tensor that the worker knows of; brought up to date.
         """
-        found = {}
+        updates = {}
         with self._lock:
             for key, tensor, is_compared in self._tensors():
                 if self._has_changed(key, tensor):
@@ -152,8 +165,8 @@ class SharedState:
                     self._changes[key] = self._changes.get(key, 0) + 1
                 if sent.get(key) != self._changes[key]:
                     sent[key] = self._changes[key]
-                    found[key] = tensor.cpu().clone()
-        return found
+                    updates[key] = tensor.cpu().clone()
+        return updates
 
     @torch.no_grad()
     def apply(self, changes: Changes) -> None:
@@ -162,10 +175,10 @@ class SharedState:
             changed, seen = changes
             tensors = {key: tensor for key, tensor, _ in self._tensors()}
             for key, (is_added, value) in changed.items():
-                own = tensors.get(key)
-                self._assign(key, own + value.to(own.device) if is_added and own is not None else value)
-            for number, one in seen.items():
-                self._seen[number].add_seen(one)
+                current = tensors.get(key)
+                self._assign(key, current + value.to(current.device) if is_added and current is not None else value)
+            for number, contribution in seen.items():
+                self._seen[number].add_seen(contribution)
 
     # -- a worker ---------------------------------------------------------------------------------------------------
 
@@ -184,13 +197,13 @@ class SharedState:
         """Begin a function: take the coordinator's values, and note them."""
         for key, value in news.items():
             self._assign(key, value)
-        self._kept.clear()
+        self._snapshots.clear()
         for key, tensor, is_compared in self._tensors():
             self._note(key, tensor, must_copy=is_compared or _is_whole(tensor) or key[0][1] == _VARIABLE)
-        for one in self._variables.values():
-            one.take_assigned()
-        for one in self._seen.values():
-            one.take_seen()  # what an earlier function has left that failed, or is in a new copy
+        for shared_object in self._variables.values():
+            shared_object.take_assigned()
+        for shared_object in self._seen.values():
+            shared_object.take_seen()  # what an earlier function has left that failed, or is in a new copy
 
     @torch.no_grad()
     def changes(self) -> Changes:
@@ -199,11 +212,11 @@ class SharedState:
         for key, tensor, _ in self._tensors():
             if self._has_changed(key, tensor):
                 changed[key] = self._change(key, tensor)
-        seen = {number: one.take_seen() for number, one in self._seen.items()}
-        return changed, {number: one for number, one in seen.items() if one is not None}
+        seen = {number: shared_object.take_seen() for number, shared_object in self._seen.items()}
+        return changed, {number: contribution for number, contribution in seen.items() if contribution is not None}
 
     def _change(self, key: Key, after: Tensor) -> Change:
-        before = self._kept.get(key, (None, 0, None))[2]
+        before = self._snapshots.get(key, (None, 0, None))[2]
         number, index = key[0]
         is_sum = not self._variables[number].take_assigned() if index == _VARIABLE else _is_whole(after)
         if is_sum and before is not None and before.shape == after.shape and before.dtype is not torch.bool:

@@ -117,13 +117,13 @@ class _IteratorOf:
         self._make = make
 
     def __call__(self) -> Any:
-        made = self._make()
-        if not hasattr(made, "__iter__"):
+        dataset = self._make()
+        if not hasattr(dataset, "__iter__"):
             raise UsageError(
-                f"create_per_worker_dataset: expected a function that returns a dataset, got {type(made).__name__}; "
+                f"create_per_worker_dataset: expected a function that returns a dataset, got {type(dataset).__name__}; "
                 f"return what can be iterated."
             )
-        return iter(made)
+        return iter(dataset)
 
 
 def _to_numpy(leaf: Any) -> Any:

@@ -222,7 +222,7 @@ class _Heart:
                 self._reasons.put(f"{self._signals.last} to {worker.world}")
                 self._signals.last = ""
             text = b"" if self._reasons.empty() else self._reasons.get().encode()
-            sent = [one for one in sent if not one[0].Test()]
+            sent = [pending_send for pending_send in sent if not pending_send[0].Test()]
             sent.append((worker.comm.Isend(np.frombuffer(text, np.uint8), worker.coordinator, BEAT_TAG), text))
             running = worker.running_since
             limit_s = worker.world.timeout_s

@@ -49,7 +49,7 @@ def use(path):
     checkpoint = objects(seed=1)
     load(checkpoint, found.index.state, found.arrays, found.path.name)
     facts = SaveFacts(found.index.step, found.index.time_s, found.index.metrics)
-    Retention(1, keep_every_n_hours=1, keep_best="loss").kept([facts, facts])
+    Retention(1, keep_every_n_hours=1, keep_best="loss").retained([facts, facts])
     states = (found.index.state, found.arrays), checkpoint.collect({})
     return [(repr(state), [content(array) for array in arrays]) for state, arrays in states]
 

@@ -44,7 +44,7 @@ def lanes_sum(placement, is_ordered):
         rows = [chr(97 + rank) for rank in ranks]
         for into, row in plan.local_additions:
             rows[into] = text(rows[into], rows[row])
-        sent.append([rows[place] for place in plan.kept])
+        sent.append([rows[place] for place in plan.retained_rows])
     results = []
     for plan in plans:
         assert plan.arriving == tuple(len(rows) for rows in sent)
@@ -84,14 +84,16 @@ def test_random_placements():
 def test_aligned_placements_send_one_row_per_host(lowest, is_aligned):
     placement = plan_placement(PLACEMENTS[lowest])
     assert placement.is_aligned is is_aligned
-    assert all((len(plan_lanes(placement, host, True).kept) == 1) for host in range(len(placement.hosts))) is is_aligned
+    hosts = range(len(placement.hosts))
+    n_retained = [len(plan_lanes(placement, host, True).retained_rows) for host in hosts]
+    assert all(n_rows == 1 for n_rows in n_retained) is is_aligned
 
 
 def test_the_result_is_left_in_the_row_of_the_first_local_rank():
     for lowest in PLACEMENTS.values():
         placement = plan_placement(lowest)
         for host, is_ordered in itertools.product(range(len(placement.hosts)), (True, False)):
-            assert plan_lanes(placement, host, is_ordered).kept[0] == 0
+            assert plan_lanes(placement, host, is_ordered).retained_rows[0] == 0
 
 
 def test_placement():

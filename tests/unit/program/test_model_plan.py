@@ -12,7 +12,7 @@ def test_objects_that_are_gone_take_no_room():
         tensors.add(torch.ones(1))
         tensors.add(kept)
     assert [item is kept for item in tensors] == [True]
-    assert len(tensors._known) == 1
+    assert len(tensors._references) == 1
 
 
 def test_objects_are_compared_by_identity_in_their_order():
