@@ -70,7 +70,7 @@ ON_DISK = [
     Mutant(
         "list again if a file is missing", "Store.use_latest", "isinstance(error, CheckpointMissing)", "False", STORE
     ),
-    Mutant("list again while the listing changes", "Store.use_latest", "listed != found", "False", STORE),
+    Mutant("list again while the listing changes", "Store.use_latest", "listed != candidates", "False", STORE),
     Mutant("a pruned file is not damaged", "Store.use_latest", "saved in listed", "True", STORE),
     Mutant("step and name agree", "Store._use", "file.index.step != saved.step", "False", STORE),
     Mutant("room before writing", "Store._write", "self._check_space(...)", "pass", STORE),
@@ -78,15 +78,15 @@ ON_DISK = [
     Mutant(
         "newest attempt first",
         "Store.use_latest",
-        "newest_first = self.saved()[::-1]",
-        "newest_first = sorted(self.saved(), key=lambda saved: -saved.step)",
+        "candidates = self.saved()[::-1]",
+        "candidates = sorted(self.saved(), key=lambda saved: -saved.step)",
         STORE,
     ),
     Mutant("steps only increase", "Store.path_of", "step < last", "False", STORE),
     Mutant("damaged checkpoints are set aside", "Store._set_damaged_aside", "self._disk.rename(...)", "pass", STORE),
     Mutant("no silent start from scratch", "Store.use_latest", "raise self._none_sound() from None", "pass", STORE),
     Mutant("half-written files are swept", "Store.begin", "durable.sweep_temporary(...)", "pass", STORE),
-    Mutant("a copy of a run is another run", "Store.run_id", "found[1] == inode", "True", STORE),
+    Mutant("a copy of a run is another run", "Store.run_id", "stored_id[1] == inode", "True", STORE),
     Mutant("a full disk makes no suspect", "Store.commit", "self._note_save(...)", "pass", RANKS),
     Mutant("digest of the header", "parse_header", "digest != _digest(line)", "False", FILE),
     Mutant("types in the header", "parse_header", "not _is_sound(...)", "False", HOSTILE),
@@ -100,7 +100,7 @@ ON_DISK = [
     Mutant(
         "digest of the index",
         "CheckpointFile._read_index",
-        "xxhash.xxh3_128_hexdigest(rest) != header.index_digest",
+        "xxhash.xxh3_128_hexdigest(tail) != header.index_digest",
         "False",
         FILE,
     ),
@@ -109,7 +109,7 @@ ON_DISK = [
     Mutant("no waiting for a pipe", "open_checkpoint", "os.O_NONBLOCK", "0", HOSTILE),
     Mutant("arrays within the file", "_parse_index", "end <= array.offset <= ...", "True", HOSTILE),
     Mutant("types of numbers", "_parse_index", "all(...)", "True", HOSTILE),
-    Mutant("newer formats", "_check_format", "found > FORMAT", "False", FILE),
+    Mutant("newer formats", "_check_format", "stored > FORMAT", "False", FILE),
     Mutant("suspects are skipped", "CheckpointManager._suspects", "suspects(...)", "{}", RANKS),
     Mutant("set aside on restore", "CheckpointManager._restore", "self._saver.store.resume_from(...)", "pass", RANKS),
     Mutant("one file at a time", "Saver.can_copy", "self.is_busy", "False", SAVER),
@@ -140,7 +140,7 @@ STOPS = [
     Mutant("progress is beyond the highest step", "has_progress", "attempt.base_step", "-1", DECISION),
     Mutant("preempted attempts do not count", "without_progress", "not is_excused", "True", DECISION),
     Mutant(
-        "a corrected program starts anew", "without_progress", "attempt.program != known[-1].program", "False", DECISION
+        "a corrected program starts anew", "without_progress", "attempt.program != started_attempts[-1].program", "False", DECISION
     ),
     Mutant("a person may try again", "without_progress", "attempt.is_new_try", "False", DECISION),
     Mutant("suspect on other nodes or in other jobs only", "suspects", "_differ(...)", "True", DECISION),
@@ -211,7 +211,7 @@ COPIES_AND_METRICS = [
     Mutant("a folder of another user is not emptied", "FastTier.remove", "self._require_own()", "pass", OWN_MEMORY),
     Mutant("suspects in memory", "Restore.newest", "copy[0].step not in skipped", "True", MEMORY),
     Mutant("newer on disk", "Restore._search", "on_disk[-1] >= in_memory", "False", MEMORY),
-    Mutant("from memory to the disk", "CheckpointManager.restore_or_initialize", "found.is_in_memory", "False", MEMORY),
+    Mutant("from memory to the disk", "CheckpointManager.restore_or_initialize", "restored.is_in_memory", "False", MEMORY),
     Mutant("memory of a later attempt", "FastTier.remove", "self._store.check_current()", "pass", MEMORY),
     Mutant("metrics after the checkpoint are cut", "MetricsFile._cut", "record[1] <= last_step", "True", METRICS),
     Mutant("damaged metrics are set aside", "MetricsFile._set_aside", "self._replace(...)", "pass", METRICS),
@@ -248,7 +248,7 @@ IN_RECIPES = [
         "environ.get('SLURM_ARRAY_JOB_ID')",
         JOB,
     ),
-    Mutant("a count left by another job", "Job._count_restarts", "min(known, int(variable))", "int(variable)", JOB),
+    Mutant("a count left by another job", "Job._count_restarts", "min(earlier_count, int(variable))", "int(variable)", JOB),
     Mutant("a chain ends, whatever fails", "job:main", "code != RUN_AGAIN", "code == 0", FILES),
     Mutant("requeued only if the script is lost", "watch:main", "is_script_lost(...)", "True", JOB),
     Mutant("a job that runs is watched", "is_script_lost", "facts.state == 'RUNNING'", "True", JOB),

@@ -46,7 +46,7 @@ BOUNDS = {
     r"notebook\.py _launch: process\.communicate\(timeout=_END_S\)": "its argument",
     r"(look|called|answer|done|durable|recording)\.result\(\)": "at once: it was done, or was waited for with a limit",
     r"\.result\(timeout_s\)": "its argument",
-    r"image\.py put_all: other\.result\(\)": "with copies in memory, of threads that wait for nothing",
+    r"image\.py put_all: future\.result\(\)": "with copies in memory, of threads that wait for nothing",
     r"runtime/handle\.py wait: self\._future\.result\(\)": "with a sum in the background, which Group.wait bounds",
     r"(gradients/.*: (self|handle|result|buckets|hooked_sum)|torch_backend/ranks\.py wait: self\._handle)\.wait\(": (
         "with sums, which Group.wait bounds: Handle.wait"
