@@ -66,17 +66,28 @@ class Contender:
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for allreduce.json and allreduce.png")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for allreduce.json and allreduce.png"
+    )
     parser.add_argument("--sizes", help=f"bytes per rank, default {SIZES}")
     parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
     parser.add_argument("--seconds", type=float, default=30.0, help="rough limit for one size")
-    parser.add_argument("--quick", action="store_true", help="few small sizes, for a look whether all works")
     parser.add_argument(
-        "--algorithms", help="built-in algorithms to time beside AUTO, such as RING,HALVING,HIERARCHICAL"
+        "--quick", action="store_true", help="few small sizes, for a look whether all works"
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="memory that the buffers are in")
-    parser.add_argument("--label", default="", help="what this launch is called when several are merged")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports")
+    parser.add_argument(
+        "--algorithms",
+        help="built-in algorithms to time beside AUTO, such as RING,HALVING,HIERARCHICAL",
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="memory that the buffers are in"
+    )
+    parser.add_argument(
+        "--label", default="", help="what this launch is called when several are merged"
+    )
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports"
+    )
     return parser.parse_args()
 
 
@@ -112,13 +123,24 @@ def make_contenders(comm, nbytes, n_sets, algorithms):
         parameter.grad = tensors[number]
 
     return {
-        MPI_IN_PLACE: Contender(lambda number: comm.Allreduce(MPI.IN_PLACE, sets[number]), sets, sets),
-        "MPI_Allreduce": Contender(lambda number: comm.Allreduce(sets[number], received[number]), sets, received),
-        "torch gloo": Contender(lambda number: torch.distributed.all_reduce(tensors[number]), sets, sets),
+        MPI_IN_PLACE: Contender(
+            lambda number: comm.Allreduce(MPI.IN_PLACE, sets[number]), sets, sets
+        ),
+        "MPI_Allreduce": Contender(
+            lambda number: comm.Allreduce(sets[number], received[number]), sets, received
+        ),
+        "torch gloo": Contender(
+            lambda number: torch.distributed.all_reduce(tensors[number]), sets, sets
+        ),
         "hpcdist AUTO": Contender(lambda number: hpcdist.all_reduce(sets[number]), sets, sets),
-        "hpcdist AUTO, torch tensor": Contender(lambda number: hpcdist.all_reduce(tensors[number]), sets, sets),
+        "hpcdist AUTO, torch tensor": Contender(
+            lambda number: hpcdist.all_reduce(tensors[number]), sets, sets
+        ),
         "hpcdist gradient to p.grad": Contender(sum_gradient, sets, sets),
-        **{f"hpcdist {name}": Contender(partial(sum_by, sets, name), sets, sets) for name in algorithms},
+        **{
+            f"hpcdist {name}": Contender(partial(sum_by, sets, name), sets, sets)
+            for name in algorithms
+        },
     }
 
 
@@ -135,7 +157,9 @@ def make_device_contenders(comm, nbytes, n_sets):
 
     calls = {
         COPY_AND_MPI: sum_on_host,
-        f"torch {torch.distributed.get_backend()}": lambda number: torch.distributed.all_reduce(tensors[number]),
+        f"torch {torch.distributed.get_backend()}": lambda number: torch.distributed.all_reduce(
+            tensors[number]
+        ),
         "hpcdist AUTO": lambda number: hpcdist.all_reduce(tensors[number]),
     }
     return {name: Contender(call, sets, sets, tensors) for name, call in calls.items()}
@@ -208,12 +232,19 @@ def time_all(args):
     if args.device == "cuda":
         torch.cuda.set_device(comm.rank % torch.cuda.device_count())
     with start_gloo(comm, "nccl" if is_nccl else "gloo"):
-        sizes = [parse_bytes(text) for text in (args.sizes or (QUICK_SIZES if args.quick else SIZES)).split(",")]
+        sizes = [
+            parse_bytes(text)
+            for text in (args.sizes or (QUICK_SIZES if args.quick else SIZES)).split(",")
+        ]
         cases = [time_size(comm, nbytes, args) for nbytes in sizes]
     record = environment.record()
     if comm.rank == 0:
         stem = "allreduce" if args.device == "cpu" else f"allreduce-{args.device}"
-        publish({"label": args.label or record["mpi"], "environment": record, "cases": cases}, args.out, stem)
+        publish(
+            {"label": args.label or record["mpi"], "environment": record, "cases": cases},
+            args.out,
+            stem,
+        )
 
 
 def main():

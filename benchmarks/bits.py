@@ -44,7 +44,12 @@ def build_mlp():
 
 def build_cnn():
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(8 * 36, 10)
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(8 * 36, 10),
     )
 
 
@@ -76,9 +81,14 @@ def train(strategy, name, kind, n_steps=10):
 
     losses = []
     for number in range(n_steps):
-        parts = strategy.experimental_distribute_values_from_function(lambda of: part_of(of.replica_id_in_sync_group))
+        parts = strategy.experimental_distribute_values_from_function(
+            lambda of: part_of(of.replica_id_in_sync_group)
+        )
         local_parts = parts.values
-        x, y = (hpcdist.PerReplica([rows[number][part] for part in local_parts]) for rows in (images, labels))
+        x, y = (
+            hpcdist.PerReplica([rows[number][part] for part in local_parts])
+            for rows in (images, labels)
+        )
         losses.append(float(strategy.reduce("sum", strategy.run(step, args=(x, y)), axis=None)))
     return digest(model.state_dict().values()), digest([torch.tensor(losses)])
 
@@ -113,7 +123,13 @@ def print_table():
         rows[n_ranks] = json.loads(done.stdout.strip().splitlines()[-1])
     for case in rows[RANKS[0]]:
         print(f"{case:18} weights {rows[1][case][0]} losses {rows[1][case][1]}", end="  ")
-        print(*(f"{n} ranks: {'same' if rows[n][case] == rows[1][case] else 'DIFFERENT'}" for n in RANKS[1:]), sep=", ")
+        print(
+            *(
+                f"{n} ranks: {'same' if rows[n][case] == rows[1][case] else 'DIFFERENT'}"
+                for n in RANKS[1:]
+            ),
+            sep=", ",
+        )
     return all(row == rows[1] for row in rows.values())
 
 

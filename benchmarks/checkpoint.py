@@ -38,12 +38,20 @@ SHARES = (0.4, 0.2, 0.1, 0.1, 0.05, 0.05, *[0.1 / 50] * 50)
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint.json and checkpoint.png")
-    parser.add_argument("--folder", type=Path, help="where files are written; default: a temporary folder")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for checkpoint.json and checkpoint.png"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where files are written; default: a temporary folder"
+    )
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=6, help="pairs of blocks of every contender")
-    parser.add_argument("--training", action="store_true", help="train with and without a save every --seconds")
-    parser.add_argument("--seconds", type=float, default=10.0, help="between two saves of --training")
+    parser.add_argument(
+        "--training", action="store_true", help="train with and without a save every --seconds"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="between two saves of --training"
+    )
     return parser.parse_args()
 
 
@@ -51,7 +59,9 @@ def make_model(megabytes):
     """Return a module of so many bytes of random float32 parameters."""
     generator = torch.Generator().manual_seed(0)
     sizes = [int(share * megabytes * 250_000) for share in SHARES]
-    return nn.ParameterList([nn.Parameter(torch.randn(size, generator=generator)) for size in sizes])
+    return nn.ParameterList(
+        [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+    )
 
 
 def sync(path):
@@ -104,7 +114,9 @@ class Saves:
     """hpcdist's saves of a model, one step each."""
 
     def __init__(self, model, folder):
-        self._manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(model=model), folder, max_to_keep=1)
+        self._manager = hpcdist.CheckpointManager(
+            hpcdist.Checkpoint(model=model), folder, max_to_keep=1
+        )
         self._steps = itertools.count(1)
 
     def block(self, blocking):
@@ -238,10 +250,17 @@ def main():
                 cases = [time_training(folder, args.rounds, args.seconds)]
             else:
                 model = make_model(args.megabytes)
-                cases = [time_writes(model, folder, args.rounds), time_stalls(model, folder, args.rounds)]
+                cases = [
+                    time_writes(model, folder, args.rounds),
+                    time_stalls(model, folder, args.rounds),
+                ]
     finally:
         shutil.rmtree(folder)
-    publish({"label": "checkpoint", "environment": environment.record(), "cases": cases}, args.out, "checkpoint")
+    publish(
+        {"label": "checkpoint", "environment": environment.record(), "cases": cases},
+        args.out,
+        "checkpoint",
+    )
 
 
 if __name__ == "__main__":

@@ -61,13 +61,26 @@ def train(args):
 def launch(args, model, n_ranks):
     """Return the seconds of each epoch of one launch."""
     options = ["--job", model, "--epochs", args.epochs, "--steps", args.steps]
-    command = [Path(sys.executable).with_name("mpirun"), "-n", n_ranks, sys.executable, __file__, *options]
+    command = [
+        Path(sys.executable).with_name("mpirun"),
+        "-n",
+        n_ranks,
+        sys.executable,
+        __file__,
+        *options,
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [str(argument) for argument in command], env=environ, capture_output=True, text=True, timeout=600
+        [str(argument) for argument in command],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     if done.returncode:
-        raise SystemExit(f"epochs: expected the launch to end with 0, got {done.returncode}:\n{done.stderr}")
+        raise SystemExit(
+            f"epochs: expected the launch to end with 0, got {done.returncode}:\n{done.stderr}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -23,7 +23,9 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--rounds", type=int, default=20, help="pairs of epochs")
-    parser.add_argument("--repeat", type=int, default=1, help="an epoch has this many times 32 steps")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="an epoch has this many times 32 steps"
+    )
     return parser.parse_args()
 
 
@@ -81,7 +83,10 @@ def main():
     rows = [torch.cat(parts) for parts in zip(*batches(BATCH, 0, 1), strict=True)]
     rows = [torch.cat([column] * args.repeat) for column in rows]
     dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH)
-    contenders = {"by hand": ByHand(strategy, dataset, args.model), "fit": ByFit(strategy, dataset, args.model)}
+    contenders = {
+        "by hand": ByHand(strategy, dataset, args.model),
+        "fit": ByFit(strategy, dataset, args.model),
+    }
     times = {name: [] for name in (*contenders, "by hand again")}
     for number in range(args.rounds + 1):
         for name in ("by hand", "fit", "by hand again"):
@@ -93,7 +98,9 @@ def main():
     medians = {name: statistics.median(values) for name, values in times.items()}
     if strategy.is_chief:
         for name, median in medians.items():
-            print(f"{name:14} {median * 1e3:.3f} ms a step, {median / medians['by hand']:.3f} of the loop by hand")
+            print(
+                f"{name:14} {median * 1e3:.3f} ms a step, {median / medians['by hand']:.3f} of the loop by hand"
+            )
 
 
 if __name__ == "__main__":

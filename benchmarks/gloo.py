@@ -30,8 +30,11 @@ def start_gloo(comm: MPI.Comm, backend: str = "gloo") -> Iterator[None]:
     folder = Path(comm.bcast(tempfile.mkdtemp(prefix="hpcdist-gloo-") if comm.rank == 0 else None))
     meeting = f"file://{folder / 'meeting'}"
     report = sys.excepthook
-    dist.init_process_group(backend, init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
-    sys.excepthook = report  # torch's holds back what is printed until the hook returns; a hook that aborts never does
+    dist.init_process_group(
+        backend, init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT
+    )
+    # torch's holds back what is printed until the hook returns; a hook that aborts never does
+    sys.excepthook = report
     yield
     dist.destroy_process_group()  # not after an error: other ranks would not be there
     comm.Barrier()

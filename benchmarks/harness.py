@@ -64,7 +64,12 @@ def run_rounds(
 
 def say(text: str) -> None:
     """Print a line for whoever waits, on one rank, between blocks, where no time is taken."""
-    rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = (
+        os.environ.get("PMI_RANK")
+        or os.environ.get("OMPI_COMM_WORLD_RANK")
+        or os.environ.get("SLURM_PROCID")
+        or "0"
+    )
     if rank == "0":
         print(text, file=sys.stderr, flush=True)
 
@@ -74,10 +79,14 @@ def per_round(samples: Sequence[tuple[float, float]]) -> np.ndarray:
     return np.asarray(samples, dtype=np.float64).mean(axis=1)
 
 
-def paired_ratios(reference: Sequence[tuple[float, float]], contender: Sequence[tuple[float, float]]) -> np.ndarray:
+def paired_ratios(
+    reference: Sequence[tuple[float, float]], contender: Sequence[tuple[float, float]]
+) -> np.ndarray:
     """Return, round by round, how many times faster `contender` is than `reference`."""
     if len(reference) != len(contender):
-        raise ValueError(f"paired_ratios: expected equally many rounds, got {len(reference)} and {len(contender)}.")
+        raise ValueError(
+            f"paired_ratios: expected equally many rounds, got {len(reference)} and {len(contender)}."
+        )
     return per_round(reference) / per_round(contender)
 
 
@@ -94,7 +103,9 @@ def bootstrap_interval(values: np.ndarray, n_draws: int = 4000, seed: int = 0) -
 def gate_ratio(samples: Samples) -> float | None:
     """Return the median ratio of what ran under two names, the one farthest from 1 if several did; None if none did."""
     pairs = [name for name in samples if name + AGAIN in samples]
-    ratios = [float(np.median(paired_ratios(samples[name], samples[name + AGAIN]))) for name in pairs]
+    ratios = [
+        float(np.median(paired_ratios(samples[name], samples[name + AGAIN]))) for name in pairs
+    ]
     return max(ratios, key=lambda ratio: abs(np.log(ratio)), default=None)
 
 
@@ -106,5 +117,6 @@ def passes_gate(ratio: float | None) -> bool:
 def strongest(samples: Samples, baselines: Sequence[str]) -> str:
     """Return the baseline with the lowest median time."""
     return min(
-        (name for name in baselines if name in samples), key=lambda name: float(np.median(per_round(samples[name])))
+        (name for name in baselines if name in samples),
+        key=lambda name: float(np.median(per_round(samples[name]))),
     )

@@ -25,7 +25,9 @@ def parse_args():
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
     parser.add_argument("--rate", type=float, default=1e9, help="bits per second of each link")
     parser.add_argument("--sizes", default="4M,16M,64M", help="bytes per rank")
-    parser.add_argument("--burst", type=int, default=256 << 10, help="bytes a link may send at once")
+    parser.add_argument(
+        "--burst", type=int, default=256 << 10, help="bytes a link may send at once"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
 
@@ -37,8 +39,12 @@ def show(row, usable, n_hosts):
     row["times_bound"] = times[len(times) // 2] / bound_s
     row["times_bytes"] = max(row["sent"]) / bound_bytes
     spread = f"({times[0] / bound_s:.3f} .. {times[-1] / bound_s:.3f})"
-    time_text = f"{1000 * times[len(times) // 2]:8.1f} ms  {row['times_bound']:.3f} of the bound {spread}"
-    print(f"{row['nbytes'] >> 20:5} MiB  {row['name']:24} {time_text}  bytes {row['times_bytes']:.3f}")
+    time_text = (
+        f"{1000 * times[len(times) // 2]:8.1f} ms  {row['times_bound']:.3f} of the bound {spread}"
+    )
+    print(
+        f"{row['nbytes'] >> 20:5} MiB  {row['name']:24} {time_text}  bytes {row['times_bytes']:.3f}"
+    )
 
 
 def main():

@@ -18,7 +18,11 @@ from hpcdist.runtime.process import make_world
 
 
 def bytes_sent():
-    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    (line,) = (
+        line
+        for line in Path("/proc/net/dev").read_text().splitlines()
+        if line.strip().startswith("eth0:")
+    )
     return int(line.split(":")[1].split()[8])
 
 
@@ -27,8 +31,14 @@ def contenders(group):
     return {
         "MPI_Allreduce in place": (partial(library.all_reduce, group=group), 1e-6),
         "hpcdist AUTO": (partial(hpcdist.all_reduce, comm=group.comm), 1e-6),
-        "HIERARCHICAL ordered": (lambda array: hierarchical.all_reduce(array, group, SUM, True), 1e-6),
-        "HIERARCHICAL unordered": (lambda array: hierarchical.all_reduce(array, group, SUM, False), 1e-6),
+        "HIERARCHICAL ordered": (
+            lambda array: hierarchical.all_reduce(array, group, SUM, True),
+            1e-6,
+        ),
+        "HIERARCHICAL unordered": (
+            lambda array: hierarchical.all_reduce(array, group, SUM, False),
+            1e-6,
+        ),
         "HIERARCHICAL bf16 wire": (
             lambda array: hierarchical.all_reduce(array, group, wire=HalfWire("bfloat16")),
             2e-2,
@@ -38,7 +48,10 @@ def contenders(group):
 
 def time_one(group, call, tolerance, nbytes, seed):
     """Return seconds of the slowest rank, and the bytes that each host sent. Collective: `group.comm`."""
-    rows = [np.random.default_rng([seed, rank]).random(nbytes // 4, np.float32) for rank in range(group.size)]
+    rows = [
+        np.random.default_rng([seed, rank]).random(nbytes // 4, np.float32)
+        for rank in range(group.size)
+    ]
     array = rows[group.rank].copy()
     total = np.sum(rows, axis=0, dtype=np.float64)
     group.comm.Barrier()
@@ -49,7 +62,9 @@ def time_one(group, call, tolerance, nbytes, seed):
     group.comm.Barrier()
     sent = bytes_sent() - sent
     assert np.abs(array - total).max() <= tolerance * total.max(), "a wrong sum"
-    per_host = [n_sent for place, n_sent in group.comm.allgather((group.node_comm.rank, sent)) if place == 0]
+    per_host = [
+        n_sent for place, n_sent in group.comm.allgather((group.node_comm.rank, sent)) if place == 0
+    ]
     return group.comm.allreduce(taken_s, MPI.MAX), per_host
 
 
@@ -61,14 +76,17 @@ def main():
     for nbytes in sizes:
         ways = contenders(group)
         measured = {name: [] for name in ways}
-        for repeat in range(-1, repeats):  # the first makes connections and measures, and does not count
+        # the first makes connections and measures, and does not count
+        for repeat in range(-1, repeats):
             for name, (call, tolerance) in list(ways.items())[:: 1 if repeat % 2 else -1]:
                 result = time_one(group, call, tolerance, nbytes, repeat + 1)
                 if repeat >= 0:
                     measured[name].append(result)
         for name, results in measured.items():
             seconds = [slowest_s for slowest_s, _ in results]
-            rows.append({"nbytes": nbytes, "name": name, "seconds": seconds, "sent": results[-1][1]})
+            rows.append(
+                {"nbytes": nbytes, "name": name, "seconds": seconds, "sent": results[-1][1]}
+            )
     if group.rank == 0:
         print(json.dumps({"n_hosts": len(group.placement.hosts), "rows": rows}), flush=True)
 

@@ -40,7 +40,9 @@ def parse_args():
     parser.add_argument("--rows", type=int, default=512, help="rows of an epoch for each rank")
     parser.add_argument("--batch", type=int, default=32, help="rows of a batch for each rank")
     parser.add_argument("--row-ms", type=float, default=1.0, help="time that reading a row takes")
-    parser.add_argument("--epochs", type=int, default=8, help="epochs of each side that are counted")
+    parser.add_argument(
+        "--epochs", type=int, default=8, help="epochs of each side that are counted"
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2, 4])
     return parser.parse_args()
 
@@ -77,7 +79,9 @@ def main():
     arguments = parse_args()
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     if strategy.is_chief:
-        print(f"{strategy.world.size} ranks, {arguments.rows} rows each, {arguments.row_ms} ms a row")
+        print(
+            f"{strategy.world.size} ranks, {arguments.rows} rows each, {arguments.row_ms} ms a row"
+        )
         print("workers  persistent  torch ms  hpcdist ms  ratio")
     for n_workers in arguments.workers:
         for is_persistent in (False, True) if n_workers else (False,):

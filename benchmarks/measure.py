@@ -13,7 +13,18 @@ import numpy as np
 from hpcdist.runtime.mpi import MPI
 
 #: Beginnings of environment variables that change what is measured.
-_TELLING = ("OMP_", "MKL_", "OMPI_MCA_", "PRTE_MCA_", "UCX_", "FI_", "MPIR_CVAR_", "GLOO_", "HPCDIST_", "MPI4PY_")
+_TELLING = (
+    "OMP_",
+    "MKL_",
+    "OMPI_MCA_",
+    "PRTE_MCA_",
+    "UCX_",
+    "FI_",
+    "MPIR_CVAR_",
+    "GLOO_",
+    "HPCDIST_",
+    "MPI4PY_",
+)
 
 
 def timed_block(comm: MPI.Comm, run: Callable[[], None], n_calls: int) -> tuple[float, float]:
@@ -42,7 +53,10 @@ def cpu_s() -> float:
 
 def last_cache_bytes() -> int:
     """Return the size of the last level cache; 32 MiB where Linux does not tell."""
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    sizes = [
+        path.read_text().strip()
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
     factors = {"K": 1 << 10, "M": 1 << 20}
     return max((int(size[:-1]) * factors[size[-1]] for size in sizes), default=32 << 20)
 
@@ -74,7 +88,9 @@ class Environment:
             "python": platform.python_version(),
             "numpy": np.__version__,
             "torch": _torch_version(),
-            "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)},
+            "variables": {
+                name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)
+            },
             "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "load_before": self._before["load"],
             "load_after": after["load"],
@@ -94,7 +110,10 @@ def _counters() -> dict[str, Any]:
 
 def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _torch_version() -> str:

@@ -24,7 +24,9 @@ WIDTH = 3200
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sharded", action="store_true", help="with ZeroRedundancyOptimizer")
-    parser.add_argument("--parameters", type=float, default=102.4, help="millions, in layers of 10.24")
+    parser.add_argument(
+        "--parameters", type=float, default=102.4, help="millions, in layers of 10.24"
+    )
     parser.add_argument("--steps", type=int, default=3)
     return parser.parse_args()
 
@@ -60,7 +62,9 @@ def build(width, n_layers, is_sharded):
     """Return a model and its optimizer."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     with strategy.scope():
-        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(n_layers)))
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(width, width, bias=False) for _ in range(n_layers))
+        )
         kind = torch.optim.Adam
         options = {"lr": 1e-3, "fused": True}
         if is_sharded:

@@ -14,7 +14,9 @@ class SmallTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(28, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            128, 4, 512, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(128, 10)
 
@@ -24,12 +26,24 @@ class SmallTransformer(nn.Module):
 
 
 def _mlp(width: int) -> nn.Module:
-    layers = nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    layers = (
+        nn.Linear(784, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    )
     return nn.Sequential(*layers)
 
 
 def _cnn() -> nn.Module:
-    convolution = nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    convolution = (
+        nn.Unflatten(1, (1, 28, 28)),
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
     return nn.Sequential(*convolution, nn.Linear(32 * 13 * 13, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -63,13 +77,17 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
 
 
-def batches(global_batch: int, rank: int, size: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    global_batch: int, rank: int, size: int, device: str = "cpu"
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return this rank's parts of the global batches: (rows, 784) float32 and (rows,) int64, on a device."""
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(N_BATCHES, global_batch, 784, generator=generator).to(device)
     labels = torch.randint(10, (N_BATCHES, global_batch), generator=generator).to(device)
     rows = slice(rank * global_batch // size, (rank + 1) * global_batch // size)
-    return [(images[number, rows].clone(), labels[number, rows].clone()) for number in range(N_BATCHES)]
+    return [
+        (images[number, rows].clone(), labels[number, rows].clone()) for number in range(N_BATCHES)
+    ]
 
 
 def train_step(

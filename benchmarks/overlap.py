@@ -20,8 +20,15 @@ def main():
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", type=float, default=2e8, help="bits per second of each link")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--features", type=int, default=362, help="of each layer: 16 of 362 are 8.4 MB")
-    parser.add_argument("--forward", type=float, default=1 / 3, help="share of the computing that is before backward")
+    parser.add_argument(
+        "--features", type=int, default=362, help="of each layer: 16 of 362 are 8.4 MB"
+    )
+    parser.add_argument(
+        "--forward",
+        type=float,
+        default=1 / 3,
+        help="share of the computing that is before backward",
+    )
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -29,7 +36,9 @@ def main():
     command = [sys.executable, job, args.layers, args.features, args.repeats, args.forward]
     with VirtualHosts(args.hosts, args.rate) as hosts:
         times_s = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=1200).result
-    middle = {name: sorted(times_s[name])[args.repeats // 2] for name in ("bare", "serial", "overlapped")}
+    middle = {
+        name: sorted(times_s[name])[args.repeats // 2] for name in ("bare", "serial", "overlapped")
+    }
     exposed = (middle["overlapped"] - middle["bare"]) / middle["serial"]
     times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in middle.items())
     share = f"exposed {100 * exposed:.1f} % of the serial time"

@@ -77,7 +77,8 @@ def main():
     strategy, model = make(n_layers, n_features)
     comm = strategy.world.comm
     n_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    serial, whole = make(n_layers, n_features, bytes_per_pack=4 * n_bytes)  # one bucket: nothing to overlap
+    # one bucket: nothing to overlap
+    serial, whole = make(n_layers, n_features, bytes_per_pack=4 * n_bytes)
     for _ in range(2):
         step_s(strategy, model, comm)
         step_s(serial, whole, comm)
@@ -90,7 +91,10 @@ def main():
         times_s["serial"].append(step_s(serial, whole, comm))
         times_s["overlapped"].append(step_s(strategy, model, comm))
     if comm.rank == 0:
-        print(json.dumps({"nbytes": n_bytes, "communication_s": communication_s, **times_s}), flush=True)
+        print(
+            json.dumps({"nbytes": n_bytes, "communication_s": communication_s, **times_s}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

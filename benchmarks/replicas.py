@@ -29,7 +29,9 @@ PLAIN = "one replica per rank"
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for replicas.json and replicas.png")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for replicas.json and replicas.png"
+    )
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
@@ -49,7 +51,9 @@ class Trainer:
             self._optimizer = adam(self._model)
         rows = [torch.cat(parts) for parts in zip(*batches(BATCH, 0, 1), strict=True)]
         dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH).repeat()
-        first_batches = itertools.islice(self._strategy.experimental_distribute_dataset(dataset), 16)
+        first_batches = itertools.islice(
+            self._strategy.experimental_distribute_dataset(dataset), 16
+        )
         self._data = itertools.cycle(list(first_batches))
         self._watches = watches() - before
 
@@ -85,10 +89,16 @@ def main():
     contenders[PLAIN + AGAIN] = contenders[PLAIN]
     for block in contenders.values():
         block()
-    measured_case = case(f"{args.model}, {comm.size} ranks", *run_rounds(contenders, args.rounds), [PLAIN])
+    measured_case = case(
+        f"{args.model}, {comm.size} ranks", *run_rounds(contenders, args.rounds), [PLAIN]
+    )
     record = environment.record()
     if comm.rank == 0:
-        publish({"label": "replicas", "environment": record, "cases": [measured_case]}, args.out, "replicas")
+        publish(
+            {"label": "replicas", "environment": record, "cases": [measured_case]},
+            args.out,
+            "replicas",
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from harness import (
 )
 
 
-def case(name: str, samples: Samples, cpu: Samples, baselines: list[str], nbytes: int | None = None) -> dict[str, Any]:
+def case(
+    name: str, samples: Samples, cpu: Samples, baselines: list[str], nbytes: int | None = None
+) -> dict[str, Any]:
     """Return one case of a report: what was timed, in seconds per call or step, round by round."""
     return {"case": name, "bytes": nbytes, "baselines": baselines, "samples": samples, "cpu": cpu}
 
@@ -34,7 +36,9 @@ def table(measured_case: dict[str, Any]) -> str:
     shown = [name for name in samples if not name.endswith(AGAIN)]
     shown.sort(key=lambda name: (name != first, float(np.median(per_round(samples[name])))))
     lines = [f"{measured_case['case']}: {_verdict(ratio)}"]
-    lines.append(f"  {'':44s} {'wall':>10s} {'CPU':>10s}  {'factor':>6s} {'95 % interval':14s} {'difference':>10s}")
+    lines.append(
+        f"  {'':44s} {'wall':>10s} {'CPU':>10s}  {'factor':>6s} {'95 % interval':14s} {'difference':>10s}"
+    )
     lines += [_row(name, measured_case, first, passes_gate(ratio)) for name in shown]
     return "\n".join(lines)
 
@@ -48,7 +52,9 @@ def _verdict(ratio: float | None) -> str:
 
 def _row(name: str, measured_case: dict[str, Any], first: str, is_quotable: bool) -> str:
     samples = measured_case["samples"]
-    wall, cpu = (float(np.median(per_round(values[name]))) for values in (samples, measured_case["cpu"]))
+    wall, cpu = (
+        float(np.median(per_round(values[name]))) for values in (samples, measured_case["cpu"])
+    )
     row = f"  {name:44s} {duration(wall):>10s} {duration(cpu):>10s}"
     if not is_quotable:
         return row
@@ -65,7 +71,11 @@ def duration(seconds: float) -> str:
     """Return a time with three digits and its unit."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:.0f} {unit}"
+            return (
+                f"{seconds * factor:.3g} {unit}"
+                if seconds * factor < 1000
+                else f"{seconds * factor:.0f} {unit}"
+            )
     raise AssertionError("the last unit takes everything")
 
 
@@ -85,7 +95,8 @@ def merge(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for report in reports:
         for measured_case in report["cases"]:
             target = merged.setdefault(
-                measured_case["case"], case(measured_case["case"], {}, {}, [], measured_case["bytes"])
+                measured_case["case"],
+                case(measured_case["case"], {}, {}, [], measured_case["bytes"]),
             )
             for name in measured_case["samples"]:
                 _add(
@@ -102,7 +113,9 @@ def merge(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _labelled(name: str, label: str, labels: list[str]) -> str:
     if len(labels) == 1:
         return name
-    return f"{name[: -len(AGAIN)]} [{label}]{AGAIN}" if name.endswith(AGAIN) else f"{name} [{label}]"
+    return (
+        f"{name[: -len(AGAIN)]} [{label}]{AGAIN}" if name.endswith(AGAIN) else f"{name} [{label}]"
+    )
 
 
 def _add(target: dict[str, Any], source: dict[str, Any], name: str, new_name: str) -> None:
@@ -115,7 +128,9 @@ def _add(target: dict[str, Any], source: dict[str, Any], name: str, new_name: st
 def _cut_to_shortest(measured_case: dict[str, Any]) -> None:
     n_rounds = min(len(values) for values in measured_case["samples"].values())
     for kind in ("samples", "cpu"):
-        measured_case[kind] = {name: values[:n_rounds] for name, values in measured_case[kind].items()}
+        measured_case[kind] = {
+            name: values[:n_rounds] for name, values in measured_case[kind].items()
+        }
 
 
 def publish(report: dict[str, Any], folder: Path, stem: str) -> None:
@@ -140,10 +155,15 @@ def picture(report: dict[str, Any], path: Path) -> str:
     contenders: dict[str, int] = {}
     labels: dict[str, int] = {}
     names = dict.fromkeys(
-        name for measured_case in report["cases"] for name in measured_case["samples"] if not name.endswith(AGAIN)
+        name
+        for measured_case in report["cases"]
+        for name in measured_case["samples"]
+        if not name.endswith(AGAIN)
     )
     for name in names:
-        cases = [measured_case for measured_case in report["cases"] if name in measured_case["samples"]]
+        cases = [
+            measured_case for measured_case in report["cases"] if name in measured_case["samples"]
+        ]
         places = [measured_case["bytes"] or measured_case["case"] for measured_case in cases]
         times = [np.median(per_round(measured_case["samples"][name])) for measured_case in cases]
         contender, _, label = name.partition(" [")  # of merged reports: the launch
@@ -153,7 +173,10 @@ def picture(report: dict[str, Any], path: Path) -> str:
     axes.set_yscale("log")
     if all(measured_case["bytes"] for measured_case in report["cases"]):
         axes.set_xscale("log", base=2)
-    axes.set(xlabel="bytes per rank" if report["cases"][0]["bytes"] else "", ylabel="seconds (slowest rank, median)")
+    axes.set(
+        xlabel="bytes per rank" if report["cases"][0]["bytes"] else "",
+        ylabel="seconds (slowest rank, median)",
+    )
     axes.legend(fontsize="small")
     axes.grid(True, which="both", alpha=0.3)
     figure.savefig(path, dpi=120)

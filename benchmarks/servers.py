@@ -30,17 +30,23 @@ def parse_args():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers-python", type=Path, help="of an environment with TensorFlow")
     parser.add_argument("--mpirun", default=Path(sys.executable).parent / "mpirun")
-    parser.add_argument("--out", type=Path, help="folder for servers-PART.json and servers-PART.png")
+    parser.add_argument(
+        "--out", type=Path, help="folder for servers-PART.json and servers-PART.png"
+    )
     parser.add_argument("--workers", type=int, default=4, help="of links: hosts with a worker each")
     parser.add_argument("--servers", type=int, default=1, help="of links: hosts with a server each")
-    parser.add_argument("--elements", type=int, default=4 << 20, help="of links: float32 of one parameter")
+    parser.add_argument(
+        "--elements", type=int, default=4 << 20, help="of links: float32 of one parameter"
+    )
     return parser.parse_args()
 
 
 def run(command, environ=None):
     """Return the JSON line that a command prints."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
-    done = subprocess.run([str(part) for part in command], env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(part) for part in command], env=environ, capture_output=True, text=True, timeout=300
+    )
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
@@ -60,9 +66,14 @@ def compare(contenders, args, baseline):
             say(f"round {number + 1} of {args.rounds}, {name}")
             rates_of[name].append(contender()["steps_per_s"])
     for name, rates in rates_of.items():
-        ratios = [rate / baseline_rate for rate, baseline_rate in zip(rates, rates_of[baseline], strict=True)]
+        ratios = [
+            rate / baseline_rate
+            for rate, baseline_rate in zip(rates, rates_of[baseline], strict=True)
+        ]
         spread = f"({min(ratios):.2f} .. {max(ratios):.2f})"
-        print(f"{name:24} {statistics.median(rates):8.1f} steps/s  {statistics.median(ratios):.2f} {spread}")
+        print(
+            f"{name:24} {statistics.median(rates):8.1f} steps/s  {statistics.median(ratios):.2f} {spread}"
+        )
     if args.out is not None:
         publish(rates_of, args)
 
@@ -71,9 +82,15 @@ def publish(rates_of, args):
     """Write steps per second of all rounds, and a picture of seconds per step."""
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"servers-{args.part}"
-    path.with_suffix(".json").write_text(json.dumps({"part": args.part, "steps_per_s": rates_of}, indent=1))
+    path.with_suffix(".json").write_text(
+        json.dumps({"part": args.part, "steps_per_s": rates_of}, indent=1)
+    )
     samples = {name: [(1 / rate, 1 / rate) for rate in rates] for name, rates in rates_of.items()}
-    print(picture({"cases": [case(f"servers {args.part}", samples, {}, [])]}, path.with_suffix(".png")))
+    print(
+        picture(
+            {"cases": [case(f"servers {args.part}", samples, {}, [])]}, path.with_suffix(".png")
+        )
+    )
 
 
 def speed(args):
@@ -84,7 +101,9 @@ def speed(args):
         "coordinator": lambda: job(args, 4, "--kind", "coordinator", chief="chief:1,"),
     }
     if args.peers_python is not None:
-        contenders["TensorFlow"] = lambda: run([args.peers_python, HERE / "peers" / "tensorflow_ps.py"])
+        contenders["TensorFlow"] = lambda: run(
+            [args.peers_python, HERE / "peers" / "tensorflow_ps.py"]
+        )
     compare(contenders, args, "TensorFlow" if args.peers_python is not None else "all-reduce")
 
 
@@ -104,7 +123,16 @@ def links(args):
 
     with VirtualHosts(args.workers + args.servers, 1e9) as hosts:
         usable = hosts.calibrate()
-        options = ["--kind", "sync", "--elements", args.elements, "--shards", args.servers, "--steps", 10]
+        options = [
+            "--kind",
+            "sync",
+            "--elements",
+            args.elements,
+            "--shards",
+            args.servers,
+            "--steps",
+            10,
+        ]
         command = [sys.executable, JOB, *options, "--warm-up", 3]
         environ = {"HPCDIST_ROLES": f"ps:{args.servers},worker:*", "OMP_NUM_THREADS": "1"}
         outcome = hosts.run(command, 1, environ=environ, timeout_s=280)
@@ -113,7 +141,9 @@ def links(args):
     print(
         f"{args.workers} workers, {args.servers} servers, {4 * args.elements >> 20} MiB: {1000 * step_s:.0f} ms a step"
     )
-    print(f"{step_s / bound_s:.3f} of w * M / (s * B) = {1000 * bound_s:.0f} ms, at {usable / 1e6:.1f} MB/s")
+    print(
+        f"{step_s / bound_s:.3f} of w * M / (s * B) = {1000 * bound_s:.0f} ms, at {usable / 1e6:.1f} MB/s"
+    )
 
 
 if __name__ == "__main__":

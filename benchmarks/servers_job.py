@@ -16,12 +16,18 @@ import hpcdist
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=["async", "sync", "all-reduce", "coordinator"], default="async")
+    parser.add_argument(
+        "--kind", choices=["async", "sync", "all-reduce", "coordinator"], default="async"
+    )
     parser.add_argument("--max-staleness", type=int)
-    parser.add_argument("--elements", type=int, help="of one parameter, in place of the guides' MLP")
+    parser.add_argument(
+        "--elements", type=int, help="of one parameter, in place of the guides' MLP"
+    )
     parser.add_argument("--shards", type=int, help="of each variable")
     parser.add_argument("--batch", type=int, default=32, help="rows of a worker")
-    parser.add_argument("--compute-s", type=float, help="sleep so long in place of a forward and backward")
+    parser.add_argument(
+        "--compute-s", type=float, help="sleep so long in place of a forward and backward"
+    )
     parser.add_argument(
         "--stalls",
         type=float,
@@ -48,7 +54,9 @@ def make_step(args, strategy):
         if args.elements:
             model = nn.Linear(args.elements // 64, 64, bias=False)
         else:
-            model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+            model = nn.Sequential(
+                nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+            )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(args.batch, next(model.parameters()).shape[1])
     y = torch.randint(0, 10, (args.batch,))
@@ -60,7 +68,9 @@ def make_step(args, strategy):
         if args.compute_s is not None:
             time.sleep(args.compute_s * (6 if stalls.random() < args.stalls else 1))
         losses = nn.functional.cross_entropy(model(x), y, reduction="none")
-        hpcdist.compute_average_loss(losses, global_batch_size=args.batch * strategy.size).backward()
+        hpcdist.compute_average_loss(
+            losses, global_batch_size=args.batch * strategy.size
+        ).backward()
         optimizer.step()
 
     def step_of_bytes():
@@ -80,11 +90,15 @@ def coordinate(args):
     n_workers = resolver.cluster_spec().num_tasks("worker")
     torch.manual_seed(1)
     with strategy.scope():
-        model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        model = nn.Sequential(
+            nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     coordinator = hpcdist.ClusterCoordinator(strategy)
     n_rows = args.batch
-    batch = coordinator.create_per_worker_resource(lambda: (torch.randn(n_rows, 784), torch.randint(0, 10, (n_rows,))))
+    batch = coordinator.create_per_worker_resource(
+        lambda: (torch.randn(n_rows, 784), torch.randint(0, 10, (n_rows,)))
+    )
 
     def step(batch):
         optimizer.zero_grad()
@@ -99,7 +113,10 @@ def coordinate(args):
         coordinator.join()
         seconds = time.perf_counter() - since
     print(
-        json.dumps({"steps_per_s": n_steps / seconds, "step_s": seconds / args.steps, "workers": n_workers}), flush=True
+        json.dumps(
+            {"steps_per_s": n_steps / seconds, "step_s": seconds / args.steps, "workers": n_workers}
+        ),
+        flush=True,
     )
 
 
@@ -111,7 +128,8 @@ def main():
     strategy = make_strategy(args)
     step = make_step(args, strategy)
     if args.elements and args.kind == "sync":
-        strategy.engine.sums.is_mean = False  # the gradients here are made up, and need no loss that is scaled
+        # the gradients here are made up, and need no loss that is scaled
+        strategy.engine.sums.is_mean = False
         hpcdist.get_strategy()
     if args.elements and args.kind != "all-reduce":
         strategy.engine.planner.prepare()
@@ -127,7 +145,10 @@ def main():
     slowest_s = max(strategy.world.role_comm.allgather(own_s))
     if strategy.is_chief:
         staleness = strategy.statistics()["staleness"] if args.kind != "all-reduce" else {}
-        rates = {"steps_per_s": args.steps * strategy.size / slowest_s, "step_s": slowest_s / args.steps}
+        rates = {
+            "steps_per_s": args.steps * strategy.size / slowest_s,
+            "step_s": slowest_s / args.steps,
+        }
         print(json.dumps({**rates, "workers": strategy.size, "staleness": staleness}), flush=True)
 
 

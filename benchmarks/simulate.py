@@ -59,7 +59,9 @@ def spread(link, n_hosts, distance=None):
     """Return how many times longer bytes take on links above the switches: at one distance, or to all other hosts."""
     if n_hosts <= link.pod:
         return 1.0
-    leaving = (n_hosts - link.pod) / (n_hosts - 1) if distance is None else float(distance >= link.pod)
+    leaving = (
+        (n_hosts - link.pod) / (n_hosts - 1) if distance is None else float(distance >= link.pod)
+    )
     return max(1.0, link.oversubscription * leaving)
 
 
@@ -94,7 +96,10 @@ def halving_s(n_hosts, n_ranks, nbytes, links):
     """Follow the slower one of the first and the last rank; beyond a host all its ranks send at a time."""
     size = n_hosts * n_ranks
     schedules = [halving_of(size, rank, nbytes) for rank in (0, size - 1)]
-    return max(rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks) for rounds in schedules)
+    return max(
+        rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks)
+        for rounds in schedules
+    )
 
 
 def halving_of(size, rank, nbytes, distance=1):
@@ -104,7 +109,8 @@ def halving_of(size, rank, nbytes, distance=1):
             distance * max(abs(message.peer - rank) for message in turn.sends or turn.receives),
             4
             * max(
-                sum(message.stop - message.start for message in messages) for messages in (turn.sends, turn.receives)
+                sum(message.stop - message.start for message in messages)
+                for messages in (turn.sends, turn.receives)
             ),
             max(len(turn.sends), len(turn.receives)),
         )
@@ -114,7 +120,9 @@ def halving_of(size, rank, nbytes, distance=1):
 
 @functools.cache
 def placed(n_hosts, n_ranks):
-    return Placement(tuple(tuple(range(host * n_ranks, (host + 1) * n_ranks)) for host in range(n_hosts)))
+    return Placement(
+        tuple(tuple(range(host * n_ranks, (host + 1) * n_ranks)) for host in range(n_hosts))
+    )
 
 
 @functools.cache
@@ -123,16 +131,25 @@ def rows_sent(n_hosts, n_ranks, is_ordered):
     placement = placed(n_hosts, n_ranks)
     if not is_ordered or placement.is_aligned:
         return 1
-    return max(len(plan_lanes(placement, host, True).retained_rows) for host in {0, n_hosts // 2, n_hosts - 1})
+    return max(
+        len(plan_lanes(placement, host, True).retained_rows)
+        for host in {0, n_hosts // 2, n_hosts - 1}
+    )
 
 
 def hierarchical_s(n_hosts, n_ranks, nbytes, links, is_ordered=False):
     """Follow what HIERARCHICAL does: lanes, whose ranks exchange directly, or on many hosts by halving."""
     placement = placed(n_hosts, n_ranks)
     if goes_by_halving(placement) and (placement.is_aligned or not is_ordered):
-        schedules = [halving_of(n_hosts, host, nbytes // n_ranks, distance=n_ranks) for host in (0, n_hosts - 1)]
+        schedules = [
+            halving_of(n_hosts, host, nbytes // n_ranks, distance=n_ranks)
+            for host in (0, n_hosts - 1)
+        ]
         local_s = 3 * nbytes * links["HALVING"].local_byte_s
-        times = [rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks) for rounds in schedules]
+        times = [
+            rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks)
+            for rounds in schedules
+        ]
         return local_s + max(times)
     return lanes_s(n_hosts, n_ranks, nbytes, links["HIERARCHICAL"], is_ordered)
 
@@ -141,7 +158,8 @@ def lanes_s(n_hosts, n_ranks, nbytes, link, is_ordered=False, chunk=None):
     """Follow a host through the pipeline of `collectives/hierarchical.py`: begin, combine and finish each chunk."""
     if chunk is None:
         small, large = (
-            lanes_s(n_hosts, n_ranks, probe_bytes, link, chunk=1 << 20) for probe_bytes in (16 << 10, 256 << 10)
+            lanes_s(n_hosts, n_ranks, probe_bytes, link, chunk=1 << 20)
+            for probe_bytes in (16 << 10, 256 << 10)
         )
         chunk = chunk_bytes(nbytes, max(1e-12, (large - small) / (240 << 10)))
     n_rows = rows_sent(n_hosts, n_ranks, is_ordered)
@@ -230,7 +248,13 @@ def run_job(sizes, repeats=7):
                 hpcdist.all_reduce(array, implementation=algorithm)
                 times.append(comm.allreduce(time.perf_counter() - started, MPI.MAX))
                 assert array[-1] == comm.size, "a wrong sum"
-            rows.append({"algorithm": algorithm, "nbytes": nbytes, "seconds": sorted(times[1:])[repeats // 2]})
+            rows.append(
+                {
+                    "algorithm": algorithm,
+                    "nbytes": nbytes,
+                    "seconds": sorted(times[1:])[repeats // 2],
+                }
+            )
     message_s = time_messages(comm)
     if comm.rank == 0:
         print(json.dumps({"rows": rows, "message_s": message_s}), flush=True)
@@ -243,7 +267,9 @@ def time_messages(comm, n_messages=2000):
     before = (comm.rank - 1) % comm.size
     comm.Barrier()
     started = time.process_time()
-    requests = [comm.Irecv(row, before) for row in received] + [comm.Isend(row, after) for row in sent]
+    requests = [comm.Irecv(row, before) for row in received] + [
+        comm.Isend(row, after) for row in sent
+    ]
     while not all(request.Test() for request in requests):
         time.sleep(0.001)
     return (time.process_time() - started) / (2 * n_messages)
@@ -256,13 +282,19 @@ def show_errors(rows, links):
         is_fitted = (row["hosts"], row["nbytes"]) in FITTED
         row["predicted_s"] = predict(row, links[row["algorithm"]])
         error = row["predicted_s"] / row["seconds"] - 1
-        times = f"{1000 * row['seconds']:8.1f} ms measured {1000 * row['predicted_s']:8.1f} predicted"
+        times = (
+            f"{1000 * row['seconds']:8.1f} ms measured {1000 * row['predicted_s']:8.1f} predicted"
+        )
         held_out = "" if is_fitted else "  held out"
-        print(f"{row['hosts']} hosts {row['nbytes'] >> 10:6} KiB {row['algorithm']:13} {times} {error:+7.1%}{held_out}")
+        print(
+            f"{row['hosts']} hosts {row['nbytes'] >> 10:6} KiB {row['algorithm']:13} {times} {error:+7.1%}{held_out}"
+        )
         if not is_fitted:
             worst.setdefault(row["algorithm"], []).append(abs(error))
     for algorithm, errors in worst.items():
-        print(f"{algorithm}: held out, largest error {max(errors):.1%}, median {sorted(errors)[len(errors) // 2]:.1%}")
+        print(
+            f"{algorithm}: held out, largest error {max(errors):.1%}, median {sorted(errors)[len(errors) // 2]:.1%}"
+        )
 
 
 def predictions(links, n_ranks, nbytes, compute_s):
@@ -277,14 +309,18 @@ def predictions(links, n_ranks, nbytes, compute_s):
         times = {}
         if n_hosts > 1:
             times = {name: call(n_hosts, local, nbytes, links) for name, call in SIMULATED.items()}
-            times["HIERARCHICAL, never by halving"] = lanes_s(n_hosts, local, nbytes, links["HIERARCHICAL"])
+            times["HIERARCHICAL, never by halving"] = lanes_s(
+                n_hosts, local, nbytes, links["HIERARCHICAL"]
+            )
             for name, is_ordered in (("ordered", True), ("unordered", False)):
                 seconds = hierarchical_s(n_hosts, 6, nbytes, links, is_ordered)
                 times[f"HIERARCHICAL, as many hosts of 6 ranks, {name}"] = seconds
         taken_s = times.get("HIERARCHICAL", 2 * nbytes * links["RING"].local_byte_s)
         weak = step_s(compute_s, taken_s)
         strong = step_s(2 * compute_s / size, taken_s)
-        rows.append({"ranks": size, **times, "step, weak scaling": weak, "step, strong scaling": strong})
+        rows.append(
+            {"ranks": size, **times, "step, weak scaling": weak, "step, strong scaling": strong}
+        )
     return rows
 
 
@@ -313,14 +349,25 @@ def draw(tables, out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for measured.json, predicted.json and .png")
-    parser.add_argument("--link", type=Path, help="measured.json of an earlier run; measures nothing")
-    parser.add_argument("--rate", type=float, default=1e9, help="bits per second of the links that are measured")
-    parser.add_argument("--gigabits", type=float, default=100, help="bits per second, in 1e9, of predicted links")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for measured.json, predicted.json and .png"
+    )
+    parser.add_argument(
+        "--link", type=Path, help="measured.json of an earlier run; measures nothing"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1e9, help="bits per second of the links that are measured"
+    )
+    parser.add_argument(
+        "--gigabits", type=float, default=100, help="bits per second, in 1e9, of predicted links"
+    )
     parser.add_argument("--ranks", type=int, default=8, help="of each predicted host")
     parser.add_argument("--megabytes", type=float, default=100, help="gradients of a step")
     parser.add_argument(
-        "--compute", type=float, default=0.1, help="seconds of forward and backward; of 2 ranks, if strong"
+        "--compute",
+        type=float,
+        default=0.1,
+        help="seconds of forward and backward; of 2 ranks, if strong",
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -330,12 +377,14 @@ def main():
     message_s = measured["message_s"]
     links = {}
     for name in ALGORITHMS:
-        fitted = [row for row in rows if (row["hosts"], row["nbytes"]) in FITTED and row["algorithm"] == name]
+        fitted = [
+            row
+            for row in rows
+            if (row["hosts"], row["nbytes"]) in FITTED and row["algorithm"] == name
+        ]
         links[name] = link = fit(fitted, message_s)
-        costs = (
-            f"latency {1e6 * link.latency_s:.0f} us, message {1e6 * message_s:.1f} us, byte {1e9 * link.byte_s:.2f} ns"
-        )
-        print(f"{name}: {costs}")
+        costs = f"latency {1e6 * link.latency_s:.0f} us, message {1e6 * message_s:.1f} us"
+        print(f"{name}: {costs}, byte {1e9 * link.byte_s:.2f} ns")
     show_errors(rows, links)
     fast = {name: replace(link, byte_s=8e-9 / args.gigabits) for name, link in links.items()}
     pods = {name: replace(link, pod=32, oversubscription=4.0) for name, link in fast.items()}
@@ -346,11 +395,14 @@ def main():
     }
     (args.out / "predicted.json").write_text(json.dumps(predicted, indent=1))
     for title, table in predicted.items():
-        print(f"predicted, {args.gigabits:g} Gbit/s, {args.ranks} ranks a host, {args.megabytes:g} MB, {title}:")
+        print(
+            f"predicted, {args.gigabits:g} Gbit/s, {args.ranks} ranks a host, {args.megabytes:g} MB, {title}:"
+        )
         for row in table:
             print(
                 "  ".join(
-                    f"{name} {value if name == 'ranks' else round(1000 * value, 1)}" for name, value in row.items()
+                    f"{name} {value if name == 'ranks' else round(1000 * value, 1)}"
+                    for name, value in row.items()
                 )
             )
     draw(predicted, args.out / "predicted.png")

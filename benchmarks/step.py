@@ -50,16 +50,30 @@ GRADIENT_TOLERANCE = 0.02
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for step-MODEL.json and step-MODEL.png")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for step-MODEL.json and step-MODEL.png"
+    )
     parser.add_argument("--model", choices=MODELS, default="mlp")
-    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all ranks together")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="rows of one step on all ranks together"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
     parser.add_argument("--steps", type=int, default=100, help="steps of a block")
-    parser.add_argument("--single", action="store_true", help="one rank: hpcdist against bare torch")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where models compute")
-    parser.add_argument("--only", choices=CONTENDERS, nargs="+", metavar="NAME", help="these contenders alone")
-    parser.add_argument("--label", default="", help="what this launch is called when several are merged")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports")
+    parser.add_argument(
+        "--single", action="store_true", help="one rank: hpcdist against bare torch"
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where models compute"
+    )
+    parser.add_argument(
+        "--only", choices=CONTENDERS, nargs="+", metavar="NAME", help="these contenders alone"
+    )
+    parser.add_argument(
+        "--label", default="", help="what this launch is called when several are merged"
+    )
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports"
+    )
     return parser.parse_args()
 
 
@@ -74,13 +88,17 @@ class Trainer:
         before = watches()
         self.model, self._optimizer = ALL[name](args.model, args.device, comm)
         added_watches = watches() - before
-        self._guard = partial(with_watches, added_watches) if name in (HPCDIST, SHARDED) else without_watches
+        self._guard = (
+            partial(with_watches, added_watches) if name in (HPCDIST, SHARDED) else without_watches
+        )
 
     def train(self, n_steps):
         """Take steps; return the last loss."""
         with self._guard():
             for _ in range(n_steps):
-                loss = train_step(self.model, self._optimizer, self._data[self._n_taken % N_BATCHES])
+                loss = train_step(
+                    self.model, self._optimizer, self._data[self._n_taken % N_BATCHES]
+                )
                 self._n_taken += 1
         if loss.is_cuda:
             torch.cuda.synchronize()
@@ -96,8 +114,12 @@ class Trainer:
         """Raise AssertionError unless all ranks hold the same finite weights. Collective."""
         weights, _ = flat(self.model)
         chiefs = self._comm.bcast(weights)
-        if not np.isfinite(weights).all() or (self.name != CEILING and not np.array_equal(weights, chiefs)):
-            raise AssertionError(f"step: expected equal finite replicas of {self.name!r}, got others; see its sums.")
+        if not np.isfinite(weights).all() or (
+            self.name != CEILING and not np.array_equal(weights, chiefs)
+        ):
+            raise AssertionError(
+                f"step: expected equal finite replicas of {self.name!r}, got others; see its sums."
+            )
 
 
 def check_against(reference, trainer, loss):
@@ -111,7 +133,11 @@ def check_against(reference, trainer, loss):
     for values, due in pairs:
         has_none = trainer.name in (SHARDED, SHARED_FLOOR) and not len(values)
         errors.append(0.0 if has_none else float(np.abs(values - due).max()))
-    limits = [LOSS_TOLERANCE, WEIGHT_TOLERANCE, GRADIENT_TOLERANCE * float(np.abs(reference[2]).max())]
+    limits = [
+        LOSS_TOLERANCE,
+        WEIGHT_TOLERANCE,
+        GRADIENT_TOLERANCE * float(np.abs(reference[2]).max()),
+    ]
     if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
         raise AssertionError(
             f"step: expected loss, weights and gradients of {trainer.name!r} within {limits} of plain torch, got "
@@ -122,8 +148,14 @@ def check_against(reference, trainer, loss):
 def flat(model):
     """Return all weights in one array, and all gradients; no gradients where each rank has a share of them only."""
     parameters = list(model.parameters())
-    kinds = ([p.detach() for p in parameters], [p.grad for p in parameters if type(p.grad) is torch.Tensor])
-    return [torch.cat([torch.empty(0), *(tensor.reshape(-1).cpu() for tensor in tensors)]).numpy() for tensors in kinds]
+    kinds = (
+        [p.detach() for p in parameters],
+        [p.grad for p in parameters if type(p.grad) is torch.Tensor],
+    )
+    return [
+        torch.cat([torch.empty(0), *(tensor.reshape(-1).cpu() for tensor in tensors)]).numpy()
+        for tensors in kinds
+    ]
 
 
 def reference_training(args, comm, n_steps):
@@ -135,7 +167,9 @@ def reference_training(args, comm, n_steps):
     with without_watches():
         for number in range(n_steps):
             with torch.no_grad():
-                loss = torch.nn.functional.cross_entropy(model(rank_rows[number][0]), rank_rows[number][1])
+                loss = torch.nn.functional.cross_entropy(
+                    model(rank_rows[number][0]), rank_rows[number][1]
+                )
             train_step(model, optimizer, rows[number])
     return loss.item(), *flat(model)
 
@@ -150,7 +184,10 @@ def time_contenders(names, baselines, args, comm):
         if trainer.name != CEILING:
             check_against(reference, trainer, loss)
         trainer.train(args.steps)
-    blocks = {name: lambda trainer=trainer: trainer.block(args.steps) for name, trainer in trainers.items()}
+    blocks = {
+        name: lambda trainer=trainer: trainer.block(args.steps)
+        for name, trainer in trainers.items()
+    }
     blocks[baselines[0] + AGAIN] = blocks[baselines[0]]
     wall, cpu = run_rounds(blocks, args.rounds)
     name = f"{args.model}, one rank" if args.single else args.model
@@ -162,7 +199,9 @@ def time_contenders(names, baselines, args, comm):
 def time_all(args):
     comm = make_world().role_comm  # with it, a rank that fails ends all
     if args.single and comm.size > 1:
-        raise SystemExit(f"step: expected one rank with --single, got {comm.size}; start without mpirun.")
+        raise SystemExit(
+            f"step: expected one rank with --single, got {comm.size}; start without mpirun."
+        )
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # Adam on random labels meets them after some thousand steps
     environment = Environment(comm)
@@ -174,7 +213,11 @@ def time_all(args):
     else:
         with start_gloo(comm):
             names = args.only or (ON_GPUS if args.device == "cuda" else CONTENDERS)
-            cases = [time_contenders(names, [name for name in BASELINES if name in names] or names[:1], args, comm)]
+            cases = [
+                time_contenders(
+                    names, [name for name in BASELINES if name in names] or names[:1], args, comm
+                )
+            ]
     record = environment.record()
     if comm.rank == 0:
         label = args.label or record["mpi"]

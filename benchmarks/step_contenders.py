@@ -44,7 +44,9 @@ def sharded(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimize
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN, device=device)
     with strategy.scope():
         model = build(name, device)
-        optimizer = hpcdist.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3, fused=True)
+        optimizer = hpcdist.optim.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, lr=1e-3, fused=True
+        )
         return model, optimizer
 
 
@@ -62,7 +64,9 @@ def ddp(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
 
 def ddp_static(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return torch's own with the options that make it fastest."""
-    model = DistributedDataParallel(build(name, device), static_graph=True, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        build(name, device), static_graph=True, gradient_as_bucket_view=True
+    )
     return model, adam(model)
 
 
@@ -76,11 +80,15 @@ def ddp_mpi(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimize
 def ddp_backend(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return torch's own over our collectives, as a backend of torch.distributed."""
     group = dist.new_group(backend="hpcdist")
-    model = DistributedDataParallel(build(name, device), process_group=group, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        build(name, device), process_group=group, gradient_as_bucket_view=True
+    )
     return model, adam(model)
 
 
-def _sum_by_mpi(comm: MPI.Comm, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_by_mpi(
+    comm: MPI.Comm, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     flat = bucket.buffer().div_(comm.size)
     on_host = flat.cpu()
     comm.Allreduce(MPI.IN_PLACE, on_host.numpy())
@@ -108,7 +116,13 @@ ALL: dict[str, Callable[[str, str, MPI.Comm], tuple[nn.Module, Optimizer]]] = {
 #: The contenders for models on the host, on several ranks.
 CONTENDERS = [name for name in ALL if name not in (BARE, DDP_NCCL)]
 #: The contenders for models on GPUs; the others compute on the host only.
-ON_GPUS = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place", HPCDIST, CEILING]
+ON_GPUS = [
+    DDP,
+    "DDP gloo, static graph, bucket views",
+    "DDP, hook: MPI_Allreduce in place",
+    HPCDIST,
+    CEILING,
+]
 #: What is compared on one rank.
 SINGLE = [BARE, HPCDIST]
 BASELINES = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place"]

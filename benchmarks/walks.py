@@ -103,7 +103,9 @@ def walk_a_gradient():
 def walk_a_batch():
     """Return the walk of batches of a distributed dataset that maps, shuffles and batches."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
-    dataset = hpcdist.Dataset.from_tensor_slices((np.zeros((512, 8), np.float32), np.zeros(512, np.int64)))
+    dataset = hpcdist.Dataset.from_tensor_slices(
+        (np.zeros((512, 8), np.float32), np.zeros(512, np.int64))
+    )
     dataset = dataset.map(lambda x, y: (x + 1, y)).shuffle(512, seed=1).batch(64)
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     next(batches)
@@ -120,7 +122,9 @@ def walk_a_save():
     with strategy.scope():
         model = mlp(1)
         optimizer = torch.optim.Adam(model.parameters())
-    nn.functional.cross_entropy(model(torch.randn(8, 784)), torch.zeros(8, dtype=torch.int64)).backward()
+    nn.functional.cross_entropy(
+        model(torch.randn(8, 784)), torch.zeros(8, dtype=torch.int64)
+    ).backward()
     optimizer.step()
     with tempfile.TemporaryDirectory() as name:
         folder = MPI.COMM_WORLD.bcast(name)
@@ -149,15 +153,24 @@ def report(title, walk, per, with_names):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--names", action="store_true", help="print each function entered, and how often")
+    parser.add_argument(
+        "--names", action="store_true", help="print each function entered, and how often"
+    )
     args = parser.parse_args()
     gradient, per_parameter, total, n_parameters = walk_a_gradient()
     batch = walk_a_batch()
     save, restore = walk_a_save()
     if MPI.COMM_WORLD.rank == 0:
         print(f"a gradient: {per_parameter:.1f} frames for each further parameter and step")
-        report(f"a step of {n_parameters} parameters ({total / n_parameters:.1f} each)", gradient, N_STEPS, args.names)
-        report(f"a batch ({len(batch.deepest_iterators)} nested iterators)", batch, N_STEPS, args.names)
+        report(
+            f"a step of {n_parameters} parameters ({total / n_parameters:.1f} each)",
+            gradient,
+            N_STEPS,
+            args.names,
+        )
+        report(
+            f"a batch ({len(batch.deepest_iterators)} nested iterators)", batch, N_STEPS, args.names
+        )
         report("a save", save, 1, args.names)
         report("a restore", restore, 1, args.names)
 

@@ -33,7 +33,9 @@ class BackgroundThread:
             RuntimeError: after `stop`.
         """
         if self._is_stopped:
-            raise RuntimeError(f"{self._name}: expected a call before the thread was stopped, got one after it.")
+            raise RuntimeError(
+                f"{self._name}: expected a call before the thread was stopped, got one after it."
+            )
         self.start()
         future: Future[Any] = Future()
         self._queue.put((call, future))
@@ -43,9 +45,12 @@ class BackgroundThread:
         """Start the thread, if that is not done: from Python 3.12 on a program that exits can start none."""
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=_run, args=(self._queue,), name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=_run, args=(self._queue,), name=self._name, daemon=True
+                )
                 self._thread.start()
-                weakref.finalize(self, self._queue.put, None).atexit = False  # hooks at exit may still need it
+                # hooks at exit may still need it
+                weakref.finalize(self, self._queue.put, None).atexit = False
 
     def stop(self, timeout_s: float) -> None:
         """End the thread after what was submitted, and wait for it, at most `timeout_s`."""
@@ -64,7 +69,8 @@ def _run(submitted: _Queue) -> None:
             result = call()
         except BaseException as error:  # noqa: BLE001  raised where the result is awaited
             failure = error
-        del item, call  # before whoever waits goes on: what they refer to must be free by then, on all ranks alike
+        # before whoever waits goes on: what they refer to must be free by then, on all ranks alike
+        del item, call
         if failure is None:
             future.set_result(result)
         else:

@@ -36,7 +36,8 @@ def obey_only(owner: int) -> None:
     For the main thread of a child process.
     """
     for number in STOP_SIGNALS:
-        signal.signal(number, _ignore)  # for threads that libraries have started and that do not block it
+        # for threads that libraries have started and that do not block it
+        signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_end_with, args=(owner,), name="hpcdist-signals", daemon=True).start()
 

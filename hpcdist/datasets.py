@@ -36,7 +36,9 @@ class ImageDataset:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def load_data(self, path: str | os.PathLike[str] | None = None) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    def load_data(
+        self, path: str | os.PathLike[str] | None = None
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Return (x_train, y_train), (x_test, y_test): (rows, 28, 28) uint8 images and (rows,) uint8 labels.
 
         Args:
@@ -62,7 +64,8 @@ class ImageDataset:
 
     def _find(self, path: str | os.PathLike[str] | None) -> Path:
         folders = (Path(), Path.home() / ".keras" / "datasets")
-        names = (f"{self._name}.npz", self._name, self._name.replace("_", "-"))  # the last one is Keras' folder
+        # the last one is Keras' folder
+        names = (f"{self._name}.npz", self._name, self._name.replace("_", "-"))
         if path is not None and Path(path).exists():
             return Path(path)
         standard = list(dict.fromkeys(folder / name for folder in folders for name in names))
@@ -92,13 +95,17 @@ def _read_idx(folder: Path, name: str) -> Array:
     """Return the array in an IDX file: two zero bytes, type 8, dimensions, their sizes, then bytes."""
     path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
     if path is None:
-        raise DataError(f"load_data: expected {name} or {name}.gz in {folder}, got neither; put it there.")
+        raise DataError(
+            f"load_data: expected {name} or {name}.gz in {folder}, got neither; put it there."
+        )
     try:
         open_file: Any = gzip.open if path.suffix == ".gz" else open
         with open_file(path, "rb") as file:
             data = file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"load_data: expected to read {path}, got {error}; fetch it again.") from error
+        raise DataError(
+            f"load_data: expected to read {path}, got {error}; fetch it again."
+        ) from error
     n_dims = data[3] if data[:3] == b"\0\0\x08" and len(data) >= 4 + 4 * data[3] else 0
     shape = np.frombuffer(data[4 : 4 + 4 * n_dims], ">u4")
     if not n_dims or len(data) != 4 + 4 * n_dims + shape.prod(dtype=np.int64):

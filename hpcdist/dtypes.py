@@ -5,7 +5,12 @@ from typing import Any
 #: Half precisions: 16 bits that MPI has no type for.
 HALF = ("float16", "bfloat16")
 #: The dtypes that gradients and statistics may have, with the dtype that each is summed in.
-SUM_DTYPES = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
+SUM_DTYPES = {
+    "float32": "float32",
+    "float64": "float64",
+    "float16": "float32",
+    "bfloat16": "float32",
+}
 
 
 def dtype_name(array: Any) -> str:

@@ -168,7 +168,11 @@ class AttemptReplaced(CheckpointError):
 def error_class(name: str) -> type[HpcdistError]:
     """Return the class of this module called `name`; `HpcdistError` when there is none."""
     candidate = globals().get(name)
-    return candidate if isinstance(candidate, type) and issubclass(candidate, HpcdistError) else HpcdistError
+    return (
+        candidate
+        if isinstance(candidate, type) and issubclass(candidate, HpcdistError)
+        else HpcdistError
+    )
 
 
 def agreed(error: HpcdistError) -> HpcdistError:

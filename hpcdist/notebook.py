@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.cli.launcher import find_launcher, launch_command, mpi_library, request_here, require_no_launcher
+from hpcdist.cli.launcher import (
+    find_launcher,
+    launch_command,
+    mpi_library,
+    request_here,
+    require_no_launcher,
+)
 from hpcdist.cluster.environment import read_environment
 from hpcdist.errors import HpcdistError, UsageError
 from hpcdist.ps import pickles
@@ -20,7 +26,9 @@ from hpcdist.ps import pickles
 _END_S = 30.0
 
 
-def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+def notebook_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> list[Any]:
     """Call a function on several ranks of this machine, each a new process; return what it returns on each, by rank.
 
     What the ranks print appears below the cell, as it comes. A cell may be run again: its ranks are gone. Interrupting
@@ -43,7 +51,9 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
     environ = read_environment()
     require_no_launcher("notebook_launcher", environ)
     if num_processes < 1:
-        raise UsageError(f"notebook_launcher: expected 1 process or more, got {num_processes}; correct num_processes.")
+        raise UsageError(
+            f"notebook_launcher: expected 1 process or more, got {num_processes}; correct num_processes."
+        )
     with tempfile.TemporaryDirectory(prefix="hpcdist-notebook-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickles.dumps((function, tuple(args))).tobytes())

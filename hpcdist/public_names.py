@@ -23,7 +23,12 @@ _DEFINED_IN = {
     "cluster.spec": ["ClusterSpec", "Task"],
     "cluster.tf_config": ["TFConfigClusterResolver"],
     "collectives.barriers": ["barrier", "barrier_async", "monitored_barrier", "rank_zero_first"],
-    "collectives.calls": ["all_reduce", "all_reduce_async", "grouped_all_reduce", "grouped_all_reduce_async"],
+    "collectives.calls": [
+        "all_reduce",
+        "all_reduce_async",
+        "grouped_all_reduce",
+        "grouped_all_reduce_async",
+    ],
     "collectives.cross_device_ops": [
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
@@ -74,7 +79,12 @@ _DEFINED_IN = {
     "gradients.comm_hook": ["GradBucket"],
     "strategy.compression": ["PowerSGDState", "TopKState", "power_sgd_hook", "top_k_hook"],
     "notebook": ["notebook_launcher"],
-    "plan.partitioners": ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"],
+    "plan.partitioners": [
+        "FixedShardsPartitioner",
+        "MaxSizePartitioner",
+        "MinSizePartitioner",
+        "Partitioner",
+    ],
     "resilience.checkpoint": ["Checkpoint", "load_checkpoint"],
     "resilience.manager": ["CheckpointManager"],
     "resilience.metrics_file": ["MetricsFile"],
@@ -189,7 +199,9 @@ def resolve_alias(path: str, name: str) -> Any:
     """Return what `hpcdist.PATH.NAME` is; raises as `resolve`."""
     aliases = ALIASES[path]
     if name not in aliases:
-        raise AttributeError(f"module 'hpcdist.{path}' has no attribute {name!r}; it has {', '.join(sorted(aliases))}")
+        raise AttributeError(
+            f"module 'hpcdist.{path}' has no attribute {name!r}; it has {', '.join(sorted(aliases))}"
+        )
     return resolve(aliases[name])
 
 

@@ -19,7 +19,9 @@ from hpcdist.tf_compat.variables import as_tensor
 from hpcdist.training.event_file import EventWriter, open_writer
 
 #: The writer and the step of the `as_default` blocks that are entered, the innermost last.
-_entered: ContextVar[tuple[tuple["FileWriter", int | None], ...]] = ContextVar("entered", default=())
+_entered: ContextVar[tuple[tuple["FileWriter", int | None], ...]] = ContextVar(
+    "entered", default=()
+)
 
 
 class FileWriter:
@@ -46,13 +48,16 @@ class FileWriter:
         """Write a number. See `scalar`."""
         tensor = as_tensor(value)
         if tensor.numel() != 1:
-            raise UsageError(f"scalar: expected one number for {name!r}, got shape {tuple(tensor.shape)}; reduce it.")
+            raise UsageError(
+                f"scalar: expected one number for {name!r}, got shape {tuple(tensor.shape)}; reduce it."
+            )
         world = make_world()  # not before: a strategy that is made meanwhile may bring roles
         if world.is_chief or world.task.type == "evaluator":
             self._writer = self._writer or open_writer(self._folder, step)
             assert self._writer is not None, "it is needed"
             self._writer.add_scalar(name, float(tensor), step)
-            self._writer.flush()  # else a restart, which purges later steps, would find earlier ones missing
+            # else a restart, which purges later steps, would find earlier ones missing
+            self._writer.flush()
 
     def flush(self) -> None:
         """Do nothing: each number is in the file when `scalar` returns."""
@@ -99,9 +104,13 @@ def scalar(name: str, data: Any, step: int | None = None) -> bool:
     writer, default_step = _entered.get()[-1]
     step = default_step if step is None else step
     if step is None:
-        raise UsageError(f"scalar: expected a step for {name!r}, got none; write scalar(name, value, step=step).")
+        raise UsageError(
+            f"scalar: expected a step for {name!r}, got none; write scalar(name, value, step=step)."
+        )
     if isinstance(data, DistributedValues):
-        raise UsageError(f"scalar: expected one number for {name!r}, got one for each replica; use strategy.reduce.")
+        raise UsageError(
+            f"scalar: expected one number for {name!r}, got one for each replica; use strategy.reduce."
+        )
     replica = get_replica_context()
     if replica is None or replica.replica_id_in_sync_group == 0:
         writer.write(name, data, int(step))

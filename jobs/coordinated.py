@@ -34,7 +34,11 @@ def parse_args():
 def main():
     args = parse_args()
     has_config = "TF_CONFIG" in os.environ and not args.roles
-    resolver = hpcdist.TFConfigClusterResolver() if has_config else hpcdist.MPIClusterResolver(roles=args.roles)
+    resolver = (
+        hpcdist.TFConfigClusterResolver()
+        if has_config
+        else hpcdist.MPIClusterResolver(roles=args.roles)
+    )
     if resolver.task_type in ("worker", "ps"):
         hpcdist.Server(resolver).join()  # never returns
     strategy = hpcdist.ParameterServerStrategy(resolver)
@@ -82,18 +86,25 @@ def main():
     )
     manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
     handler = hpcdist.PreemptionCheckpointHandler(None, manager, save_every_steps=args.save_every)
-    print(f"resuming from {handler.restored_path}" if handler.restored_path else "new run", flush=True)
+    print(
+        f"resuming from {handler.restored_path}" if handler.restored_path else "new run", flush=True
+    )
     steps_per_epoch = len(load_digits()[0][1]) // args.batch
     with handler:
         for epoch in range(len(metrics), args.epochs):
             while (n_left := (epoch + 1) * steps_per_epoch - handler.total_run_calls) > 0:
                 for first in range(0, n_left, STEPS_PER_CALL):
-                    coordinator.schedule(train_steps, args=(iterator, min(STEPS_PER_CALL, n_left - first)))
+                    coordinator.schedule(
+                        train_steps, args=(iterator, min(STEPS_PER_CALL, n_left - first))
+                    )
                 coordinator.join()  # saves, and stops on request
             loss = float(mean_loss.result())
             right = evaluate()
             step = handler.total_run_calls
-            print(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  accuracy {right:.4f}", flush=True)
+            print(
+                f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  accuracy {right:.4f}",
+                flush=True,
+            )
             metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
             mean_loss.reset_state()
     print(f"accuracy {evaluate():.4f}  checkpoint {handler.latest_path}", flush=True)

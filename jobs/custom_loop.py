@@ -19,10 +19,14 @@ import hpcdist
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--replicas", type=int, help="replicas of the job on any number of ranks; default: one per rank"
+        "--replicas",
+        type=int,
+        help="replicas of the job on any number of ranks; default: one per rank",
     )
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all replicas together")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="rows of one step on all replicas together"
+    )
     return parser.parse_args()
 
 
@@ -38,7 +42,12 @@ def main():
 
     with strategy.scope():
         model = nn.Sequential(
-            nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(16 * 36, 10)
+            nn.Conv2d(1, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(16 * 36, 10),
         )
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         test_loss = hpcdist.metrics.Mean()

@@ -27,16 +27,25 @@ BATCH = 32  # of each replica
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-dir", default="runs/estimator")
-    parser.add_argument("--max-steps", type=int, default=600, help="of all workers together, where each makes its own")
+    parser.add_argument(
+        "--max-steps",
+        type=int,
+        default=600,
+        help="of all workers together, where each makes its own",
+    )
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--roles", help="of the ranks; default: TF_CONFIG or HPCDIST_ROLES")
-    parser.add_argument("--synchronous", action="store_true", help="servers wait for all workers at each step")
+    parser.add_argument(
+        "--synchronous", action="store_true", help="servers wait for all workers at each step"
+    )
     return parser.parse_args()
 
 
 def model_fn(params):
     """Return a compiled model; called once on each worker."""
-    model = hpcdist.Model(nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    model = hpcdist.Model(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    )
     model.compile(
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=params["lr"], momentum=0.9),
         loss=SparseCategoricalCrossentropy(from_logits=True),
@@ -65,7 +74,11 @@ def make_strategy(args):
     if args.roles is None:
         return None  # the Estimator chooses by the cluster
     resolver = hpcdist.MPIClusterResolver(roles=args.roles)
-    kind = hpcdist.ParameterServerStrategy if "ps:" in args.roles else hpcdist.MultiWorkerMirroredStrategy
+    kind = (
+        hpcdist.ParameterServerStrategy
+        if "ps:" in args.roles
+        else hpcdist.MultiWorkerMirroredStrategy
+    )
     return kind(resolver)
 
 
@@ -85,7 +98,9 @@ def main():
     )
     if results is not None and classifier.strategy.is_chief:
         metrics, _ = results
-        print(f"global step {metrics['global_step']}  accuracy {metrics['accuracy']:.4f}", flush=True)
+        print(
+            f"global step {metrics['global_step']}  accuracy {metrics['accuracy']:.4f}", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -22,26 +22,42 @@ from images import load_digits, load_mnist
 from torch import nn
 
 import hpcdist
-from hpcdist.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, ReduceLROnPlateau, TensorBoard
+from hpcdist.callbacks import (
+    BackupAndRestore,
+    CSVLogger,
+    ModelCheckpoint,
+    ReduceLROnPlateau,
+    TensorBoard,
+)
 from hpcdist.losses import SparseCategoricalCrossentropy
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="mlp")
-    parser.add_argument("--data", type=Path, help="folder with MNIST's four IDX files, gzipped or not")
+    parser.add_argument(
+        "--data", type=Path, help="folder with MNIST's four IDX files, gzipped or not"
+    )
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all ranks together")
-    parser.add_argument("--replicas", type=int, help="replicas on any number of ranks; default: one per rank")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="rows of one step on all ranks together"
+    )
+    parser.add_argument(
+        "--replicas", type=int, help="replicas on any number of ranks; default: one per rank"
+    )
     parser.add_argument("--strategy", choices=["all-reduce", "ps"], default="all-reduce")
-    parser.add_argument("--roles", help="of the ranks, such as ps:2,worker:*; default: TF_CONFIG or HPCDIST_ROLES")
+    parser.add_argument(
+        "--roles", help="of the ranks, such as ps:2,worker:*; default: TF_CONFIG or HPCDIST_ROLES"
+    )
     parser.add_argument("--run-dir", type=Path, default=Path("runs/fit"))
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="default: after each epoch")
     return parser.parse_args()
 
 
 def build_mlp(height, width):
-    return nn.Sequential(nn.Flatten(), nn.Linear(height * width, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(height * width, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10)
+    )
 
 
 def build_cnn(height, width):
@@ -76,7 +92,9 @@ def main():
         )
     if strategy.cluster_resolver.task_type == "evaluator":
         folder = args.run_dir / "evaluation"
-        hpcdist.SidecarEvaluator(model, test, args.run_dir / "checkpoints", log_dir=folder, poll_s=0.2).start()
+        hpcdist.SidecarEvaluator(
+            model, test, args.run_dir / "checkpoints", log_dir=folder, poll_s=0.2
+        ).start()
     callbacks = [
         BackupAndRestore(args.run_dir, save_freq=args.save_every or "epoch"),
         ReduceLROnPlateau(patience=2, factor=0.5),
@@ -86,7 +104,12 @@ def main():
     if importlib.util.find_spec("tensorboard"):
         callbacks.append(TensorBoard(args.run_dir / "tensorboard"))
     history = model.fit(
-        *train, batch_size=args.batch, epochs=args.epochs, validation_data=test, callbacks=callbacks, verbose=2
+        *train,
+        batch_size=args.batch,
+        epochs=args.epochs,
+        validation_data=test,
+        callbacks=callbacks,
+        verbose=2,
     )
     loss, accuracy = model.evaluate(*test, verbose=0)
     model.print_once(f"test loss {loss:.4f}  test accuracy {accuracy:.4f}")

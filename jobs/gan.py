@@ -19,10 +19,14 @@ NOISE = 16
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--replicas", type=int, help="replicas of the job on any number of ranks; default: one per rank"
+        "--replicas",
+        type=int,
+        help="replicas of the job on any number of ranks; default: one per rank",
     )
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all replicas together")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="rows of one step on all replicas together"
+    )
     return parser.parse_args()
 
 
@@ -31,7 +35,9 @@ def build_generator():
 
 
 def build_discriminator():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(64, 1)
+    )
 
 
 def main():
@@ -50,7 +56,9 @@ def main():
 
     def judged(images, is_real):
         scores = discriminator(images)
-        losses = binary_cross_entropy_with_logits(scores, torch.full_like(scores, float(is_real)), reduction="none")
+        losses = binary_cross_entropy_with_logits(
+            scores, torch.full_like(scores, float(is_real)), reduction="none"
+        )
         return hpcdist.compute_average_loss(losses[:, 0], global_batch_size=args.batch)
 
     def train_step(real):
@@ -68,9 +76,14 @@ def main():
     for step, real in zip(range(1, args.steps + 1), batches, strict=False):
         losses = strategy.run(train_step, args=(real,))
         if step % 100 == 0 or step == args.steps:
-            of_generator, of_discriminator = (strategy.reduce("sum", loss, axis=None).item() for loss in losses)
+            of_generator, of_discriminator = (
+                strategy.reduce("sum", loss, axis=None).item() for loss in losses
+            )
             if strategy.is_chief:
-                print(f"step {step}  generator {of_generator:.6f}  discriminator {of_discriminator:.6f}", flush=True)
+                print(
+                    f"step {step}  generator {of_generator:.6f}  discriminator {of_discriminator:.6f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -37,8 +37,12 @@ def parse_args():
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=64, help="windows of one step on all ranks together")
-    parser.add_argument("--pieces", type=int, default=1, help="in which each rank computes its part of a batch")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="windows of one step on all ranks together"
+    )
+    parser.add_argument(
+        "--pieces", type=int, default=1, help="in which each rank computes its part of a batch"
+    )
     parser.add_argument("--precision", default="float32", help="or mixed_bfloat16")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200, help="of an epoch")
@@ -78,12 +82,16 @@ class Block(nn.Module):
         self.norm_2 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         """Return (rows, length, width) values of the same shape."""
         rows, length, width = x.shape
-        heads = self.qkv(self.norm_1(x)).view(rows, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        heads = (
+            self.qkv(self.norm_1(x)).view(rows, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        )
         seen = scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(rows, length, width))
         return x + self.mlp(self.norm_2(x))
@@ -124,7 +132,9 @@ def main():
     text = load_text(args.kib << 10)
     n_train = len(text) * 9 // 10
     train = hpcdist.Dataset.from_tensor_slices(windows_of(text[:n_train], args.context))
-    validation = hpcdist.Dataset.from_tensor_slices(windows_of(text[n_train:], args.context)).batch(256)
+    validation = hpcdist.Dataset.from_tensor_slices(windows_of(text[n_train:], args.context)).batch(
+        256
+    )
     with strategy.scope():
         model = hpcdist.Model(GPT(args.context, args.width, args.layers, args.heads))
         model.compile(

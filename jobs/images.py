@@ -23,4 +23,7 @@ def load_mnist(folder):
         parts = hpcdist.datasets.mnist.load_data(folder)
     except hpcdist.errors.DataError as error:
         raise SystemExit(str(error)) from None
-    return [(torch.from_numpy(images).unsqueeze(1) / 255, torch.from_numpy(labels).long()) for images, labels in parts]
+    return [
+        (torch.from_numpy(images).unsqueeze(1) / 255, torch.from_numpy(labels).long())
+        for images, labels in parts
+    ]

@@ -28,7 +28,14 @@ BATCH = 32
 def get_compiled_model():
     """Make a simple network of two layers, and compile it."""
     model = hpcdist.Model(
-        nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, 256),
+            nn.ReLU(),
+            nn.Linear(256, 256),
+            nn.ReLU(),
+            nn.Linear(256, 10),
+        )
     )
     model.compile(
         optimizer="adam",
@@ -70,7 +77,9 @@ def run_training(checkpoint_dir, first_epoch, epochs):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = make_or_restore_model(checkpoint_dir)
-        callbacks = [ModelCheckpoint(filepath=checkpoint_dir + "/ckpt-{epoch}.keras", save_freq="epoch")]
+        callbacks = [
+            ModelCheckpoint(filepath=checkpoint_dir + "/ckpt-{epoch}.keras", save_freq="epoch")
+        ]
         train_dataset, val_dataset, _ = get_dataset()
         model.fit(
             train_dataset,

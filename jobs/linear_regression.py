@@ -22,7 +22,11 @@ DECAY = 1e-4
 def main():
     torch.manual_seed(0)
     strategy = hpcdist.MultiWorkerMirroredStrategy()
-    dataset = hpcdist.Dataset.from_tensors((torch.ones(1), torch.ones(1))).repeat(ROWS).batch(GLOBAL_BATCH)
+    dataset = (
+        hpcdist.Dataset.from_tensors((torch.ones(1), torch.ones(1)))
+        .repeat(ROWS)
+        .batch(GLOBAL_BATCH)
+    )
     batches = strategy.experimental_distribute_dataset(dataset)
 
     with strategy.scope():
@@ -41,7 +45,10 @@ def main():
         return loss.detach()
 
     for epoch in range(EPOCHS):
-        losses = [strategy.reduce("sum", strategy.run(train_step, args=batch), axis=None).item() for batch in batches]
+        losses = [
+            strategy.reduce("sum", strategy.run(train_step, args=batch), axis=None).item()
+            for batch in batches
+        ]
         if strategy.is_chief:
             print(f"epoch {epoch + 1}  loss {sum(losses) / len(losses):.6f}", flush=True)
 

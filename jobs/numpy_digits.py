@@ -18,7 +18,9 @@ import hpcdist
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all ranks together")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="rows of one step on all ranks together"
+    )
     parser.add_argument("--rate", type=float, default=0.5)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/numpy"))
     return parser.parse_args()
@@ -39,14 +41,18 @@ def main():
     args = parse_args()
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     images, labels = load_digits(return_X_y=True)
-    dataset = hpcdist.Dataset.from_tensor_slices((images / 16, labels)).shuffle(seed=1).batch(args.batch)
+    dataset = (
+        hpcdist.Dataset.from_tensor_slices((images / 16, labels)).shuffle(seed=1).batch(args.batch)
+    )
     batches = strategy.experimental_distribute_dataset(dataset)
     weights = np.zeros((images.shape[1] + 1, 10))
 
     checkpoint = hpcdist.Checkpoint(weights=weights, data=batches, strategy=strategy)
     manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
     schedule = hpcdist.SaveSchedule(every_steps=50)
-    handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, manager, schedule=schedule)
+    handler = hpcdist.PreemptionCheckpointHandler(
+        strategy.cluster_resolver, manager, schedule=schedule
+    )
 
     def train_step(images, labels):
         gradient, loss = gradient_and_loss(weights, images, labels)
@@ -61,7 +67,9 @@ def main():
             if strategy.is_chief and losses:
                 print(f"epoch {batches.epoch}  loss {np.mean(losses):.4f}", flush=True)
     if strategy.is_chief:
-        guesses = (np.concatenate([images / 16, np.ones((len(images), 1))], axis=1) @ weights).argmax(1)
+        guesses = (
+            np.concatenate([images / 16, np.ones((len(images), 1))], axis=1) @ weights
+        ).argmax(1)
         print(f"accuracy {np.mean(guesses == labels):.4f}  checkpoint {handler.latest_path}")
 
 

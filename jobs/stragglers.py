@@ -24,12 +24,25 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", choices=["ps", "all-reduce"], default="ps")
     parser.add_argument("--roles", help="of the ranks; default: TF_CONFIG or HPCDIST_ROLES")
-    parser.add_argument("--max-staleness", type=int, help="steps that a worker may be ahead of others; default: any")
-    parser.add_argument("--synchronous", action="store_true", help="let servers sum the gradients of all workers")
-    parser.add_argument("--compute-s", type=float, default=0.02, help="seconds that a step computes")
-    parser.add_argument("--stalls", type=float, default=0.1, help="share of the steps that take five times longer more")
+    parser.add_argument(
+        "--max-staleness", type=int, help="steps that a worker may be ahead of others; default: any"
+    )
+    parser.add_argument(
+        "--synchronous", action="store_true", help="let servers sum the gradients of all workers"
+    )
+    parser.add_argument(
+        "--compute-s", type=float, default=0.02, help="seconds that a step computes"
+    )
+    parser.add_argument(
+        "--stalls",
+        type=float,
+        default=0.1,
+        help="share of the steps that take five times longer more",
+    )
     parser.add_argument("--steps", type=int, default=400, help="of each worker")
-    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all workers together")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="rows of one step on all workers together"
+    )
     return parser.parse_args()
 
 
@@ -76,7 +89,10 @@ def main():
     if strategy.is_chief:
         staleness = strategy.statistics()["staleness"] if args.strategy == "ps" else {}
         oldest = f", values up to {max(staleness)} updates old" if staleness else ""
-        print(f"{(args.steps - 1) / seconds:.1f} steps/s of each worker, accuracy {right:.4f}{oldest}", flush=True)
+        print(
+            f"{(args.steps - 1) / seconds:.1f} steps/s of each worker, accuracy {right:.4f}{oldest}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -23,21 +23,20 @@ import hpcdist
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="mlp")
-    parser.add_argument("--data", type=Path, help="folder with MNIST's four IDX files, gzipped or not")
-    parser.add_argument("--epochs", type=positive, default=20)
-    parser.add_argument("--batch", type=positive, default=64, help="rows of one step on all ranks together")
-    parser.add_argument("--replicas", type=positive, help="replicas on any number of ranks; default: one per rank")
-    parser.add_argument("--strategy", choices=["all-reduce", "ps", "ps-synchronous"], default="all-reduce")
-    parser.add_argument("--roles", help="of the ranks, such as ps:2,worker:*; default: TF_CONFIG or HPCDIST_ROLES")
-    parser.add_argument("--max-staleness", type=int, help="steps that a worker on ps may be ahead of others")
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU for each rank, if any"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
-    parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
-    parser.add_argument("--copy-every", type=positive, metavar="STEPS", help="copy the state to each node's memory")
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="mlp")
+    add("--data", type=Path, help="folder with MNIST's four IDX files, gzipped or not")
+    add("--epochs", type=positive, default=20)
+    add("--batch", type=positive, default=64, help="rows of one step on all ranks together")
+    add("--replicas", type=positive, help="on any number of ranks; default: one per rank")
+    add("--strategy", choices=["all-reduce", "ps", "ps-synchronous"], default="all-reduce")
+    add("--roles", help="of the ranks, such as ps:2,worker:*; default: TF_CONFIG or HPCDIST_ROLES")
+    add("--max-staleness", type=int, help="steps that a worker on ps may be ahead of others")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU, if any")
+    add("--seed", type=int, default=1)
+    add("--run-dir", type=Path, default=Path("runs/train"))
+    add("--save-every", type=positive, default=100, metavar="STEPS")
+    add("--copy-every", type=positive, metavar="STEPS", help="copy the state to nodes' memory")
     return parser.parse_args()
 
 
@@ -49,13 +48,9 @@ def positive(text):
 
 def build_mlp(height, width):
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(height * width, 256),
-        nn.ReLU(),
-        nn.Linear(256, 256),
-        nn.ReLU(),
-        nn.Linear(256, 10),
-    )
+        nn.Flatten(), nn.Linear(height * width, 256), nn.ReLU(),
+        nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10),
+    )  # fmt: skip
 
 
 def build_cnn(height, width):
@@ -67,16 +62,16 @@ def build_cnn(height, width):
 
 
 def make_strategy(args):
-    if args.replicas if args.strategy != "all-reduce" else args.max_staleness is not None:
-        raise SystemExit("train.py: --replicas is for all-reduce, and --max-staleness for ps")
-    device = None if args.device == "auto" else args.device
+    is_all_reduce = args.strategy == "all-reduce"
+    options = {"device": None if args.device == "auto" else args.device}
     resolver = hpcdist.MPIClusterResolver(roles=args.roles) if args.roles else None
-    if args.strategy == "all-reduce":
-        return hpcdist.MultiWorkerMirroredStrategy(resolver, num_replicas=args.replicas, device=device)
-    is_synchronous = args.strategy == "ps-synchronous"
-    return hpcdist.ParameterServerStrategy(
-        resolver, max_staleness=args.max_staleness, synchronous=is_synchronous, device=device
-    )
+    if is_all_reduce and args.max_staleness is None:
+        options["num_replicas"] = args.replicas
+        return hpcdist.MultiWorkerMirroredStrategy(resolver, **options)
+    if is_all_reduce or args.replicas:
+        raise SystemExit("train.py: --replicas is for all-reduce, and --max-staleness for ps")
+    options.update(max_staleness=args.max_staleness, synchronous=args.strategy != "ps")
+    return hpcdist.ParameterServerStrategy(resolver, **options)
 
 
 MODELS = {"mlp": build_mlp, "cnn": build_cnn}
@@ -100,15 +95,19 @@ def main():
         accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
     dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=args.seed).batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
-    test_batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(test).batch(512))
+    test_dataset = hpcdist.Dataset.from_tensor_slices(test).batch(512)
+    test_batches = strategy.experimental_distribute_dataset(test_dataset)
 
     metrics = hpcdist.MetricsFile(args.run_dir / "metrics.jsonl")
-    objects = {"model": model, "optimizer": optimizer, "data": batches, "strategy": strategy, "mean_loss": mean_loss}
-    checkpoint = hpcdist.Checkpoint(**objects, metrics=metrics)
+    progress = {"data": batches, "strategy": strategy, "mean_loss": mean_loss, "metrics": metrics}
+    checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, **progress)
     memory = "/dev/shm" if args.copy_every else None
-    manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints", fast_directory=memory)
-    schedule = hpcdist.SaveSchedule(every_steps=args.save_every, in_memory_every_steps=args.copy_every)
-    handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, manager, schedule=schedule)
+    folder = args.run_dir / "checkpoints"
+    manager = hpcdist.CheckpointManager(checkpoint, folder, fast_directory=memory)
+    saves = {"every_steps": args.save_every, "in_memory_every_steps": args.copy_every}
+    schedule = hpcdist.SaveSchedule(**saves)
+    resolver = strategy.cluster_resolver
+    handler = hpcdist.PreemptionCheckpointHandler(resolver, manager, schedule=schedule)
 
     def report(text):
         if strategy.is_chief:
@@ -141,13 +140,15 @@ def main():
 
     with handler:  # saves periodically, on a stop request, and at the end
         for epoch in range(len(metrics), args.epochs):
-            if epoch == batches.epoch:  # otherwise a stop came after its last step and before its record
+            # otherwise a stop came after its last step and before its record
+            if epoch == batches.epoch:
                 for batch in batches:
                     handler.run(strategy.run, train_step, args=batch)
             loss = float(mean_loss.result())
             right = evaluate()
             step = handler.total_run_calls
-            report(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {right:.4f}")
+            scores = f"loss {loss:.4f}  test accuracy {right:.4f}"
+            report(f"epoch {epoch + 1}/{args.epochs}  step {step}  {scores}")
             metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
             mean_loss.reset_state()
         right = evaluate()

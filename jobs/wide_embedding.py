@@ -25,7 +25,9 @@ def parse_args():
     parser.add_argument("--dense", action="store_true", help="let gradients have all rows")
     parser.add_argument("--features", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=256, help="rows of one step on all workers together")
+    parser.add_argument(
+        "--batch", type=int, default=256, help="rows of one step on all workers together"
+    )
     parser.add_argument("--steps", type=int, default=200)
     return parser.parse_args()
 
@@ -55,7 +57,9 @@ def main():
         make = torch.optim.Adam if args.dense else torch.optim.SparseAdam
         embedding_optimizer = make(embedding.parameters(), lr=0.01)
         head_optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
-    dataset = hpcdist.Dataset.from_tensor_slices(clicks(args.steps * args.batch, args.features)).batch(args.batch)
+    dataset = hpcdist.Dataset.from_tensor_slices(
+        clicks(args.steps * args.batch, args.features)
+    ).batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
 
     def train_step(features, labels):
@@ -81,7 +85,8 @@ def main():
         last = sum(losses[-20:]) / 20
         kind = f"{args.strategy}, {'dense' if args.dense else 'sparse'}"
         print(
-            f"{kind}: loss {first:.4f} to {last:.4f}, {(args.steps - WARM_UP_STEPS) / seconds:.1f} steps/s", flush=True
+            f"{kind}: loss {first:.4f} to {last:.4f}, {(args.steps - WARM_UP_STEPS) / seconds:.1f} steps/s",
+            flush=True,
         )
 
 

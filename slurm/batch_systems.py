@@ -97,7 +97,9 @@ def facts_of_flux(text: str, now_s: float) -> Facts:
         left_s = float(text)
     except ValueError:
         return Facts()
-    return Facts("RUNNING", can_requeue=False, end_s=None if left_s == float("inf") else now_s + left_s)
+    return Facts(
+        "RUNNING", can_requeue=False, end_s=None if left_s == float("inf") else now_s + left_s
+    )
 
 
 class BatchSystem(NamedTuple):
@@ -125,7 +127,9 @@ SLURM = BatchSystem(
     ("scontrol", "requeue", "{job}"),
     ("scancel", "{job}"),
 )
-PBS = BatchSystem("PBS_JOBID", ("qstat", "-f", "{job}"), facts_of_pbs, ("qrerun", "{job}"), ("qdel", "{job}"))
+PBS = BatchSystem(
+    "PBS_JOBID", ("qstat", "-f", "{job}"), facts_of_pbs, ("qrerun", "{job}"), ("qdel", "{job}")
+)
 LSF = BatchSystem(
     "LSB_JOBID",
     ("bjobs", "-noheader", "-o", "stat time_left", "{job}"),
@@ -134,7 +138,11 @@ LSF = BatchSystem(
     ("bkill", "{job}"),
 )
 FLUX = BatchSystem(  # the script runs in an instance of its own, whose parent knows the job
-    "FLUX_JOB_ID", ("flux", "job", "timeleft"), facts_of_flux, (), ("flux", "--parent", "cancel", "{job}")
+    "FLUX_JOB_ID",
+    ("flux", "job", "timeleft"),
+    facts_of_flux,
+    (),
+    ("flux", "--parent", "cancel", "{job}"),
 )
 
 
@@ -142,7 +150,9 @@ def batch_system(environ: Mapping[str, str]) -> BatchSystem:
     """Return the batch system of this job, by its variables."""
     systems = [system for system in (SLURM, PBS, LSF, FLUX) if environ.get(system.id_variable)]
     if not systems:
-        raise SystemExit("expected to run in a batch job of Slurm, PBS, LSF or Flux, got none of their variables")
+        raise SystemExit(
+            "expected to run in a batch job of Slurm, PBS, LSF or Flux, got none of their variables"
+        )
     return systems[0]
 
 

@@ -87,7 +87,11 @@ class Job:
         """Print a line to the log."""
         name = self.environ.get("SLURM_JOB_NAME", "job")
         with contextlib.suppress(OSError):  # a full disk must not end the job
-            print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {name} {self.id}: {text}", file=sys.stderr, flush=True)
+            print(
+                f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {name} {self.id}: {text}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     # -- the batch system ------------------------------------------------------------------------------------------
 
@@ -105,7 +109,11 @@ class Job:
 
     def names_of(self, nodes: str) -> list[str]:
         """Return the names in a list of nodes as Slurm writes it; none elsewhere."""
-        return (output_of(["scontrol", "show", "hostnames", nodes]) or "").split() if self.is_slurm else []
+        return (
+            (output_of(["scontrol", "show", "hostnames", nodes]) or "").split()
+            if self.is_slurm
+            else []
+        )
 
     def cancel(self) -> None:
         """End this job."""
@@ -131,7 +139,9 @@ class Job:
         printed = (_PassedOn(process.stdout, sys.stdout), _PassedOn(process.stderr, sys.stderr))
         self._wait_for(process)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        failed = [node for node in (failed_node(stream.text()) for stream in printed) if node is not None]
+        failed = [
+            node for node in (failed_node(stream.text()) for stream in printed) if node is not None
+        ]
         return self._ended(code, is_of_signal(code, command[0]), before), next(iter(failed), None)
 
     def _ended(self, code: int, is_signalled: bool, before: Decision | None) -> Launch:
@@ -168,7 +178,8 @@ class Job:
             Seconds until the next look.
         """
         facts = self.look()
-        if self.successor or facts.is_ending or not facts.can_requeue:  # a cancelled job's time is over, too
+        # a cancelled job's time is over, too
+        if self.successor or facts.is_ending or not facts.can_requeue:
             return NO_LOOK_S
         if facts.end_s is None:
             return 300.0
@@ -205,11 +216,15 @@ class Job:
             if launch.has_died and not (situation.is_preempted or situation.is_out_of_time):
                 remaining = restart_nodes(launch, nodes, self._answering(nodes), failed)
             may_restart = remaining is not None and restart <= MAX_RESTARTS
-            situation = situation._replace(may_restart=may_restart, has_lost_node=remaining != nodes)
+            situation = situation._replace(
+                may_restart=may_restart, has_lost_node=remaining != nodes
+            )
             if action_after(launch, situation).verb != RESTART or remaining is None:
                 break
             nodes = remaining
-            self.log(f"exit code {launch.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}")
+            self.log(
+                f"exit code {launch.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}"
+            )
         if launch.decision != "finished" and launch.code != RUN_AGAIN:
             self._forget_copies(nodes)
         return self.leave(launch)
@@ -218,13 +233,17 @@ class Job:
         """Fill in the nodes; without scontrol, whose names are not known, the whole allocation."""
         node_list = ",".join(nodes) or self.environ.get("SLURM_JOB_NODELIST", "")
         n_nodes = len(nodes) or int(self.environ.get("SLURM_JOB_NUM_NODES", "1"))
-        return filled(command, node_list, n_nodes, int(self.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+        return filled(
+            command, node_list, n_nodes, int(self.environ.get("SLURM_NTASKS_PER_NODE", "1"))
+        )
 
     def _answering(self, nodes: Sequence[str]) -> list[str]:
         """Return the nodes that can start a process; asked all at once, as a lost one does not answer."""
         answers: dict[str, bool] = {}
         threads = [
-            threading.Thread(target=lambda node=node: answers.update({node: self._step([node], "true")}))
+            threading.Thread(
+                target=lambda node=node: answers.update({node: self._step([node], "true")})
+            )
             for node in nodes
         ]
         for thread in threads:
@@ -236,7 +255,13 @@ class Job:
     def _step(self, nodes: Sequence[str], *command: str) -> bool:
         """Run a command once on each of some nodes; return whether it succeeded."""
         count = str(len(nodes))
-        options = ("--quiet", "--overlap", f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(nodes)}")
+        options = (
+            "--quiet",
+            "--overlap",
+            f"--nodes={count}",
+            f"--ntasks={count}",
+            f"--nodelist={','.join(nodes)}",
+        )
         return output_of(["srun", *options, *command]) is not None
 
     def _forget_copies(self, nodes: Sequence[str]) -> None:
@@ -260,11 +285,21 @@ class Job:
             "--ntasks=1",
             f"--nodelist={nodes[-1]}",
         ]
-        program = [sys.executable, "-E", "-S", os.path.join(os.path.dirname(__file__), "watch.py"), self.successor]
+        program = [
+            sys.executable,
+            "-E",
+            "-S",
+            os.path.join(os.path.dirname(__file__), "watch.py"),
+            self.successor,
+        ]
         nowhere = subprocess.DEVNULL
         with contextlib.suppress(OSError):  # a job can do without
             self._watch = subprocess.Popen(
-                [*step, *program], stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=receive_signals
+                [*step, *program],
+                stdin=nowhere,
+                stdout=nowhere,
+                stderr=nowhere,
+                preexec_fn=receive_signals,
             )
 
     def end_watch(self) -> None:
@@ -302,10 +337,16 @@ class Job:
                 self.log("not requeued: the batch system is ending the job")
                 return RUN_AGAIN
             if facts.n_restarts is not None and facts.n_restarts > self.n_restarts:
-                self.log("not requeued: the batch system has given up this node and restarted the job")
+                self.log(
+                    "not requeued: the batch system has given up this node and restarted the job"
+                )
                 return 76
             # Needed even if preempted: before 24.05 Slurm does not requeue a job that ends within its grace time.
-            if facts.state and self._system.requeue and output_of(self._command(self._system.requeue)) is not None:
+            if (
+                facts.state
+                and self._system.requeue
+                and output_of(self._command(self._system.requeue)) is not None
+            ):
                 return RUN_AGAIN
         command = shlex.join(self._command(self._system.requeue))
         self.log(f"to resume, run: {command or 'the command that submitted the job'}")

@@ -33,12 +33,16 @@ _FAILURES = (
     re.compile(r"RUNNING AT (?P<node>\S+)\n=\s+EXIT CODE: (?P<how>\d+)$", re.MULTILINE),
     re.compile(r"on node (?P<node>\S+) exited on signal (?P<how>\d+)"),
 )
-_SIGNALS = re.compile(r"(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted|[46789]$|11$)")
+_SIGNALS = re.compile(
+    r"(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted|[46789]$|11$)"
+)
 
 
 def failed_node(text: str) -> str | None:
     """Return the node whose rank a signal ended first, by what the launcher printed; None if no signal did."""
-    matches = [match for match in (pattern.search(text) for pattern in _FAILURES) if match is not None]
+    matches = [
+        match for match in (pattern.search(text) for pattern in _FAILURES) if match is not None
+    ]
     first = min(matches, key=re.Match.start, default=None)
     return first["node"] if first is not None and _SIGNALS.match(first["how"]) else None
 
@@ -52,6 +56,8 @@ def filled(command: Sequence[str], nodes: str, n_nodes: int, ranks_per_node: int
         "n_ranks": str(n_nodes * ranks_per_node),
     }
     return [
-        re.sub(r"%(n_nodes|n_ranks|nodes|hosts)\b", lambda placeholder: values[placeholder[1]], part)
+        re.sub(
+            r"%(n_nodes|n_ranks|nodes|hosts)\b", lambda placeholder: values[placeholder[1]], part
+        )
         for part in command
     ]

@@ -78,7 +78,9 @@ class Launch(NamedTuple):
         """Whether the launch died: it neither stopped on request nor ended with an error of its own."""
         if self.code in (*FINAL_CODES, CHECKPOINT_IO, RUN_AGAIN):
             return False
-        return self.decision == "none" or (self.decision == "requeue" and self.reason.startswith("died"))
+        return self.decision == "none" or (
+            self.decision == "requeue" and self.reason.startswith("died")
+        )
 
 
 class Situation(NamedTuple):
@@ -137,7 +139,8 @@ def action_after(launch: Launch, situation: Situation) -> Action:
 
 def _after_requeue(launch: Launch, situation: Situation) -> Action:
     was_cut_by_disk = launch.code == CHECKPOINT_IO and launch.reason.startswith("died")
-    may_pass = was_cut_by_disk and situation.caller == RUN  # job.py waits for the disk by being requeued
+    # job.py waits for the disk by being requeued
+    may_pass = was_cut_by_disk and situation.caller == RUN
     if (launch.has_died or may_pass) and _is_restart_possible(situation):
         return Action(RESTART, launch.code, launch.reason)
     if situation.caller == JOB:

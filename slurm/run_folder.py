@@ -43,7 +43,9 @@ class RunFolder:
         self.path = os.path.join(os.getcwd(), environ["RUN_DIR"])
         self.marker = os.path.join(self.path, "jobs", job)
         self._early_deaths = os.path.join(self.path, "early-deaths")
-        self._pauses_s = [float(pause) for pause in environ.get("READ_PAUSES_S", "2 4 8 16 32").split()]
+        self._pauses_s = [
+            float(pause) for pause in environ.get("READ_PAUSES_S", "2 4 8 16 32").split()
+        ]
 
     # -- the marker: which starts of this job there have been ------------------------------------------------------
 
@@ -87,12 +89,15 @@ class RunFolder:
         raise UnreadableError
 
     def _read(self) -> Decision:
-        with open(os.path.join(self.path, "decision.json")) as file:  # on NFS, opening it refreshes what `fstat` says
+        # on NFS, opening it refreshes what `fstat` says
+        with open(os.path.join(self.path, "decision.json")) as file:
             text = file.read()
             status = os.fstat(file.fileno())
         content: dict[str, Any] = json.loads(text)
         stamp = (status.st_ino, status.st_mtime_ns, text)
-        return Decision(str(content["decision"]), str(content["reason"]), str(content["job"]), stamp)
+        return Decision(
+            str(content["decision"]), str(content["reason"]), str(content["job"]), stamp
+        )
 
     # -- launches that ended before their program had begun --------------------------------------------------------
 

@@ -17,7 +17,11 @@ from run_folder import UnreadableError
 
 def is_script_lost(facts: Facts, nodes: list[str]) -> bool:
     """Return whether Slurm has removed the script's node from a job, as it does once a node is silent for a while."""
-    return facts.state == "RUNNING" and bool(facts.script_node and nodes) and facts.script_node not in nodes
+    return (
+        facts.state == "RUNNING"
+        and bool(facts.script_node and nodes)
+        and facts.script_node not in nodes
+    )
 
 
 def act(job: Job, facts: Facts) -> None:
@@ -44,7 +48,8 @@ def act(job: Job, facts: Facts) -> None:
 
 def main(successor: str) -> None:
     """Look every 30 s, or WATCH_PAUSE_S, until Slurm ends this process with the job."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Slurm sends it to all steps near the time limit
+    # Slurm sends it to all steps near the time limit
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     job = Job(os.environ, successor)
     if not job.folder.has_marker():
         sys.exit(f"expected {job.folder.marker}, got none: this node does not see the run folder")

@@ -17,13 +17,17 @@ def parser(doc: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=doc.splitlines()[0])
     options.add_argument("--out", type=Path, required=True, help="file for the report, a JSON")
     options.add_argument("--model", default="mlp")
-    options.add_argument("--batch", type=int, default=64, help="rows of one step on all ranks together")
+    options.add_argument(
+        "--batch", type=int, default=64, help="rows of one step on all ranks together"
+    )
     options.add_argument("--rounds", type=int, default=10, help="pairs of blocks")
     options.add_argument("--steps", type=int, default=100, help="steps of a block")
     return options
 
 
-def time_rounds(train: Callable[[int], float], args: argparse.Namespace, n_processes: int = 1) -> Rounds:
+def time_rounds(
+    train: Callable[[int], float], args: argparse.Namespace, n_processes: int = 1
+) -> Rounds:
     """Return, per round, wall and CPU-seconds per step of two blocks.
 
     The CPU-seconds are this process's, times the number of processes. The last block's loss must be below the first.
@@ -46,7 +50,9 @@ def time_rounds(train: Callable[[int], float], args: argparse.Namespace, n_proce
     block()
     rounds = [[block(), block()] for _ in range(args.rounds)]
     if not block.loss < first:
-        raise AssertionError(f"peer: expected a loss below the first, {first}, got {block.loss}; do not use its times.")
+        raise AssertionError(
+            f"peer: expected a loss below the first, {first}, got {block.loss}; do not use its times."
+        )
     return rounds
 
 
@@ -55,11 +61,25 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def write(name: str, rounds: Rounds, args: argparse.Namespace, environment: dict[str, Any], is_baseline: bool) -> None:
+def write(
+    name: str,
+    rounds: Rounds,
+    args: argparse.Namespace,
+    environment: dict[str, Any],
+    is_baseline: bool,
+) -> None:
     """Write the report of one contender."""
     samples = {name: [[wall for wall, _ in pair] for pair in rounds]}
     cpu = {name: [[cpu for _, cpu in pair] for pair in rounds]}
     baselines = [name] if is_baseline else []
-    case = {"case": args.model, "bytes": None, "baselines": baselines, "samples": samples, "cpu": cpu}
+    case = {
+        "case": args.model,
+        "bytes": None,
+        "baselines": baselines,
+        "samples": samples,
+        "cpu": cpu,
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"label": name, "environment": environment, "cases": [case]}, indent=1))
+    args.out.write_text(
+        json.dumps({"label": name, "environment": environment, "cases": [case]}, indent=1)
+    )

@@ -61,7 +61,9 @@ def coordinate(args):
     @tf.function
     def step():
         with tf.GradientTape() as tape:
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(images, training=True))
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                labels, model(images, training=True)
+            )
             loss = tf.reduce_sum(losses) / (32 * args.workers)
         for gradient, variable in zip(tape.gradient(loss, variables), variables, strict=True):
             variable.assign_sub(0.01 * gradient)
@@ -73,7 +75,12 @@ def coordinate(args):
             coordinator.schedule(step)
         coordinator.join()
         steps_per_s = n_steps / (time.perf_counter() - since)
-    print(json.dumps({"steps_per_s": steps_per_s, "workers": args.workers, "tensorflow": tf.__version__}), flush=True)
+    print(
+        json.dumps(
+            {"steps_per_s": steps_per_s, "workers": args.workers, "tensorflow": tf.__version__}
+        ),
+        flush=True,
+    )
 
 
 def launch(args):

@@ -41,7 +41,9 @@ def launch(args):
 def start_worker(addresses, index):
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
     threads = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    return subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **threads, "TF_CONFIG": json.dumps(config)})
+    return subprocess.Popen(
+        [sys.executable, *sys.argv], env={**os.environ, **threads, "TF_CONFIG": json.dumps(config)}
+    )
 
 
 def free_ports(n_ports):
@@ -65,13 +67,17 @@ def make_train(args):
     tf.keras.utils.set_random_seed(1)
     with strategy.scope():
         hidden = [tf.keras.layers.Dense(size, activation="relu") for size in sizes[1:-1]]
-        model = tf.keras.Sequential([tf.keras.Input((sizes[0],)), *hidden, tf.keras.layers.Dense(sizes[-1])])
+        model = tf.keras.Sequential(
+            [tf.keras.Input((sizes[0],)), *hidden, tf.keras.layers.Dense(sizes[-1])]
+        )
         optimizer = tf.keras.optimizers.Adam(1e-3)
         optimizer.build(model.trainable_variables)
 
     def replica_step(images, labels):
         with tf.GradientTape() as tape:
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(images, training=True))
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                labels, model(images, training=True)
+            )
             loss = tf.reduce_sum(losses) / args.batch
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 #: Of each version of cgroups: the files with limit and usage, and the prefix of names in memory.stat.
-_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), 2: ("memory.max", "memory.current", "")}
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -51,4 +54,8 @@ def _left_in(group: Path, version: int) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):  # "max" is no number
         limit, usage = (int((group / name).read_text()) for name in (limit_file, usage_file))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        yield limit - usage + sum(int(stat.get(prefix + name, "0")) for name in ("inactive_file", "active_file"))
+        yield (
+            limit
+            - usage
+            + sum(int(stat.get(prefix + name, "0")) for name in ("inactive_file", "active_file"))
+        )

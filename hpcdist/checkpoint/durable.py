@@ -93,7 +93,9 @@ class Disk:
         Raises:
             FileExistsError: if the name is taken.
         """
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        return os.open(
+            path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+        )
 
     def make_new(self, path: Path) -> None:
         """Make an empty file, whose name no other process can take then; its name is durable once its folder is synced.
@@ -101,7 +103,11 @@ class Disk:
         Raises:
             FileExistsError: if the name is taken.
         """
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+        os.close(
+            os.open(
+                path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+            )
+        )
 
     def open_end(self, path: Path) -> int:
         """Open a file for writing at its end and return its descriptor."""
@@ -185,7 +191,8 @@ def is_same(path: Path, other_path: Path) -> bool:
 def _sync_name_if_new(disk: Disk, folder: Path) -> None:
     """Make the name of an empty folder durable: its creator may have been killed before doing so."""
     if not os.listdir(folder):
-        with contextlib.suppress(PermissionError):  # an unreadable parent: another user made the folder
+        # an unreadable parent: another user made the folder
+        with contextlib.suppress(PermissionError):
             disk.sync_folder(folder.parent)
 
 
@@ -264,7 +271,9 @@ def in_order(pieces: Iterable[memoryview]) -> Iterator[Block]:
         offset += len(piece)
 
 
-def _write_file(disk: Disk, descriptor: int, blocks: Iterable[Block], nbytes: int | None) -> os.stat_result:
+def _write_file(
+    disk: Disk, descriptor: int, blocks: Iterable[Block], nbytes: int | None
+) -> os.stat_result:
     """Write a new file, make its content durable, and close it; return its status, which identifies it."""
     try:
         if nbytes is not None:
@@ -294,13 +303,16 @@ def _write_block(disk: Disk, descriptor: int, block: memoryview, offset: int) ->
     is_offered = True
     n_cached = 0
     while block:
-        is_direct = is_offered and _set_direct(descriptor, (len(block) | offset) % ALIGNMENT_BYTES == 0)
+        is_direct = is_offered and _set_direct(
+            descriptor, (len(block) | offset) % ALIGNMENT_BYTES == 0
+        )
         try:
             done = disk.write(descriptor, block, offset)
         except OSError as error:
             if not (is_direct and error.errno == errno.EINVAL):
                 raise
-            is_offered = _set_direct(descriptor, False)  # the device's blocks are larger than ALIGNMENT_BYTES
+            # the device's blocks are larger than ALIGNMENT_BYTES
+            is_offered = _set_direct(descriptor, False)
             continue
         block = block[done:]
         offset = offset + done
@@ -341,7 +353,8 @@ def append_line(disk: Disk, path: Path, line: str) -> None:
     descriptor = disk.open_end(path)
     try:
         offset = os.fstat(descriptor).st_size
-        is_torn = offset > 0 and os.pread(descriptor, 1, offset - 1) != b"\n"  # by a write that failed
+        # by a write that failed
+        is_torn = offset > 0 and os.pread(descriptor, 1, offset - 1) != b"\n"
         data = memoryview((b"\n" if is_torn else b"") + line.encode() + b"\n")
         while data:
             done = disk.write(descriptor, data, offset)
@@ -368,7 +381,8 @@ def sweep_temporary(disk: Disk, folder: Path, of: str = "") -> None:
     """
     for name in _temporary_names(folder):
         if name.startswith(f".{of}"):
-            with contextlib.suppress(FileNotFoundError):  # the listing is old, or an answer was lost
+            # the listing is old, or an answer was lost
+            with contextlib.suppress(FileNotFoundError):
                 disk.remove(folder / name)
 
 
@@ -387,9 +401,13 @@ def sweep_abandoned(disk: Disk, folder: Path, file_name: str) -> None:
     """
     for name in _temporary_names(folder):
         written_name = temporary.file_of(name) or ""
-        if not (file_name == written_name or (file_name[-1:] == "*" and written_name.startswith(file_name[:-1]))):
+        if not (
+            file_name == written_name
+            or (file_name[-1:] == "*" and written_name.startswith(file_name[:-1]))
+        ):
             continue
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # it is gone, or another user's
+        # it is gone, or another user's
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             with temporary.abandoned(folder / name) as is_abandoned:
                 if is_abandoned:
                     disk.remove(folder / name)

@@ -38,7 +38,9 @@ class Header:
         """Return the first `HEADER_BYTES` of the file."""
         index = (self.index_offset, self.index_nbytes)
         digests = (self.arrays_digest, self.index_digest)
-        line = json.dumps({"format": FORMAT, "nbytes": self.nbytes, "index": index, "xxh3_128": digests})
+        line = json.dumps(
+            {"format": FORMAT, "nbytes": self.nbytes, "index": index, "xxh3_128": digests}
+        )
         return f"{line}\n{_digest(line)}\n".encode().ljust(HEADER_BYTES, b"\0")
 
 
@@ -76,7 +78,10 @@ def _is_sound(header: Header) -> bool:
     return (
         are_numbers
         and are_texts
-        and HEADER_BYTES <= header.index_offset <= header.index_offset + header.index_nbytes <= header.nbytes
+        and HEADER_BYTES
+        <= header.index_offset
+        <= header.index_offset + header.index_nbytes
+        <= header.nbytes
     )
 
 

@@ -50,7 +50,8 @@ class FileImage:
             self._bytes = np.empty(0, np.uint8)
             room = _take(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # only advice: kernels without huge pages refuse it
+                # only advice: kernels without huge pages refuse it
+                with contextlib.suppress(OSError):
                     room.madvise(mmap.MADV_HUGEPAGE)  # makes copies 10 % faster
             self._room = memoryview(room)
             self._bytes = np.frombuffer(self._room, np.uint8)
@@ -71,7 +72,10 @@ class FileImage:
         nbytes = sum(values.nbytes for _, values in placed)
         n_copiers = min(MAX_COPIERS, len(os.sched_getaffinity(0)), 1 + nbytes // (2 * BLOCK_BYTES))
         with ThreadPoolExecutor(MAX_COPIERS) as threads:
-            futures = [threads.submit(self._put_each, pieces[first::n_copiers]) for first in range(1, n_copiers)]
+            futures = [
+                threads.submit(self._put_each, pieces[first::n_copiers])
+                for first in range(1, n_copiers)
+            ]
             self._put_each(pieces[::n_copiers])
         for future in futures:
             future.result()

@@ -42,7 +42,9 @@ def stored_dtype(dtype: str) -> np.dtype[Any]:
     return _NUMBERS[_STORED_AS.get(dtype, dtype)]
 
 
-def lay_out(image: FileImage, facts: dict[str, Any], state: Any, arrays: list[NamedArray]) -> list[memoryview]:
+def lay_out(
+    image: FileImage, facts: dict[str, Any], state: Any, arrays: list[NamedArray]
+) -> list[memoryview]:
     """Make `image` the file of a state and copies of its arrays, but for the header, which comes with its blocks.
 
     HDF5 writes its structures into memory, once for all saves of arrays of the same names, dtypes and shapes.
@@ -70,7 +72,10 @@ def lay_out(image: FileImage, facts: dict[str, Any], state: Any, arrays: list[Na
         image.put(offset, np.frombuffer(data, np.uint8))
     image.put(layout.index_offset, np.frombuffer(text.ljust(layout.index_nbytes), np.uint8))
     image.put_all([(offset, array.values) for offset, array in zip(offsets, arrays, strict=True)])
-    return [image.content(offset, array.values.nbytes) for offset, array in zip(offsets, arrays, strict=True)]
+    return [
+        image.content(offset, array.values.nbytes)
+        for offset, array in zip(offsets, arrays, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,17 @@ def _layout_of(specs: tuple[_Spec, ...], index_nbytes: int) -> _Layout:
         index_offset = _make_dataset(file, "index", np.dtype(np.uint8), (index_nbytes,))
     sizes = [int(np.prod(shape)) * stored_dtype(dtype).itemsize for _, dtype, shape in specs]
     written = [(offset, offset + len(data)) for offset, data in sketch.written]
-    written += [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True) if size]
-    written += [(0, HEADER_BYTES), (index_offset, index_offset + index_nbytes), (sketch.nbytes, sketch.nbytes)]
-    return _Layout(sketch.nbytes, offsets, index_offset, index_nbytes, tuple(sketch.written), _gaps(written))
+    written += [
+        (offset, offset + size) for offset, size in zip(offsets, sizes, strict=True) if size
+    ]
+    written += [
+        (0, HEADER_BYTES),
+        (index_offset, index_offset + index_nbytes),
+        (sketch.nbytes, sketch.nbytes),
+    ]
+    return _Layout(
+        sketch.nbytes, offsets, index_offset, index_nbytes, tuple(sketch.written), _gaps(written)
+    )
 
 
 def _make_dataset(file: h5py.File, path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
@@ -133,7 +146,12 @@ def _paths(names: list[str]) -> list[str]:
     paths = []
     for number, name in enumerate(names):
         above = {name[:at] for at, letter in enumerate(name) if letter == "/"}
-        is_fit = _is_path(name) and name not in used_paths and name not in groups and not above & used_paths
+        is_fit = (
+            _is_path(name)
+            and name not in used_paths
+            and name not in groups
+            and not above & used_paths
+        )
         if is_fit:
             groups |= above
         path = name if is_fit else f"#{number}"

@@ -77,7 +77,11 @@ class Index:
     def to_text(self) -> str:
         """Return text from which `from_text` makes an equal index."""
         return json.dumps(
-            {**vars(self), "header": vars(self.header), "arrays": [astuple(array) for array in self.arrays]}
+            {
+                **vars(self),
+                "header": vars(self.header),
+                "arrays": [astuple(array) for array in self.arrays],
+            }
         )
 
     @classmethod
@@ -85,7 +89,8 @@ class Index:
         """Return the index of which `to_text` made the text. It is not checked: a rank of this job sent it."""
         fields = json.loads(text)
         arrays = tuple(
-            StoredArray(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in fields["arrays"]
+            StoredArray(name, dtype, tuple(shape), offset)
+            for name, dtype, shape, offset in fields["arrays"]
         )
         return cls(**{**fields, "header": Header(**fields["header"]), "arrays": arrays})
 
@@ -106,12 +111,16 @@ class CheckpointFile:
     def _read_index(self) -> Index:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointMissing(f"restore: expected a file at {self.path}, got another kind; use another.")
+            raise CheckpointMissing(
+                f"restore: expected a file at {self.path}, got another kind; use another."
+            )
         header = parse_header(_read(self._descriptor, HEADER_BYTES, 0), self.path)
         if status.st_size != header.nbytes:
             raise self._damaged(f"{header.nbytes} bytes", f"{status.st_size} bytes")
         size = header.nbytes - header.index_offset
-        tail = b"" if size > _MAX_INDEX_BYTES else _read(self._descriptor, size, header.index_offset)
+        tail = (
+            b"" if size > _MAX_INDEX_BYTES else _read(self._descriptor, size, header.index_offset)
+        )
         if xxhash.xxh3_128_hexdigest(tail) != header.index_digest:
             raise self._damaged("the index as committed", "other bytes")
         try:
@@ -174,7 +183,9 @@ class CheckpointFile:
 
     def _damaged(self, expected: str, actual: str) -> CheckpointDamaged:
         actual = " ".join(actual.split())[:200]
-        return CheckpointDamaged(f"restore: expected {expected} in {self.path}, got {actual}; use another.")
+        return CheckpointDamaged(
+            f"restore: expected {expected} in {self.path}, got {actual}; use another."
+        )
 
 
 class ArrayWriter:
@@ -187,7 +198,11 @@ class ArrayWriter:
 
     def __init__(self, stored: tuple[StoredArray, ...], arrays: list[npt.NDArray[Any]]) -> None:
         places = sorted(
-            zip((stored_array.offset for stored_array in stored), map(_bytes_of, arrays), strict=True),
+            zip(
+                (stored_array.offset for stored_array in stored),
+                map(_bytes_of, arrays),
+                strict=True,
+            ),
             key=lambda pair: pair[0],
         )
         self._remaining = [(offset, target) for offset, target in places if len(target)][::-1]
@@ -209,7 +224,9 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def named_arrays(stored: Sequence[StoredArray], arrays: Sequence[npt.NDArray[Any]]) -> list[NamedArray]:
+def named_arrays(
+    stored: Sequence[StoredArray], arrays: Sequence[npt.NDArray[Any]]
+) -> list[NamedArray]:
     """Return arrays in their own dtypes, once their bytes are read.
 
     Raises:
@@ -221,7 +238,9 @@ def named_arrays(stored: Sequence[StoredArray], arrays: Sequence[npt.NDArray[Any
             raise ValueError(f"a bool that is neither 0 nor 1 in {stored_array.name!r}")
         converted.append(
             NamedArray(
-                stored_array.name, stored_array.dtype, values.view(np.bool_) if stored_array.dtype == "bool" else values
+                stored_array.name,
+                stored_array.dtype,
+                values.view(np.bool_) if stored_array.dtype == "bool" else values,
             )
         )
     return converted
@@ -313,7 +332,9 @@ def read_end(path: Path, n_bytes: int) -> str:
 def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
     """Return bytes of a file; fewer at its end only."""
     content = b""
-    while len(content) < nbytes and (piece := os.pread(descriptor, nbytes - len(content), offset + len(content))):
+    while len(content) < nbytes and (
+        piece := os.pread(descriptor, nbytes - len(content), offset + len(content))
+    ):
         content += piece
     return content
 
@@ -328,23 +349,32 @@ def _parse_index(header: Header, fields: Any) -> Index:
     written = fields["written"]
     if type(step) is not int or not 0 <= step < 1 << 63:
         raise TypeError("a step that is none")
-    if type(metrics) is not dict or type(written) is not dict or not all(map(_is_number, (time_s, *metrics.values()))):
+    if (
+        type(metrics) is not dict
+        or type(written) is not dict
+        or not all(map(_is_number, (time_s, *metrics.values())))
+    ):
         raise TypeError("time_s, metrics or written of another type")
     arrays = tuple(_parse_row(*row) for row in fields["arrays"])
     end = HEADER_BYTES
     for array in sorted(arrays, key=lambda array: array.offset):
         if array.nbytes and not end <= array.offset <= header.index_offset - array.nbytes:
-            raise ValueError(f"{array.name[:40]!r} at byte {array.offset}, between {end} and {header.index_offset}")
+            raise ValueError(
+                f"{array.name[:40]!r} at byte {array.offset}, between {end} and {header.index_offset}"
+            )
         end = max(end, array.offset + array.nbytes)
     return Index(header, step, time_s, metrics, written, arrays, fields["state"])
 
 
 def _parse_row(name: Any, dtype: Any, shape: Any, offset: Any) -> StoredArray:
     numbers = [*shape, offset]
-    is_fit = len(numbers) <= _MAX_DIMENSIONS + 1 and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+    is_fit = len(numbers) <= _MAX_DIMENSIONS + 1 and all(
+        type(n) is int and 0 <= n < 1 << 63 for n in numbers
+    )
     if not is_fit or type(name) is not str or type(dtype) is not str:
         raise ValueError("a row that is none")
-    if math.prod(max(n, 1) for n in shape) * stored_dtype(dtype).itemsize >= 1 << 62:  # numpy refuses, even beside a 0
+    # numpy refuses, even beside a 0
+    if math.prod(max(n, 1) for n in shape) * stored_dtype(dtype).itemsize >= 1 << 62:
         raise ValueError("a shape without bounds")
     return StoredArray(name, dtype, tuple(shape), offset)
 

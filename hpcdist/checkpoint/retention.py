@@ -50,7 +50,9 @@ class Retention:
         }
         for name, count in counts.items():
             if count is not None and count < 1:
-                raise UsageError(f"CheckpointManager: expected {name} of at least 1, got {count}; keep one or more.")
+                raise UsageError(
+                    f"CheckpointManager: expected {name} of at least 1, got {count}; keep one or more."
+                )
         if self.keep_every_n_hours is not None and not self.keep_every_n_hours > 0:
             raise UsageError(
                 f"CheckpointManager: expected keep_every_n_hours above 0, got {self.keep_every_n_hours}; leave it out "
@@ -64,7 +66,9 @@ class Retention:
     def retained(self, saved: Sequence[SaveFacts]) -> list[SaveFacts]:
         """Return the checkpoints to keep, in order, of `saved`, which is ordered from the oldest."""
         newest = saved if self.max_to_keep is None else saved[-self.max_to_keep :]
-        by_time = _apart(saved, [facts.time_s / _HOUR_S for facts in saved], self.keep_every_n_hours)
+        by_time = _apart(
+            saved, [facts.time_s / _HOUR_S for facts in saved], self.keep_every_n_hours
+        )
         by_step = _apart(saved, [facts.step for facts in saved], self.keep_every_n_steps)
         chosen = [*newest, *by_time, *by_step, *self._by_value(saved)[: self.n_best]]
         return [facts for facts in saved if any(facts is chosen_facts for chosen_facts in chosen)]
@@ -81,7 +85,9 @@ class Retention:
         return sorted(valued, key=lambda facts: sign * facts.metrics[name])
 
 
-def _apart(saved: Sequence[SaveFacts], places: Sequence[float], distance: float | None) -> list[SaveFacts]:
+def _apart(
+    saved: Sequence[SaveFacts], places: Sequence[float], distance: float | None
+) -> list[SaveFacts]:
     """Return the first checkpoint, and each that is at least this far from the one chosen before it; None: none."""
     chosen: list[int] = []
     for number, place in enumerate(places):

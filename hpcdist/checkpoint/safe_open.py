@@ -25,7 +25,9 @@ def open_data(path: str, names: list[str]) -> tuple[h5py.File, dict[str, h5py.Da
             f"closed it."
         ) from None
     except OSError as error:
-        raise DataError(f"from_hdf5: expected an HDF5 file, got {path!r}: {_line(error)}; check the path.") from None
+        raise DataError(
+            f"from_hdf5: expected an HDF5 file, got {path!r}: {_line(error)}; check the path."
+        ) from None
     try:
         return file, {name: _data(file, name, path) for name in names}
     except BaseException:

@@ -26,9 +26,21 @@ from typing import Any, TypeVar
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.checkpoint.event_lines import LIMIT_BYTES, SHORT_BYTES, FollowedFile, thinned, with_last_commit
+from hpcdist.checkpoint.event_lines import (
+    LIMIT_BYTES,
+    SHORT_BYTES,
+    FollowedFile,
+    thinned,
+    with_last_commit,
+)
 from hpcdist.checkpoint.image import FileImage
-from hpcdist.checkpoint.read import CheckpointFile, Index, open_checkpoint, read_patiently, read_text
+from hpcdist.checkpoint.read import (
+    CheckpointFile,
+    Index,
+    open_checkpoint,
+    read_patiently,
+    read_text,
+)
 from hpcdist.checkpoint.retention import Retention, SaveFacts
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError, CheckpointMissing
@@ -111,12 +123,16 @@ class Store:
             CheckpointError: if the folder exists and cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
-            matches = (_CHECKPOINT.match(name) for name in durable.patiently(lambda: _names_in(self.path)))
+            matches = (
+                _CHECKPOINT.match(name) for name in durable.patiently(lambda: _names_in(self.path))
+            )
             saved = [Saved(int(match[2]), int(match[1])) for match in matches if match]
         return sorted(checkpoint for checkpoint in saved if checkpoint.step < 1 << 63)
 
     def read_latest(
-        self, but: Collection[int] = (), before_reading: Callable[[Saved], None] = lambda saved: None
+        self,
+        but: Collection[int] = (),
+        before_reading: Callable[[Saved], None] = lambda saved: None,
     ) -> Found | None:
         """Return the latest checkpoint that verifies; None for an empty folder.
 
@@ -165,7 +181,8 @@ class Store:
         since = time.monotonic() if since is None else since
         candidates = self.saved()[::-1]
         self.damaged = []
-        for saved in sorted(candidates, key=lambda saved: saved.step in but):  # stable: else the newest comes first
+        # stable: else the newest comes first
+        for saved in sorted(candidates, key=lambda saved: saved.step in but):
             try:
                 return self._use(saved, use)
             except CheckpointDamaged as error:
@@ -248,7 +265,11 @@ class Store:
                     f"its file system is not mounted. Its checkpoints are gone, unless you put it back; run again."
                 ) from None
             reason = error.strerror or " ".join(str(error).split())[:200]
-            advice = "free space or choose another folder" if operation == "save" else "fix this and run again"
+            advice = (
+                "free space or choose another folder"
+                if operation == "save"
+                else "fix this and run again"
+            )
             raise CheckpointError(
                 f"{operation}: expected {expected} in {self.path}, got {reason}; {advice}. Earlier checkpoints are "
                 f"untouched."
@@ -283,7 +304,8 @@ class Store:
         if number is None:
             number = self._take_number()
         else:
-            with contextlib.suppress(FileExistsError):  # made by another node, which shares this memory
+            # made by another node, which shares this memory
+            with contextlib.suppress(FileExistsError):
                 self._disk.make_new(self.ledger_of(number))
         self._disk.sync_folder(self.path / "attempts")
         return number
@@ -297,7 +319,8 @@ class Store:
         number = max(self._attempts() + [saved.attempt for saved in self.saved()], default=0)
         while True:
             number += 1
-            with contextlib.suppress(FileExistsError):  # another attempt's; or ours, and the answer was lost: skip it
+            # another attempt's; or ours, and the answer was lost: skip it
+            with contextlib.suppress(FileExistsError):
                 self._disk.make_new(self.ledger_of(number))
                 return number
 
@@ -321,7 +344,9 @@ class Store:
         _, lines = FollowedFile(path).new_lines()
         content = "".join(f"{line}\n" for line in shorten(list(lines))).encode()
         blocks = [(0, memoryview(content))]
-        durable.replace_file(self._disk, path, blocks, before_rename=self.check_current, is_swept=True)
+        durable.replace_file(
+            self._disk, path, blocks, before_rename=self.check_current, is_swept=True
+        )
         return len(content)
 
     def shorten_ledgers(self, n_latest: int) -> None:
@@ -425,7 +450,8 @@ class Store:
         with self.explained("save", f"to write {image.nbytes} bytes to {saved}"):
             try:
                 durable.patiently(lambda: self._write(saved, image))
-            except FileNotFoundError:  # possibly removed by a later attempt, as the rest of a killed one
+            except FileNotFoundError:
+                # possibly removed by a later attempt, as the rest of a killed one
                 self.check_current()
                 raise
         self._facts.pop(saved, None)
@@ -436,7 +462,12 @@ class Store:
         self._check_space(image.nbytes)
         path = self.path / str(saved)
         durable.replace_file(
-            self._disk, path, image.blocks(), image.nbytes, before_rename=self.check_current, is_swept=True
+            self._disk,
+            path,
+            image.blocks(),
+            image.nbytes,
+            before_rename=self.check_current,
+            is_swept=True,
         )
 
     def _note_save(self, step: int) -> None:
@@ -449,7 +480,8 @@ class Store:
     def _check_space(self, nbytes: int) -> None:
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
-        if status.f_blocks and free < nbytes + _OVERHEAD_BYTES:  # 0 blocks: a file system without a size, such as ramfs
+        # 0 blocks: a file system without a size, such as ramfs
+        if status.f_blocks and free < nbytes + _OVERHEAD_BYTES:
             raise CheckpointError(
                 f"save: expected {nbytes + _OVERHEAD_BYTES} bytes free in {self.path}, got {free}; free some space. "
                 f"Earlier checkpoints are untouched."
@@ -467,7 +499,11 @@ class Store:
         self._use(newest, lambda _, file: file.verify(self._count_block))
         with self._tolerated("old checkpoints stay"):
             self.check_current()
-            readable = {saved: facts for saved in self.saved() if (facts := self._facts_of(saved)) is not None}
+            readable = {
+                saved: facts
+                for saved in self.saved()
+                if (facts := self._facts_of(saved)) is not None
+            }
             survivors = retention.retained(list(readable.values()))
             for saved, facts in readable.items():
                 if not any(facts is survivor for survivor in survivors):
@@ -503,7 +539,8 @@ class Store:
         try:
             self._disk.replace_link(self.path / name, str(saved))
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):  # file systems without links
+            # file systems without links
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
 
     @contextmanager

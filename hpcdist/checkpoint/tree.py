@@ -23,7 +23,12 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
     "OrderedDict": OrderedDict,
     "Counter": lambda pairs: Counter(dict(pairs)),  # a Counter of pairs would count them
 }
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
 #: What a defaultdict may make for a new key.
 _FACTORIES = {
     "None": None,
@@ -60,7 +65,9 @@ class NamedArray:
     values: Array
 
 
-def encode(value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]) -> Any:
+def encode(
+    value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]
+) -> Any:
     """Return `value` as JSON, its arrays moved to `arrays`.
 
     Args:
@@ -86,7 +93,9 @@ class _Encoder:
         arrays: list to which arrays are appended.
     """
 
-    def __init__(self, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]) -> None:
+    def __init__(
+        self, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]
+    ) -> None:
         self._to_array = to_array
         self._arrays = arrays
 
@@ -104,7 +113,8 @@ class _Encoder:
         if kind == "defaultdict":
             return {kind: [["", _factory_name(value, name)], *self._pairs(value, name, depth)]}
         if kind in ("set", "frozenset"):
-            return {kind: self._parts(sorted(value, key=repr), name, depth)}  # in one order on all ranks
+            # in one order on all ranks
+            return {kind: self._parts(sorted(value, key=repr), name, depth)}
         if kind in _SEQUENCES:
             return {kind: self._parts(value, name, depth)}
         if kind == "deque":
@@ -122,13 +132,16 @@ class _Encoder:
         return pairs
 
     def _parts(self, values: Iterable[Any], name: str, depth: int) -> list[Any]:
-        return [self.node_of(part, f"{name}/{number}", depth + 1) for number, part in enumerate(values)]
+        return [
+            self.node_of(part, f"{name}/{number}", depth + 1) for number, part in enumerate(values)
+        ]
 
     def _leaf(self, value: Any, name: str) -> Any:
         if isinstance(value, np.generic) and value.dtype.name in _SCALARS:
             return {"scalar": [value.dtype.name, _json_of(value.item())]}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            native = value.astype(value.dtype.newbyteorder("="), copy=False)  # a dtype's name omits the byte order
+            # a dtype's name omits the byte order
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)
             return {"array": self._number_of(NamedArray(name, native.dtype.name, native))}
         if hasattr(value, "new_tensor"):
             array, dtype = self._to_array(value)
@@ -255,7 +268,11 @@ def is_too_deep(json: Any) -> bool:
     """Return whether JSON has more levels than a state may have. Visits each node once; does not recurse."""
     level = [json]
     for _ in range(_MAX_LEVELS):
-        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
+        parts = [
+            part.values() if isinstance(part, dict) else part
+            for part in level
+            if isinstance(part, (dict, list))
+        ]
         level = [part for nest in parts for part in nest]
     return bool(level)
 
@@ -263,5 +280,6 @@ def is_too_deep(json: Any) -> bool:
 def is_list_of_pairs(content: Any) -> bool:
     """Return whether JSON is the content of a "dict" node."""
     return isinstance(content, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int)) for pair in content
+        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int))
+        for pair in content
     )

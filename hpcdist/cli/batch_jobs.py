@@ -62,7 +62,10 @@ def cancel(job: str) -> bool:
     """Cancel a job if it still waits; return whether Slurm has taken the request."""
     try:
         done = subprocess.run(
-            ["scancel", "--state=PENDING", job], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S
+            ["scancel", "--state=PENDING", job],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ANSWER_S,
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
@@ -86,7 +89,9 @@ def _parse(text: str) -> list[BatchJobState]:
         fields = line.split("\t")
         if len(fields) == 6:
             job, task, state, time_left, reason, comment = (field.strip() for field in fields)
-            job_states.append(BatchJobState(job, state, time_left, reason, _run_dir_in(comment, task)))
+            job_states.append(
+                BatchJobState(job, state, time_left, reason, _run_dir_in(comment, task))
+            )
     return job_states
 
 
@@ -106,7 +111,10 @@ def _run_dir_of_ended(job: str) -> str:
 def _output_of(*command: str) -> str:
     """Return what a command of Slurm prints; "" where it fails, or there is none."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S)
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # a job's id may be any text of a run folder
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        # a job's id may be any text of a run folder
         return ""
     return done.stdout if done.returncode == 0 else ""

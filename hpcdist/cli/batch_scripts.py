@@ -73,17 +73,25 @@ def slurm_script(job: BatchJob) -> str:
         "--open-mode=append",
         f"--output={'%x-%A_%a.log' if job.array else '%x-%j.log'}",
     ]
-    lines = _beginning([f"#SBATCH {option}" for option in last_of_each([*header, *job.options])], job)
+    lines = _beginning(
+        [f"#SBATCH {option}" for option in last_of_each([*header, *job.options])], job
+    )
     if is_srun:
-        lines += ["# MPICH: UCX's address is sometimes too long for Slurm's pmi2, and MPI fails to start."]
+        lines += [
+            "# MPICH: UCX's address is sometimes too long for Slurm's pmi2, and MPI fails to start."
+        ]
         lines += ["export MPIR_CVAR_CH4_NETMOD=${MPIR_CVAR_CH4_NETMOD:-ofi}"]
     if job.drill_s:
         this = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.array else "$SLURM_JOB_ID"
         preempt = f'scancel{"" if is_srun else " --batch"} --signal=USR1 "{this}"'
         has_begun = '[ "$RUN_DIR/decision.json" -nt "$RUN_DIR/jobs/$SLURM_JOB_ID" ]'
         act = f'{{ sleep 1; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}; break; }}'
-        lines += [f"# A drill: preempted once, {job.drill_s} s after its first start, when the program has begun."]
-        lines += [f"(sleep {job.drill_s}; for _ in $(seq 600); do {has_begun} && {act}; sleep 1; done) &"]
+        lines += [
+            f"# A drill: preempted once, {job.drill_s} s after its first start, when the program has begun."
+        ]
+        lines += [
+            f"(sleep {job.drill_s}; for _ in $(seq 600); do {has_begun} && {act}; sleep 1; done) &"
+        ]
     if job.is_chained:
         after = f'sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" {shlex.quote(job.script)}'
         lines += [f"successor=$({after}) || exit 1"]
@@ -96,8 +104,12 @@ def pbs_script(job: BatchJob) -> str:
     header = [f"-N {job.name}", f"-l select={job.n_nodes}:ncpus={n}:mpiprocs={n}"]
     header += [f"-l walltime={job.limit}"] if job.limit else []
     lines = _beginning([f"#PBS {option}" for option in [*header, "-j oe", *job.options]], job)
-    lines += [f'successor=$(qsub -W depend=afterany:"$PBS_JOBID" {shlex.quote(job.script)}) || exit 1']
-    return _ended(lines, job, f'{shlex.join(job.launcher)} -n "$(wc --lines < "$PBS_NODEFILE")"', True)
+    lines += [
+        f'successor=$(qsub -W depend=afterany:"$PBS_JOBID" {shlex.quote(job.script)}) || exit 1'
+    ]
+    return _ended(
+        lines, job, f'{shlex.join(job.launcher)} -n "$(wc --lines < "$PBS_NODEFILE")"', True
+    )
 
 
 def lsf_script(job: BatchJob) -> str:
@@ -119,10 +131,16 @@ def _minutes_of(limit: str) -> int:
 
 def _beginning(header: Sequence[str], job: BatchJob) -> list[str]:
     """Return the lines up to the variables."""
-    lines = ["#!/usr/bin/env bash", "# Made by `hpcdist submit`. What happens to the job: docs/slurm.md of hpcdist."]
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Made by `hpcdist submit`. What happens to the job: docs/slurm.md of hpcdist.",
+    ]
     lines += [*header, "", f"cd {shlex.quote(job.folder)} || exit 78", *job.setup]
     lines += [f"export RUN_DIR={_quoted(job.run_dir, job)}"]
-    return [*lines, *([f"export HPCDIST_ROLES='ps:{job.n_servers},worker:*'"] if job.n_servers else [])]
+    return [
+        *lines,
+        *([f"export HPCDIST_ROLES='ps:{job.n_servers},worker:*'"] if job.n_servers else []),
+    ]
 
 
 def _ended(lines: Sequence[str], job: BatchJob, start: str, has_successor: bool) -> str:
@@ -136,7 +154,9 @@ def _ended(lines: Sequence[str], job: BatchJob, start: str, has_successor: bool)
 def _start_of(launcher: Sequence[str]) -> str:
     """Return the command that starts the ranks under Slurm; job.py fills in the nodes of each launch."""
     if launcher[0] == "srun":
-        options = "--kill-on-bad-exit=1 --overlap --nodelist=%nodes --nodes=%n_nodes --ntasks=%n_ranks"
+        options = (
+            "--kill-on-bad-exit=1 --overlap --nodelist=%nodes --nodes=%n_nodes --ntasks=%n_ranks"
+        )
         return f'{shlex.join(launcher)} {options} --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}"'
     return f"{shlex.join(launcher)} --host %hosts -n %n_ranks"
 
@@ -144,4 +164,6 @@ def _start_of(launcher: Sequence[str]) -> str:
 def _quoted(value: str, job: BatchJob) -> str:
     """Return a value for the shell; in an array `TASK` is the number of the task."""
     parts = value.split(TASK) if job.array else [value]
-    return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in parts) or "''"
+    return (
+        '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in parts) or "''"
+    )

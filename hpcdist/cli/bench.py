@@ -29,18 +29,37 @@ _BENCHES: dict[str, tuple[tuple[str, ...], bool, tuple[str, ...]]] = {
 }
 
 
-_CROWDED = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+_CROWDED = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name", type=click.Choice(list(_BENCHES)))
-@click.option("-n", "--ranks", type=click.IntRange(1), help="Number of ranks (allreduce and step); default: 2.")
-@click.option("--hosts", metavar="LIST", help="Hosts and their ranks (allreduce and step), such as n1:4,n2:4.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for samples and picture; default: out/bench.")
+@click.option(
+    "-n",
+    "--ranks",
+    type=click.IntRange(1),
+    help="Number of ranks (allreduce and step); default: 2.",
+)
+@click.option(
+    "--hosts", metavar="LIST", help="Hosts and their ranks (allreduce and step), such as n1:4,n2:4."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder for samples and picture; default: out/bench.",
+)
 @click.option("--quick", is_flag=True, help="A smoke test of a minute; do not quote its figures.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def command(
-    name: str, ranks: int | None, hosts: str | None, out: Path | None, quick: bool, options: tuple[str, ...]
+    name: str,
+    ranks: int | None,
+    hosts: str | None,
+    out: Path | None,
+    quick: bool,
+    options: tuple[str, ...],
 ) -> int:
     """Time hpcdist on this machine beside its alternatives: a table, samples as JSON, and a picture as PNG.
 
@@ -62,7 +81,9 @@ def command(
     require_no_launcher("hpcdist bench", environ)
     (script, *part), is_on_ranks, look = _BENCHES[name]
     if not is_on_ranks and (ranks or hosts):
-        raise UsageError(f"hpcdist bench: expected -n and --hosts with allreduce and step, got {name}; leave them out.")
+        raise UsageError(
+            f"hpcdist bench: expected -n and --hosts with allreduce and step, got {name}; leave them out."
+        )
     program = [
         sys.executable,
         str(shipped_folder("benchmarks", "allreduce.py") / script),

@@ -111,11 +111,19 @@ def line_chart(
         for (label, points), colour in zip(lines.items(), SERIES, strict=False):
             is_single = len(points) == 1
             plot.plot(
-                *zip(*points, strict=True), color=colour, linewidth=1.6, marker="o" if is_single else "", label=label
+                *zip(*points, strict=True),
+                color=colour,
+                linewidth=1.6,
+                marker="o" if is_single else "",
+                label=label,
             )
         for number, mark in enumerate(marks):
             plot.axvline(
-                mark, color=COLOURS["--muted"], linestyle=":", linewidth=1.2, label="restart" if not number else None
+                mark,
+                color=COLOURS["--muted"],
+                linestyle=":",
+                linewidth=1.2,
+                label="restart" if not number else None,
             )
         plot.set(xlabel=axes[0], ylabel=axes[1])
         if is_log:
@@ -139,7 +147,10 @@ def bar_chart(name: str, title: str, unit: str, rows: Mapping[str, Mapping[str, 
     """
     parts = list(next(iter(rows.values())))
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 1.2 + 0.2 * (len(parts) // 2) + 0.3 * len(rows)), layout="constrained")
+        figure = Figure(
+            figsize=(_WIDTH_IN, 1.2 + 0.2 * (len(parts) // 2) + 0.3 * len(rows)),
+            layout="constrained",
+        )
         plot = figure.subplots()
         bar_starts = [0.0] * len(rows)
         for part, colour in zip(parts, _part_colours(len(parts)), strict=True):

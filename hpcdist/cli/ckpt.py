@@ -57,7 +57,9 @@ def ls(folder: Path, is_json: bool) -> None:
             echo(f"{row['name']}  damaged: {row['damaged']}")
             continue
         metrics = "  ".join(f"{name} {value:.6g}" for name, value in row["metrics"].items())
-        echo(f"{row['name']}  {row['time']}  {_size(row['bytes']):>10}  {row['arrays']} arrays  {metrics}".rstrip())
+        echo(
+            f"{row['name']}  {row['time']}  {_size(row['bytes']):>10}  {row['arrays']} arrays  {metrics}".rstrip()
+        )
 
 
 @command.command()
@@ -72,9 +74,16 @@ def show(path: Path, is_json: bool) -> None:
     checkpoint_path = _newest(path)
     index = use_one(checkpoint_path, lambda _, file: file.index)
     if is_json:
-        echo(json.dumps({"path": str(checkpoint_path), **_facts_of(index), "arrays": _arrays_of(index)}, indent=1))
+        echo(
+            json.dumps(
+                {"path": str(checkpoint_path), **_facts_of(index), "arrays": _arrays_of(index)},
+                indent=1,
+            )
+        )
         return
-    echo(f"{checkpoint_path}: step {index.step}, saved {_time(index.time_s)}, {_size(index.header.nbytes)}")
+    echo(
+        f"{checkpoint_path}: step {index.step}, saved {_time(index.time_s)}, {_size(index.header.nbytes)}"
+    )
     for title, facts in (("metrics", index.metrics), ("written", index.written)):
         for name, value in facts.items():
             echo(f"  {title}  {name} = {value}")
@@ -93,9 +102,18 @@ def verify(paths: Sequence[Path], is_json: bool) -> int:
     \b
     hpcdist ckpt verify runs/train
     """
-    verdicts = [(path, _what_is_wrong(path)) for file_or_folder in paths for path in _all_in(file_or_folder)]
+    verdicts = [
+        (path, _what_is_wrong(path)) for file_or_folder in paths for path in _all_in(file_or_folder)
+    ]
     if is_json:
-        echo(json.dumps([{"path": str(path), "is_sound": not wrong, "error": wrong} for path, wrong in verdicts]))
+        echo(
+            json.dumps(
+                [
+                    {"path": str(path), "is_sound": not wrong, "error": wrong}
+                    for path, wrong in verdicts
+                ]
+            )
+        )
     else:
         for path, wrong in verdicts:
             echo(f"damaged  {wrong}" if wrong else f"sound    {path}")
@@ -134,7 +152,11 @@ def diff(first: Path, second: Path, is_json: bool) -> int:
 @click.argument("path", type=_PATH)
 @click.argument("target", type=_PATH)
 @click.option(
-    "--object", "name", default="model", show_default=True, help="Which object of the Checkpoint; '' for all."
+    "--object",
+    "name",
+    default="model",
+    show_default=True,
+    help="Which object of the Checkpoint; '' for all.",
 )
 def export(path: Path, target: Path, name: str) -> None:
     """Write the arrays of a checkpoint to TARGET, for other programs.
@@ -158,7 +180,13 @@ def export(path: Path, target: Path, name: str) -> None:
 @command.command("import")
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
-@click.option("--object", "name", default="model", show_default=True, help="What the Checkpoint calls the module.")
+@click.option(
+    "--object",
+    "name",
+    default="model",
+    show_default=True,
+    help="What the Checkpoint calls the module.",
+)
 @click.option("--key", help="Where a file of torch has the state_dict, if it holds more.")
 def import_(source: Path, target: Path, name: str, key: str | None) -> None:
     """Write a checkpoint from SOURCE, a .safetensors file or a state_dict of torch, to start from its weights.
@@ -176,13 +204,24 @@ def import_(source: Path, target: Path, name: str, key: str | None) -> None:
 
 @command.command()
 @click.argument("folder", type=_PATH)
-@click.option("--keep", type=click.IntRange(1), required=True, help="How many of the newest to keep.")
-@click.option("--keep-every-steps", type=click.IntRange(1), help="Keep older ones at this interval, too.")
-@click.option("--keep-best", metavar="METRIC", help="Keep the one with the best value of a metric, too.")
+@click.option(
+    "--keep", type=click.IntRange(1), required=True, help="How many of the newest to keep."
+)
+@click.option(
+    "--keep-every-steps", type=click.IntRange(1), help="Keep older ones at this interval, too."
+)
+@click.option(
+    "--keep-best", metavar="METRIC", help="Keep the one with the best value of a metric, too."
+)
 @click.option("--best-mode", type=click.Choice(["min", "max"]), default="min", show_default=True)
 @click.option("--yes", is_flag=True, help="Remove them; else they are listed only.")
 def prune(
-    folder: Path, keep: int, keep_every_steps: int | None, keep_best: str | None, best_mode: str, yes: bool
+    folder: Path,
+    keep: int,
+    keep_every_steps: int | None,
+    keep_best: str | None,
+    best_mode: str,
+    yes: bool,
 ) -> None:
     """Remove older checkpoints of a folder. Without --yes it only lists them.
 
@@ -194,8 +233,12 @@ def prune(
     store = _store_of(folder)
     newest = store.latest()
     if newest is None:
-        raise CheckpointError(f"prune: expected checkpoints in {store.path}, got none; correct the folder.")
-    retention = Retention(keep, keep_best=keep_best, best_mode=best_mode, keep_every_n_steps=keep_every_steps)
+        raise CheckpointError(
+            f"prune: expected checkpoints in {store.path}, got none; correct the folder."
+        )
+    retention = Retention(
+        keep, keep_best=keep_best, best_mode=best_mode, keep_every_n_steps=keep_every_steps
+    )
     sound = [saved for saved in store.saved() if saved <= newest[0]]
     readable = {saved: facts for saved in sound if (facts := _save_facts(store, saved)) is not None}
     retained_facts = retention.retained(list(readable.values()))
@@ -217,7 +260,9 @@ def _store_of(folder: Path) -> Store:
         UsageError: for what is no folder.
     """
     if not folder.is_dir():
-        raise UsageError(f"hpcdist ckpt: expected a folder, got {str(folder)!r}, which is none; correct the path.")
+        raise UsageError(
+            f"hpcdist ckpt: expected a folder, got {str(folder)!r}, which is none; correct the path."
+        )
     inner = folder / "checkpoints"
     return Store(inner if inner.is_dir() else folder)
 
@@ -233,7 +278,9 @@ def _newest(path: Path) -> Path:
     store = _store_of(path)
     latest = store.latest()
     if latest is None:
-        raise CheckpointError(f"hpcdist ckpt: expected checkpoints in {store.path}, got none; correct the folder.")
+        raise CheckpointError(
+            f"hpcdist ckpt: expected checkpoints in {store.path}, got none; correct the folder."
+        )
     return latest[1]
 
 
@@ -243,7 +290,9 @@ def _all_in(path: Path) -> list[Path]:
     store = _store_of(path)
     checkpoint_paths = [store.path / str(saved) for saved in store.saved()]
     if not checkpoint_paths:
-        raise CheckpointError(f"hpcdist ckpt: expected checkpoints in {store.path}, got none; correct the folder.")
+        raise CheckpointError(
+            f"hpcdist ckpt: expected checkpoints in {store.path}, got none; correct the folder."
+        )
     return checkpoint_paths
 
 
@@ -253,7 +302,9 @@ def _require_new(target: Path, suffixes: Sequence[str]) -> None:
             f"hpcdist ckpt: expected a name that ends in {' or '.join(suffixes)}, got {str(target)!r}; add one."
         )
     if os.path.lexists(target):  # also a link that leads nowhere
-        raise UsageError(f"hpcdist ckpt: expected a new file, got {str(target)!r}, which is there; remove it first.")
+        raise UsageError(
+            f"hpcdist ckpt: expected a new file, got {str(target)!r}, which is there; remove it first."
+        )
 
 
 # -- what is in them -----------------------------------------------------------------------------------------------
@@ -263,8 +314,18 @@ def _row_of(store: Store, saved: Saved) -> dict[str, Any]:
     try:
         index = use_one(store.path / str(saved), lambda _, file: file.index)
     except CheckpointDamaged as error:
-        return {"name": str(saved), "step": saved.step, "attempt": saved.attempt, "damaged": str(error)}
-    return {"name": str(saved), "attempt": saved.attempt, **_facts_of(index), "arrays": len(index.arrays)}
+        return {
+            "name": str(saved),
+            "step": saved.step,
+            "attempt": saved.attempt,
+            "damaged": str(error),
+        }
+    return {
+        "name": str(saved),
+        "attempt": saved.attempt,
+        **_facts_of(index),
+        "arrays": len(index.arrays),
+    }
 
 
 def _facts_of(index: Index) -> dict[str, Any]:
@@ -303,16 +364,27 @@ def _read(path: Path) -> tuple[Index, list[NamedArray]]:
     return use_one(path, read)
 
 
-def _differences(first: Sequence[NamedArray], second: Sequence[NamedArray]) -> Iterator[dict[str, str]]:
+def _differences(
+    first: Sequence[NamedArray], second: Sequence[NamedArray]
+) -> Iterator[dict[str, str]]:
     """Yield name and difference of each array that has not the same bits in both."""
     ours, second_by_name = ({array.name: array for array in arrays} for arrays in (first, second))
     for name in dict.fromkeys([*ours, *second_by_name]):
         first_array = ours.get(name)
         second_array = second_by_name.get(name)
         if first_array is None or second_array is None:
-            yield {"name": name, "difference": f"only in the {'first' if second_array is None else 'second'}"}
-        elif (first_array.dtype, first_array.values.shape) != (second_array.dtype, second_array.values.shape):
-            kinds = [f"{array.dtype} {_shape(array.values.shape)}" for array in (first_array, second_array)]
+            yield {
+                "name": name,
+                "difference": f"only in the {'first' if second_array is None else 'second'}",
+            }
+        elif (first_array.dtype, first_array.values.shape) != (
+            second_array.dtype,
+            second_array.values.shape,
+        ):
+            kinds = [
+                f"{array.dtype} {_shape(array.values.shape)}"
+                for array in (first_array, second_array)
+            ]
             yield {"name": name, "difference": " and ".join(kinds)}
         elif first_array.values.tobytes() != second_array.values.tobytes():
             yield {"name": name, "difference": _distance(first_array, second_array)}
@@ -324,7 +396,9 @@ def _distance(first_array: NamedArray, second_array: NamedArray) -> str:
     n_nan = int((np.isnan(a) | np.isnan(b)).sum()) if a.dtype.kind in "fc" else 0
     with np.errstate(invalid="ignore", over="ignore"):
         largest = float(np.nanmax(np.abs(a - b), initial=0))
-    return f"{int(differ.sum())} of {a.size} elements, at most by {largest:.3g}" + (f", {n_nan} NaN" if n_nan else "")
+    return f"{int(differ.sum())} of {a.size} elements, at most by {largest:.3g}" + (
+        f", {n_nan} NaN" if n_nan else ""
+    )
 
 
 def _as_numbers(array: NamedArray) -> np.ndarray[Any, Any]:

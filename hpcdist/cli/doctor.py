@@ -34,13 +34,24 @@ _GPU_PROBE = (
 
 @click.command()
 @click.option(
-    "-n", "--ranks", type=click.IntRange(1), help="Ranks to start; default: 2, or the tasks of the allocation."
+    "-n",
+    "--ranks",
+    type=click.IntRange(1),
+    help="Ranks to start; default: 2, or the tasks of the allocation.",
 )
 @click.option("--hosts", metavar="LIST", help="Hosts and their ranks, such as n1:4,n2:4.")
-@click.option("--run-dir", default="", help="Also look whether all hosts see this folder, and what is renamed there.")
-@click.option("--signals", "has_signals", is_flag=True, help="Also look which signals reach the ranks.")
+@click.option(
+    "--run-dir",
+    default="",
+    help="Also look whether all hosts see this folder, and what is renamed there.",
+)
+@click.option(
+    "--signals", "has_signals", is_flag=True, help="Also look which signals reach the ranks."
+)
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
-def command(ranks: int | None, hosts: str | None, run_dir: str, has_signals: bool, is_json: bool) -> int:
+def command(
+    ranks: int | None, hosts: str | None, run_dir: str, has_signals: bool, is_json: bool
+) -> int:
     """Look for what is wrong: MPI library and launcher, world, roles, cores, GPUs, memory, links, clocks, folders.
 
     Alone, it starts a few ranks itself, as `hpcdist run` does. Under mpirun or srun it looks at the ranks that these
@@ -54,10 +65,17 @@ def command(ranks: int | None, hosts: str | None, run_dir: str, has_signals: boo
     if started_by is not None and started_by.size > 1:
         findings = _look_at_own_ranks(run_dir, started_by.rank)
     else:
-        findings = [*_look_here(environ), *_look_at_new_ranks(environ, ranks, hosts, run_dir, has_signals)]
+        findings = [
+            *_look_here(environ),
+            *_look_at_new_ranks(environ, ranks, hosts, run_dir, has_signals),
+        ]
     for finding in findings:
         echo(json.dumps(vars(finding)) if is_json else str(finding))
-    return ExitCode.BAD_CONFIGURATION if any(finding.level == "fail" for finding in findings) else ExitCode.DONE
+    return (
+        ExitCode.BAD_CONFIGURATION
+        if any(finding.level == "fail" for finding in findings)
+        else ExitCode.DONE
+    )
 
 
 def _look_here(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -80,7 +98,12 @@ def _look_here(environ: Mapping[str, str]) -> Iterator[Finding]:
     if code == 0:
         yield Finding("ok", "NCCL", text)
     else:
-        yield Finding("warn", "NCCL", f"gradients are summed in host memory: {text}", "pip install 'hpcdist[cuda]'")
+        yield Finding(
+            "warn",
+            "NCCL",
+            f"gradients are summed in host memory: {text}",
+            "pip install 'hpcdist[cuda]'",
+        )
 
 
 def _look_at_own_ranks(run_dir: str, rank: int) -> list[Finding]:
@@ -91,12 +114,18 @@ def _look_at_own_ranks(run_dir: str, rank: int) -> list[Finding]:
     code, printed = _run(_probe("facts", run_dir), dict(read_environment()), close_fds=False)
     if code:
         cure = "start as many ranks as the launcher says by the mpirun or srun of the MPI library of mpi4py"
-        return [Finding("fail", "world", f"the probe ended with code {code}: {_reason(printed)}", cure)]
+        return [
+            Finding("fail", "world", f"the probe ended with code {code}: {_reason(printed)}", cure)
+        ]
     return list(findings_of(_facts_in(printed), run_dir)) if rank == 0 else []
 
 
 def _look_at_new_ranks(
-    environ: Mapping[str, str], n_ranks: int | None, hosts: str | None, run_dir: str, has_signals: bool
+    environ: Mapping[str, str],
+    n_ranks: int | None,
+    hosts: str | None,
+    run_dir: str,
+    has_signals: bool,
 ) -> Iterator[Finding]:
     """Yield findings of ranks that are started for that."""
     try:
@@ -120,15 +149,26 @@ def _look_at_new_ranks(
         yield _look_at_signal(number, [*line, *_probe("signals")], {**environ, **added}, n_ranks)
 
 
-def _look_at_signal(number: signal.Signals, line: Sequence[str], environ: Mapping[str, str], n_ranks: int) -> Finding:
+def _look_at_signal(
+    number: signal.Signals, line: Sequence[str], environ: Mapping[str, str], n_ranks: int
+) -> Finding:
     """Return whether a signal that is sent to the launcher reaches all ranks, of which each prints it."""
     process = subprocess.Popen(
-        line, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        line,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     printed = _Printed(process)
     try:
         if printed.count("ready", n_ranks, LIMIT_S) < n_ranks:
-            return Finding("fail", "signals", f"the ranks to signal did not start within {LIMIT_S:g} s", "try without")
+            return Finding(
+                "fail",
+                "signals",
+                f"the ranks to signal did not start within {LIMIT_S:g} s",
+                "try without",
+            )
         started = time.monotonic()
         process.send_signal(number)
         n_reached = printed.count(number.name, n_ranks, _SIGNAL_S)
@@ -140,9 +180,16 @@ def _look_at_signal(number: signal.Signals, line: Sequence[str], environ: Mappin
             process.kill()
             process.wait(_END_S)
     if n_reached == n_ranks:
-        return Finding("ok", "signals", f"{number.name} to the launcher reaches all ranks in {took_s:.2f} s")
+        return Finding(
+            "ok", "signals", f"{number.name} to the launcher reaches all ranks in {took_s:.2f} s"
+        )
     text = f"{number.name} to the launcher reaches {n_reached} of {n_ranks} ranks"
-    return Finding("warn", "signals", text, "use another one, or the file `stop` in the run folder, to save and end")
+    return Finding(
+        "warn",
+        "signals",
+        text,
+        "use another one, or the file `stop` in the run folder, to save and end",
+    )
 
 
 class _Printed:
@@ -179,7 +226,9 @@ def _probe(kind: str, run_dir: str = "") -> list[str]:
     return [*command, run_dir] if run_dir else command
 
 
-def _run(line: Sequence[str], environ: Mapping[str, str], close_fds: bool = True) -> tuple[int, str]:
+def _run(
+    line: Sequence[str], environ: Mapping[str, str], close_fds: bool = True
+) -> tuple[int, str]:
     """Return exit code and output of a command; one that does not end in time is ended."""
     try:
         done = subprocess.run(
@@ -207,7 +256,10 @@ def _facts_in(printed: str) -> list[RankFacts]:
     """Return the facts that rank 0 has printed; none where it has not."""
     payloads = [line.partition(MARK)[2] for line in printed.splitlines() if MARK + "[" in line]
     return (
-        [RankFacts(**{**rank_fields, "cores": tuple(rank_fields["cores"])}) for rank_fields in json.loads(payloads[0])]
+        [
+            RankFacts(**{**rank_fields, "cores": tuple(rank_fields["cores"])})
+            for rank_fields in json.loads(payloads[0])
+        ]
         if payloads
         else []
     )

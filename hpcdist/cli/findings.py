@@ -31,7 +31,9 @@ class Finding:
     cure: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:4}  {self.topic:13}  {self.text}" + (f"; {self.cure}" if self.cure else "")
+        return f"{self.level:4}  {self.topic:13}  {self.text}" + (
+            f"; {self.cure}" if self.cure else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ def findings_of(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:
         yield from _cores(host, host_ranks)
     yield from _memory(hosts)
     yield _gpus(hosts)
-    yield from _speeds("copies", "in memory", {host: _least_copy(host_ranks) for host, host_ranks in hosts.items()})
+    yield from _speeds(
+        "copies", "in memory", {host: _least_copy(host_ranks) for host, host_ranks in hosts.items()}
+    )
     if len(hosts) > 1:
         yield from _between_hosts(hosts)
     if folder:
@@ -108,7 +112,11 @@ def _roles(ranks: Sequence[RankFacts]) -> Finding:
 def _launch(ranks: Sequence[RankFacts]) -> Finding:
     """Return how the ranks found each other, and what the MPI library says of GPU memory, which it never gets."""
     kinds = sorted({rank.pmi or "neither PMI nor PMIx" for rank in ranks})
-    words = {True: "takes GPU memory", False: "takes no GPU memory", None: "does not say whether it takes GPU memory"}
+    words = {
+        True: "takes GPU memory",
+        False: "takes no GPU memory",
+        None: "does not say whether it takes GPU memory",
+    }
     text = f"{', '.join(kinds)}; the MPI library {words[ranks[0].is_cuda_aware]}, which hpcdist does not need"
     if len(kinds) > 1:
         return Finding("warn", "launch", text, "start all ranks by one launcher")
@@ -153,8 +161,15 @@ def _memory(hosts: dict[str, list[RankFacts]]) -> Iterator[Finding]:
             cure = "let containers share the host's process ids, or raise the memory limit; sums go by MPI meanwhile"
             yield Finding("warn", "shared memory", f"ranks of {host} cannot share memory", cure)
         elif (free := min(rank.shm_bytes for rank in ranks)) < MIN_SHM_BYTES:
-            text = f"{free >> 20} MiB are free in /dev/shm of {host}, where MPI libraries keep theirs"
-            yield Finding("warn", "shared memory", text, "give the container more (--shm-size), or clean up there")
+            text = (
+                f"{free >> 20} MiB are free in /dev/shm of {host}, where MPI libraries keep theirs"
+            )
+            yield Finding(
+                "warn",
+                "shared memory",
+                text,
+                "give the container more (--shm-size), or clean up there",
+            )
         else:
             yield Finding("ok", "shared memory", f"ranks of {host} share memory")
 
@@ -166,7 +181,9 @@ def _gpus(hosts: dict[str, list[RankFacts]]) -> Finding:
         if 0 < max(rank.n_gpus for rank in ranks) < len(ranks)
     ]
     if lacking:
-        return Finding("warn", "GPUs", ", ".join(lacking), "start as many ranks on a host as it has GPUs")
+        return Finding(
+            "warn", "GPUs", ", ".join(lacking), "start as many ranks on a host as it has GPUs"
+        )
     if all(rank.n_gpus == 0 for ranks in hosts.values() for rank in ranks):
         return Finding("ok", "GPUs", "none: ranks compute on the host")
     return Finding("ok", "GPUs", "one for each rank")
@@ -182,26 +199,46 @@ def _speeds(topic: str, transfer: str, speeds: dict[str, float]) -> Iterator[Fin
     slow = {host: speed for host, speed in speeds.items() if speed < SLOW * median}
     for host, speed in slow.items():
         text = f"{speed / 1e9:.2f} GB/s {transfer} on {host}, {median / 1e9:.2f} on most"
-        yield Finding("warn", topic, text, f"look for other programs there, or leave it out (--exclude={host})")
+        yield Finding(
+            "warn",
+            topic,
+            text,
+            f"look for other programs there, or leave it out (--exclude={host})",
+        )
     if not slow:
         yield Finding("ok", topic, f"{median / 1e9:.2f} GB/s {transfer} for each rank")
 
 
 def _between_hosts(hosts: dict[str, list[RankFacts]]) -> Iterator[Finding]:
     remote_ranks = {host: ranks[0] for host, ranks in list(hosts.items())[1:]}
-    yield from _speeds("links", "from rank 0", {host: rank.link_bytes_s for host, rank in remote_ranks.items()})
+    yield from _speeds(
+        "links", "from rank 0", {host: rank.link_bytes_s for host, rank in remote_ranks.items()}
+    )
     latency_s = statistics.median(rank.latency_s for rank in remote_ranks.values())
     yield Finding("ok", "latency", f"{1e6 * latency_s:.0f} us one way")
-    skewed = {host: rank.skew_s for host, rank in remote_ranks.items() if abs(rank.skew_s) > MAX_SKEW_S}
+    skewed = {
+        host: rank.skew_s for host, rank in remote_ranks.items() if abs(rank.skew_s) > MAX_SKEW_S
+    }
     for host, skew_s in skewed.items():
-        yield Finding("warn", "clock", f"that of {host} differs by {skew_s:.1f} s", "start its time service (chrony)")
+        yield Finding(
+            "warn",
+            "clock",
+            f"that of {host} differs by {skew_s:.1f} s",
+            "start its time service (chrony)",
+        )
     if not skewed:
-        yield Finding("ok", "clock", f"within {max(abs(rank.skew_s) for rank in remote_ranks.values()) * 1e3:.1f} ms")
+        yield Finding(
+            "ok",
+            "clock",
+            f"within {max(abs(rank.skew_s) for rank in remote_ranks.values()) * 1e3:.1f} ms",
+        )
 
 
 def _folder(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:
     wrong = {rank.host: rank.folder_error for rank in ranks if rank.folder_error}
     for host, error in wrong.items():
-        yield Finding("fail", "run folder", f"{folder} on {host} {error}", "use a folder that all hosts share")
+        yield Finding(
+            "fail", "run folder", f"{folder} on {host} {error}", "use a folder that all hosts share"
+        )
     if not wrong:
         yield Finding("ok", "run folder", f"{folder}: all hosts see it, and what is renamed there")

@@ -82,7 +82,11 @@ def mpi_library() -> str:
     library_version = _output_of([sys.executable, "-c", probe])
     if "Open MPI" in library_version:
         return "openmpi"
-    if "MPICH" in library_version or "Intel(R) MPI" in library_version or "MVAPICH" in library_version:
+    if (
+        "MPICH" in library_version
+        or "Intel(R) MPI" in library_version
+        or "MVAPICH" in library_version
+    ):
         return "mpich"
     last = (library_version.split("\n")[-1] or "nothing")[:200]
     raise ConfigurationError(
@@ -102,7 +106,12 @@ def find_launcher(library: str, environ: Mapping[str, str]) -> Launcher:
         ConfigurationError: where there is none.
     """
     srun = shutil.which("srun")
-    if library == "mpich" and srun and "SLURM_JOB_ID" in environ and "pmi2" in _output_of([srun, "--mpi=list"]):
+    if (
+        library == "mpich"
+        and srun
+        and "SLURM_JOB_ID" in environ
+        and "pmi2" in _output_of([srun, "--mpi=list"])
+    ):
         return Launcher("srun", srun)
     seen = []
     for path in _candidates(library):
@@ -131,14 +140,21 @@ def _candidates(library: str) -> Iterator[str]:
 def _kind_of(version: str) -> str:
     if "HYDRA" in version or "Intel(R) MPI" in version:
         return "mpich"
-    return "openmpi" if any(name in version for name in ("Open MPI", "OpenRTE", "prte")) else "unknown"
+    return (
+        "openmpi" if any(name in version for name in ("Open MPI", "OpenRTE", "prte")) else "unknown"
+    )
 
 
 def _output_of(command: Sequence[str]) -> str:
     """Return what a command prints, on both streams; why it cannot be started, if it cannot."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROBE_S, errors="replace"
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_S,
+            errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -164,9 +180,12 @@ def launch_command(
         if request.is_root:
             added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if launcher.kind == "srun":
-        added |= {"MPIR_CVAR_CH4_NETMOD": "ofi"}  # UCX's address is sometimes too long for Slurm's PMI-2
+        # UCX's address is sometimes too long for Slurm's PMI-2
+        added |= {"MPIR_CVAR_CH4_NETMOD": "ofi"}
     added = {name: value for name, value in added.items() if name not in environ}
-    options = {"mpich": _mpich_options, "openmpi": _openmpi_options, "srun": _srun_options}[launcher.kind](request)
+    options = {"mpich": _mpich_options, "openmpi": _openmpi_options, "srun": _srun_options}[
+        launcher.kind
+    ](request)
     if launcher.kind == "openmpi" and (request.hosts or request.is_in_allocation):
         names = sorted(name for name in {**environ, **added} if name.startswith(_EXPORTED))
         options += [part for name in names for part in ("-x", name)]
@@ -195,7 +214,10 @@ def _openmpi_options(request: Request) -> list[str]:
 def _srun_options(request: Request) -> list[str]:
     options = ["--mpi=pmi2", "--kill-on-bad-exit=1", "--overlap", f"--ntasks={request.n_ranks}"]
     if request.hosts:
-        options += ["--nodelist=" + ",".join(host_entry.partition(":")[0] for host_entry in request.hosts.split(","))]
+        options += [
+            "--nodelist="
+            + ",".join(host_entry.partition(":")[0] for host_entry in request.hosts.split(","))
+        ]
     if request.cpus_per_task:
         options += [f"--cpus-per-task={request.cpus_per_task}"]
     return [*options, *([] if request.is_bound else ["--cpu-bind=none"])]
@@ -208,12 +230,17 @@ def _as_torchrun(kind: str) -> list[str]:
 
 
 def request_here(
-    n_ranks: int, program: Sequence[str], environ: Mapping[str, str], hosts: str = "", is_bound: bool = True
+    n_ranks: int,
+    program: Sequence[str],
+    environ: Mapping[str, str],
+    hosts: str = "",
+    is_bound: bool = True,
 ) -> Request:
     """Return the request for a program on this machine, on given hosts, or in this allocation."""
     is_in_allocation = "SLURM_JOB_ID" in environ
     cpus = environ.get("SLURM_CPUS_PER_TASK", "")
-    has_whole_machine = len(os.sched_getaffinity(0)) == os.cpu_count()  # launchers count cores from its first one
+    # launchers count cores from its first one
+    has_whole_machine = len(os.sched_getaffinity(0)) == os.cpu_count()
     return Request(
         n_ranks=n_ranks,
         program=tuple(program),
@@ -242,7 +269,9 @@ def n_cores() -> int:
     for cpu in os.sched_getaffinity(0):
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
         try:
-            core_ids.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
+            core_ids.add(
+                tuple((topology / name).read_text() for name in ("physical_package_id", "core_id"))
+            )
         except OSError:  # as in some containers
             core_ids.add((str(cpu), ""))
     return len(core_ids)
@@ -250,4 +279,6 @@ def n_cores() -> int:
 
 def as_text(command: Sequence[str], added: Mapping[str, str]) -> str:
     """Return a command as one would type it."""
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in added.items()), shlex.join(command)])
+    return " ".join(
+        [*(f"{name}={shlex.quote(value)}" for name, value in added.items()), shlex.join(command)]
+    )

@@ -31,11 +31,21 @@ class Record(NamedTuple):
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Of this rank only; may be repeated.")
-@click.option("--level", type=click.Choice(_LEVELS, case_sensitive=False), help="From this level on.")
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(0),
+    multiple=True,
+    help="Of this rank only; may be repeated.",
+)
+@click.option(
+    "--level", type=click.Choice(_LEVELS, case_sensitive=False), help="From this level on."
+)
 @click.option("--tail", type=click.IntRange(1), metavar="N", help="The last N records only.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON, an object for each record.")
-def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int | None, is_json: bool) -> None:
+def command(
+    folder: Path, ranks: tuple[int, ...], level: str | None, tail: int | None, is_json: bool
+) -> None:
     """Print the log files of all ranks, merged by time: those that `hpcdist.log_to(RUN_DIR / "logs")` writes.
 
     \b
@@ -44,7 +54,11 @@ def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int |
     """
     inner = folder / "logs"
     inner = inner if inner.is_dir() else folder
-    files = {int(match[1]): path for path in sorted(inner.glob("rank-*.log")) if (match := _RANK.search(path.name))}
+    files = {
+        int(match[1]): path
+        for path in sorted(inner.glob("rank-*.log"))
+        if (match := _RANK.search(path.name))
+    }
     missing = [rank for rank in ranks if rank not in files]
     if not files or missing:
         wanted = f"rank-{missing[0]:05d}.log" if missing else "rank-00000.log"
@@ -60,7 +74,12 @@ def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int |
         if log_record.level not in _LEVELS or _LEVELS.index(log_record.level) >= least
     )
     for record in matching_records if tail is None else list(matching_records)[-tail:]:
-        facts = {"time": record.time, "rank": record.rank, "level": record.level, "text": record.text}
+        facts = {
+            "time": record.time,
+            "rank": record.rank,
+            "level": record.level,
+            "text": record.text,
+        }
         echo(json.dumps(facts) if is_json else record.text)
 
 

@@ -87,7 +87,9 @@ def _code_of(arguments: Sequence[str] | None) -> int:
         return 128 + 2
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "hpcdist"
-        return _fail(f"{path}: {_one_line(error.format_message())} See {path} --help.", ExitCode.USAGE)
+        return _fail(
+            f"{path}: {_one_line(error.format_message())} See {path} --help.", ExitCode.USAGE
+        )
     except click.ClickException as error:
         return _fail(f"hpcdist: {_one_line(error.format_message())}", ExitCode.USAGE)
     except HpcdistError as error:
@@ -95,7 +97,8 @@ def _code_of(arguments: Sequence[str] | None) -> int:
         return _fail(text if text.startswith("hpcdist ") else f"hpcdist: {text}", error.exit_code)
     except UnicodeError:
         return _fail(
-            "hpcdist: expected text that can be printed here, got other bytes; set LANG to UTF-8.", ExitCode.USAGE
+            "hpcdist: expected text that can be printed here, got other bytes; set LANG to UTF-8.",
+            ExitCode.USAGE,
         )
     except OSError as error:
         where = f" for {error.filename}" if error.filename else ""

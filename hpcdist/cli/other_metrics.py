@@ -49,7 +49,9 @@ def _curves_of_table(path: Path, origin: str) -> list[Curve]:
     """Return the columns of a table whose first column is the epoch, as CSVLogger writes it."""
     try:
         text = read_text(path, _MAX_BYTES, errors="replace")
-        dialect = csv.Sniffer().sniff(text.partition("\n")[0], ",;\t") if "\n" in text else csv.excel
+        dialect = (
+            csv.Sniffer().sniff(text.partition("\n")[0], ",;\t") if "\n" in text else csv.excel
+        )
         rows = list(csv.DictReader(io.StringIO(text, newline=""), dialect=dialect))
     except (OSError, ValueError, csv.Error):
         return []
@@ -58,7 +60,11 @@ def _curves_of_table(path: Path, origin: str) -> list[Curve]:
         return []
     curves: list[Curve] = []
     for name in names[1:]:
-        points = [point for row in rows if (point := _point_of(row.get("epoch"), row.get(name))) is not None]
+        points = [
+            point
+            for row in rows
+            if (point := _point_of(row.get("epoch"), row.get(name))) is not None
+        ]
         if name and points:
             curves.append(Curve(name, origin, "epoch", points))
     return curves

@@ -85,7 +85,9 @@ def _facts_of(world: World, folder: str) -> RankFacts:
 def _is_cuda_aware() -> bool | None:
     """Return what the MPI library says of GPU memory, by the function that Open MPI, MPICH and MVAPICH offer."""
     loaded = re.search(r"\S+/libmpi\.so\S*", Path("/proc/self/maps").read_text())
-    query = None if loaded is None else getattr(ctypes.CDLL(loaded[0]), "MPIX_Query_cuda_support", None)
+    query = (
+        None if loaded is None else getattr(ctypes.CDLL(loaded[0]), "MPIX_Query_cuda_support", None)
+    )
     return None if query is None else bool(query())
 
 

@@ -51,7 +51,9 @@ class Section:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Folder; default: report, in the run folder.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder; default: report, in the run folder."
+)
 def command(folder: Path, out: Path | None) -> None:
     """Write report.html about the run of a run folder, and its pictures as PNG: one file, which needs no network.
 
@@ -75,7 +77,9 @@ def command(folder: Path, out: Path | None) -> None:
     sections = sections_of(run, goodput)
     target = out or folder / "report"
     durable.make_folders(durable.Disk(), target)
-    template = jinja2.Environment(autoescape=True).from_string((Path(__file__).parent / "report.html").read_text())
+    template = jinja2.Environment(autoescape=True).from_string(
+        (Path(__file__).parent / "report.html").read_text()
+    )
     page = template.render(
         title=f"Run {folder.resolve()}",
         subtitle=f"{run.verdict or 'The job has written no decision yet'}. Report of {_date(time.time())}.",
@@ -88,7 +92,8 @@ def command(folder: Path, out: Path | None) -> None:
         light=_style(COLOURS),
         dark=_style(_DARK),
     )
-    text = page.encode("utf-8", "backslashreplace").decode()  # a run folder may hold halves of characters
+    # a run folder may hold halves of characters
+    text = page.encode("utf-8", "backslashreplace").decode()
     durable.replace_text(durable.Disk(), target / "report.html", text)
     charts = [chart for section in sections for chart in section.charts]
     for chart in charts:
@@ -106,13 +111,25 @@ def _tiles(run: Run, goodput: Goodput) -> list[tuple[str, str]]:
     last = run.last_trained
     chief = None if last is None else last.chief
     if last is not None and chief is not None and chief.n_steps:
-        tiles += [(f"{max(window.steps[1] for window in chief.windows if window.steps)}", "last step")]
+        tiles += [
+            (f"{max(window.steps[1] for window in chief.windows if window.steps)}", "last step")
+        ]
         tiles += [(f"{len(last.ranks)}", "ranks with records")]
-        tiles += [(_seconds(sum(window.step_s for window in chief.windows) / chief.n_steps), "a step")]
+        tiles += [
+            (_seconds(sum(window.step_s for window in chief.windows) / chief.n_steps), "a step")
+        ]
         rows = sum(window.rows for window in chief.windows)
         length_s = sum(window.ended - window.began for window in chief.windows)
-        tiles += [(f"{float(f'{rows / length_s:.3g}'):,g}", "rows a second")] if rows and length_s > 0 else []
-    tiles += [(f"{100 * goodput.share:.0f} %", "of the time in steps that were kept")] if goodput.elapsed_s else []
+        tiles += (
+            [(f"{float(f'{rows / length_s:.3g}'):,g}", "rows a second")]
+            if rows and length_s > 0
+            else []
+        )
+    tiles += (
+        [(f"{100 * goodput.share:.0f} %", "of the time in steps that were kept")]
+        if goodput.elapsed_s
+        else []
+    )
     return tiles
 
 
@@ -141,15 +158,23 @@ def _metrics_section(run: Run) -> Section | None:
     for number, (name, points) in enumerate(list(run.metrics.items())[:_N_METRICS]):
         file = _file(name, number)
         by_step = {name: points}
-        charts.append(line_chart(f"{file}-step", f"{name} against step", ("step", name), by_step, resumed))
-        times = [(at - began, value) for step, value in points if (at := clock.time_of(step)) is not None]
+        charts.append(
+            line_chart(f"{file}-step", f"{name} against step", ("step", name), by_step, resumed)
+        )
+        times = [
+            (at - began, value) for step, value in points if (at := clock.time_of(step)) is not None
+        ]
         if times:
             unit, scale = _unit_of(max(at for at, _ in times))
             by_time = {name: [(at / scale, value) for at, value in times]}
             axes = (f"{unit} since the first start", name)
             marks = [at / scale for at in starts]
             charts.append(line_chart(f"{file}-time", f"{name} against time", axes, by_time, marks))
-    more = f" {len(run.metrics) - _N_METRICS} more are in metrics.jsonl." if len(run.metrics) > _N_METRICS else ""
+    more = (
+        f" {len(run.metrics) - _N_METRICS} more are in metrics.jsonl."
+        if len(run.metrics) > _N_METRICS
+        else ""
+    )
     return Section("Metrics", f"From metrics.jsonl. Dotted lines: restarts.{more}", charts)
 
 
@@ -163,9 +188,15 @@ def _curves_section(run: Run) -> Section | None:
     for number, curve in enumerate(curves[:_N_CURVES]):
         file = _file(curve.name, number).replace("metric", "curve")
         title = f"{curve.name} of {curve.origin}"
-        charts.append(line_chart(file, title, (curve.against, curve.name), {curve.name: curve.points}))
+        charts.append(
+            line_chart(file, title, (curve.against, curve.name), {curve.name: curve.points})
+        )
     more = f" {len(curves) - _N_CURVES} more are there." if len(curves) > _N_CURVES else ""
-    return Section("Tables and events", f"From files of CSVLogger and TensorBoard in the run folder.{more}", charts)
+    return Section(
+        "Tables and events",
+        f"From files of CSVLogger and TensorBoard in the run folder.{more}",
+        charts,
+    )
 
 
 def _ranks_section(attempt: AttemptRecords | None) -> Section | None:
@@ -175,8 +206,13 @@ def _ranks_section(attempt: AttemptRecords | None) -> Section | None:
         return None
     ranks = [rank for rank in attempt.ranks if rank.n_steps]
     shown = sorted(ranks, key=_own_s, reverse=True)[:_N_RANKS] if len(ranks) > _N_RANKS else ranks
-    rows = {f"rank {rank.rank}": {part: 1e3 * rank.total[part] / rank.n_steps for part in PARTS} for rank in shown}
-    chart = bar_chart("ranks", f"Attempt {attempt.number}: where the time goes", "ms for each step", rows)
+    rows = {
+        f"rank {rank.rank}": {part: 1e3 * rank.total[part] / rank.n_steps for part in PARTS}
+        for rank in shown
+    }
+    chart = bar_chart(
+        "ranks", f"Attempt {attempt.number}: where the time goes", "ms for each step", rows
+    )
     table = [
         [
             f"rank {rank.rank}",
@@ -192,7 +228,11 @@ def _ranks_section(attempt: AttemptRecords | None) -> Section | None:
         for row, rank in zip(table, shown, strict=True):
             mean = sum(window.stale[0] for window in rank.windows) / rank.n_steps
             row += [f"{mean:.2f}", f"{max(window.stale[1] for window in rank.windows)}"]
-    less = f" Of {len(ranks)} ranks the {len(shown)} with the longest own part." if len(shown) < len(ranks) else ""
+    less = (
+        f" Of {len(ranks)} ranks the {len(shown)} with the longest own part."
+        if len(shown) < len(ranks)
+        else ""
+    )
     text = (
         "Communication is time in collectives, waiting for slower ranks included: the rank with the least of it is the "
         f"one that the others wait for. Evaluations, callbacks and agreements are between steps.{less}"
@@ -214,7 +254,10 @@ def _time_section(goodput: Goodput) -> Section | None:
     unit, scale = _unit_of(goodput.elapsed_s)
     parts = {name: seconds / scale for name, seconds in goodput.parts.items()}
     chart = bar_chart("goodput", "The whole run", unit, {"run": parts})
-    rows = [[name, _seconds(s), f"{100 * s / goodput.elapsed_s:.1f} %"] for name, s in goodput.parts.items()]
+    rows = [
+        [name, _seconds(s), f"{100 * s / goodput.elapsed_s:.1f} %"]
+        for name, s in goodput.parts.items()
+    ]
     lost = f" {goodput.n_lost} steps were lost and repeated." if goodput.n_lost else ""
     text = f"From the start of the first process to the last record of the chief.{lost}"
     return Section("Goodput", text, [chart], ["", "time", "share"], rows)
@@ -234,7 +277,12 @@ def _pace_section(run: Run) -> Section | None:
         at = float(group[-1].steps[1]) if group[-1].steps else 0.0
         lines["longest"].append((at, 1e3 * max(window.longest[1] for window in group)))
         lines["mean"].append(
-            (at, 1e3 * sum(window.step_s for window in group) / sum(window.n_steps for window in group))
+            (
+                at,
+                1e3
+                * sum(window.step_s for window in group)
+                / sum(window.n_steps for window in group),
+            )
         )
     chart = line_chart("pace", "Length of a step, on the chief", ("step", "ms"), lines, is_log=True)
     return Section("Pace", "", [chart])
@@ -242,7 +290,12 @@ def _pace_section(run: Run) -> Section | None:
 
 def _checkpoints_section(run: Run) -> Section | None:
     rows = [
-        [f"{commit.step}", f"{attempt.number}", f"{commit.nbytes / 1e6:.3g} MB", _seconds(commit.took_s)]
+        [
+            f"{commit.step}",
+            f"{attempt.number}",
+            f"{commit.nbytes / 1e6:.3g} MB",
+            _seconds(commit.took_s),
+        ]
         for attempt in run.attempts
         for commit in attempt.commits
     ]
@@ -250,16 +303,29 @@ def _checkpoints_section(run: Run) -> Section | None:
         return None
     text = "Time from the request until the file was read back. Training waits only while the state is copied."
     truncation_note = " The last 20." if len(rows) > 20 else ""
-    return Section("Checkpoints", text + truncation_note, (), ["step", "attempt", "size", "time"], rows[-20:])
+    return Section(
+        "Checkpoints", text + truncation_note, (), ["step", "attempt", "size", "time"], rows[-20:]
+    )
 
 
 def _attempts_section(run: Run) -> Section:
     rows = []
     for attempt in run.attempts:
-        unknown = "runs, or died without notice" if attempt is run.attempts[-1] else "died without notice"
-        origin = "nothing was restored" if attempt.first_step is None else f"step {attempt.first_step}"
+        unknown = (
+            "runs, or died without notice" if attempt is run.attempts[-1] else "died without notice"
+        )
+        origin = (
+            "nothing was restored" if attempt.first_step is None else f"step {attempt.first_step}"
+        )
         where = ", ".join(attempt.nodes) or "unknown"
-        row = [f"{attempt.number}", _date(attempt.began), attempt.job or "-", where, origin, attempt.end or unknown]
+        row = [
+            f"{attempt.number}",
+            _date(attempt.began),
+            attempt.job or "-",
+            where,
+            origin,
+            attempt.end or unknown,
+        ]
         rows.append(row)
     head = ["attempt", "began", "job", "nodes", "from", "end"]
     return Section("Attempts", "", (), head, rows, is_text=True)
@@ -275,7 +341,8 @@ def _settings_section(run: Run) -> Section | None:
 def _file(name: str, number: int) -> str:
     """Return the beginning of a picture's name: numbered, as names of metrics may differ in what none can hold."""
     text = "".join(
-        character if character.isascii() and (character.isalnum() or character in "-_") else "-" for character in name
+        character if character.isascii() and (character.isalnum() or character in "-_") else "-"
+        for character in name
     )
     return f"metric-{number + 1}-{text[:40]}"
 
@@ -297,4 +364,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _date(at: float | None) -> str:
-    return "unknown" if at is None or not 0 <= at < 1e11 else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return (
+        "unknown"
+        if at is None or not 0 <= at < 1e11
+        else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    )

@@ -50,13 +50,30 @@ class Decision:
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
-    "-n", "--ranks", type=click.IntRange(1), help="Number of ranks; default: the tasks of the allocation, or 1."
+    "-n",
+    "--ranks",
+    type=click.IntRange(1),
+    help="Number of ranks; default: the tasks of the allocation, or 1.",
 )
 @click.option("--roles", metavar="MAP", help="Roles for the ranks in order, such as ps:2,worker:*.")
-@click.option("--hosts", metavar="LIST", help="Hosts and their ranks, such as n1:4,n2:4; default: this one.")
-@click.option("--restarts", type=click.IntRange(0), default=0, show_default=True, help="Start again if it dies.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Run folder; default: the program's --run-dir.")
-@click.option("--bind/--no-bind", default=True, show_default=True, help="Give each rank cores of its own.")
+@click.option(
+    "--hosts", metavar="LIST", help="Hosts and their ranks, such as n1:4,n2:4; default: this one."
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Start again if it dies.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Run folder; default: the program's --run-dir.",
+)
+@click.option(
+    "--bind/--no-bind", default=True, show_default=True, help="Give each rank cores of its own."
+)
 @click.option("--dry-run", is_flag=True, help="Print the command, and do not run it.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -87,7 +104,11 @@ def command(
     n_on_hosts = n_ranks_on(hosts or "")
     tasks = environ.get("SLURM_NTASKS", "")
     if ranks is None:
-        ranks = int(tasks) if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal() else n_on_hosts
+        ranks = (
+            int(tasks)
+            if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal()
+            else n_on_hosts
+        )
     request = request_here(ranks, command_of(program, is_module), environ, hosts or "", bind)
     launcher = find_launcher(mpi_library(), environ)
     added = {**_rendezvous(hosts, environ), **_settings(roles, environ)}
@@ -96,8 +117,14 @@ def command(
     if dry_run:
         echo(as_text(line, added))
         return ExitCode.DONE
-    folder = run_dir or run_dir_of(program) or (Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None)
-    return _run(launcher, line, {**environ, **added, **_terminal()}, as_text(line, added), folder, restarts)
+    folder = (
+        run_dir
+        or run_dir_of(program)
+        or (Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None)
+    )
+    return _run(
+        launcher, line, {**environ, **added, **_terminal()}, as_text(line, added), folder, restarts
+    )
 
 
 def n_ranks_on(hosts: str) -> int:
@@ -110,7 +137,9 @@ def n_ranks_on(hosts: str) -> int:
     for entry in hosts.split(",") if hosts else ["this:1"]:
         name, _, count = entry.partition(":")
         if not name or not (count or "1").isdecimal() or int(count or 1) < 1:
-            raise UsageError(f"hpcdist run: expected --hosts as n1:4,n2:4, got {hosts!r}; name hosts and their ranks.")
+            raise UsageError(
+                f"hpcdist run: expected --hosts as n1:4,n2:4, got {hosts!r}; name hosts and their ranks."
+            )
         n_ranks += int(count or 1)
     return n_ranks
 
@@ -126,7 +155,9 @@ def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
         return (sys.executable, "-m", name, *arguments)
     if name.endswith(".py"):
         if not Path(name).is_file():
-            raise UsageError(f"expected a program, got {name!r}, which is not there; look at its path.")
+            raise UsageError(
+                f"expected a program, got {name!r}, which is not there; look at its path."
+            )
         return (sys.executable, name, *arguments)
     if shutil.which(name) is None:
         raise UsageError(
@@ -144,7 +175,11 @@ def _settings(roles: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     if roles is not None and environ.get("TF_CONFIG"):
         added["TF_CONFIG"] = ""
     of_file = {f"HPCDIST_{key.upper()}": f"{value}" for key, value in site_defaults("run").items()}
-    of_file = {name: value for name, value in of_file.items() if name not in added and not environ.get(name)}
+    of_file = {
+        name: value
+        for name, value in of_file.items()
+        if name not in added and not environ.get(name)
+    }
     if of_file:
         added["HPCDIST_FROM_FILE"] = ",".join(of_file)
     return {**added, **of_file}
@@ -201,7 +236,9 @@ def _run(
     return action.code
 
 
-def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
+def _launch(
+    launcher: Launcher, line: Sequence[str], environ: Mapping[str, str]
+) -> tuple[int, bool]:
     """Run a command; a signal that comes here asks it to save and to end. Return its exit code, and whether one came.
 
     It has a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it by itself: Open MPI's
@@ -216,7 +253,9 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
         if process is None:
             return
         if len(seen) == 1 or number in (signal.SIGUSR1, signal.SIGUSR2):
-            process.send_signal(number if number in (signal.SIGUSR1, signal.SIGUSR2) else launcher.save_signal)
+            process.send_signal(
+                number if number in (signal.SIGUSR1, signal.SIGUSR2) else launcher.save_signal
+            )
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM if len(seen) == 2 else signal.SIGKILL)
@@ -235,7 +274,9 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
     earlier = {number: signal.signal(number, note) for number in numbers}
     try:
         pipes = [subprocess.PIPE if os.isatty(descriptor) else None for descriptor in (1, 2)]
-        process = subprocess.Popen(line, env=dict(environ), start_new_session=True, stdout=pipes[0], stderr=pipes[1])
+        process = subprocess.Popen(
+            line, env=dict(environ), start_new_session=True, stdout=pipes[0], stderr=pipes[1]
+        )
         copying = _copy_on(process)
         for number in seen:  # before it had started
             pass_on(number)
@@ -277,7 +318,9 @@ def _say_what_came(number: int) -> None:
     """Say which signal came: the ranks get another one. Called in a signal handler."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the terminal is gone (SIGHUP)"}
     name = names.get(signal.Signals(number), signal.Signals(number).name)
-    _say(f"hpcdist run: {name}: the ranks are asked to save and to end; Ctrl-C now ends them at once")
+    _say(
+        f"hpcdist run: {name}: the ranks are asked to save and to end; Ctrl-C now ends them at once"
+    )
 
 
 def _say(text: str) -> None:
@@ -292,12 +335,16 @@ def read_decision(folder: Path) -> Decision | None:
     try:
         fields = json.loads(read_text(path, _MAX_DECISION_BYTES))
         status = path.stat()
-        return Decision(str(fields["decision"]), str(fields["reason"]), (status.st_mtime_ns, status.st_ino))
+        return Decision(
+            str(fields["decision"]), str(fields["reason"]), (status.st_mtime_ns, status.st_ino)
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def launch_of(code: int, launcher: str, decision: Decision | None, earlier: Decision | None) -> Launch:
+def launch_of(
+    code: int, launcher: str, decision: Decision | None, earlier: Decision | None
+) -> Launch:
     """Return how a launch ended, as the rule of restarts takes it.
 
     Args:
@@ -310,4 +357,6 @@ def launch_of(code: int, launcher: str, decision: Decision | None, earlier: Deci
     is_signalled = is_of_signal(code, launcher)
     if decision is not None:
         return Launch(code, decision.verdict, decision.reason, is_signalled=is_signalled)
-    return Launch(code, earlier="none" if earlier is None else earlier.verdict, is_signalled=is_signalled)
+    return Launch(
+        code, earlier="none" if earlier is None else earlier.verdict, is_signalled=is_signalled
+    )

@@ -34,7 +34,14 @@ class Goodput:
 
 def goodput_of(run: Run) -> Goodput:
     """Return where the time of a run went, by the chief's records."""
-    names = ("kept steps", "lost steps", "saves", "between steps", "start-up", "waiting for the next attempt")
+    names = (
+        "kept steps",
+        "lost steps",
+        "saves",
+        "between steps",
+        "start-up",
+        "waiting for the next attempt",
+    )
     parts = dict.fromkeys((*names, "unrecorded"), 0.0)
     n_lost = 0
     elapsed_s = 0.0
@@ -44,7 +51,10 @@ def goodput_of(run: Run) -> Goodput:
         later = run.attempts[number + 1 :]
         if began is None or ended is None:
             continue
-        next_began = next((later_attempt.began for later_attempt in later if later_attempt.began is not None), None)
+        next_began = next(
+            (later_attempt.began for later_attempt in later if later_attempt.began is not None),
+            None,
+        )
         until = ended if next_began is None else max(next_began, ended)
         kept_s, lost_s, lost = _kept_and_lost(attempt, _kept_up_to(later))
         windows = () if attempt.chief is None else attempt.chief.windows
@@ -61,7 +71,9 @@ def goodput_of(run: Run) -> Goodput:
 
 def _kept_up_to(later: Sequence[AttemptRecords]) -> int | None:
     """Return the last step that no later attempt repeated; None where none did."""
-    return min([attempt.first_step for attempt in later if attempt.first_step is not None], default=None)
+    return min(
+        [attempt.first_step for attempt in later if attempt.first_step is not None], default=None
+    )
 
 
 def _kept_and_lost(attempt: AttemptRecords, limit: int | None) -> tuple[float, float, int]:
@@ -89,14 +101,24 @@ def stragglers_of(ranks: Sequence[RankRecords]) -> list[str]:
     for part in ("compute", "input"):
         seconds_by_rank = {rank.rank: rank.total[part] / rank.n_steps for rank in counted}
         usual = median_low(seconds_by_rank.values())
-        step_s = median_low(sum(rank.total[name] for name in PARTS[:3]) / rank.n_steps for rank in counted)
-        late = [rank for rank in counted if seconds_by_rank[rank.rank] - usual > STRAGGLER_SHARE * step_s]
+        step_s = median_low(
+            sum(rank.total[name] for name in PARTS[:3]) / rank.n_steps for rank in counted
+        )
+        late = [
+            rank
+            for rank in counted
+            if seconds_by_rank[rank.rank] - usual > STRAGGLER_SHARE * step_s
+        ]
         hosts = {rank.host for rank in late}
-        whole = {host for host in hosts if all(rank in late for rank in counted if rank.host == host)}
+        whole = {
+            host for host in hosts if all(rank in late for rank in counted if rank.host == host)
+        }
         verb = "computes" if part == "compute" else "waits for input"
         for straggler in late:
             n_there = sum(peer.host == straggler.host for peer in counted)
-            host_note = ", as all ranks of that host," if straggler.host in whole and n_there > 1 else ""
+            host_note = (
+                ", as all ranks of that host," if straggler.host in whole and n_there > 1 else ""
+            )
             where = f"rank {straggler.rank} on {straggler.host}{host_note}"
             straggler_lines.append(
                 f"{where} {verb} {1e3 * seconds_by_rank[straggler.rank]:.3g} ms a step, the median {1e3 * usual:.3g} ms"
@@ -144,7 +166,11 @@ class StepClock:
         number = bisect.bisect_left(self._points, (step, -float("inf")))
         (after, after_s) = self._points[number]
         (before, before_s) = self._points[max(0, number - 1)]
-        return after_s if after == before else before_s + (after_s - before_s) * (step - before) / (after - before)
+        return (
+            after_s
+            if after == before
+            else before_s + (after_s - before_s) * (step - before) / (after - before)
+        )
 
 
 def _points_of(attempt: AttemptRecords) -> list[tuple[int, float]]:

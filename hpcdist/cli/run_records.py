@@ -221,7 +221,12 @@ class Run:
     def last_trained(self) -> AttemptRecords | None:
         """The last attempt that made steps."""
         return next(
-            (attempt for attempt in reversed(self.attempts) if any(rank.n_steps for rank in attempt.ranks)), None
+            (
+                attempt
+                for attempt in reversed(self.attempts)
+                if any(rank.n_steps for rank in attempt.ranks)
+            ),
+            None,
         )
 
 
@@ -255,10 +260,16 @@ def read_run(folder: Path, steps_of: int | None = None) -> Run:
         files = sorted(traces[number].glob("rank-*.jsonl")) if number in traces else []
         ranks = [_rank_of(path, has_steps=number == steps_of) for path in files]
         events = list(_records(ledgers[number])) if number in ledgers else []
-        attempts.append(_attempt_of(number, events, tuple(rank for rank in ranks if rank is not None)))
+        attempts.append(
+            _attempt_of(number, events, tuple(rank for rank in ranks if rank is not None))
+        )
     config = _content(folder / "config.json")
     decision = _content(folder / "decision.json")
-    verdict = [str(decision[name]) for name in ("decision", "reason") if isinstance(decision.get(name), str)]
+    verdict = [
+        str(decision[name])
+        for name in ("decision", "reason")
+        if isinstance(decision.get(name), str)
+    ]
     of_attempt = config.get("attempt")
     return Run(
         folder,
@@ -308,7 +319,9 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _checked(read: Callable[[dict[str, Any]], _Record], records: Iterator[dict[str, Any]]) -> list[_Record]:
+def _checked(
+    read: Callable[[dict[str, Any]], _Record], records: Iterator[dict[str, Any]]
+) -> list[_Record]:
     """Return what `read` makes of records; those of another shape are left out."""
     accepted_records = []
     for record in records:
@@ -343,13 +356,16 @@ def _text(value: Any) -> str:
     return value.encode("utf-8", "replace").decode()
 
 
-def _attempt_of(number: int, events: list[dict[str, Any]], ranks: tuple[RankRecords, ...]) -> AttemptRecords:
+def _attempt_of(
+    number: int, events: list[dict[str, Any]], ranks: tuple[RankRecords, ...]
+) -> AttemptRecords:
     """Return an attempt, given the events in its ledger."""
     times = _checked(lambda event: _time(event["time_s"]), iter(events))
     commits = _checked(_commit_of, (event for event in events if event.get("event") == "commit"))
     begins = _checked(_place_of, (event for event in events if event.get("event") == "begin"))
     resumed = _checked(
-        lambda event: _whole(event["step"]), (event for event in events if event.get("event") == "resume")
+        lambda event: _whole(event["step"]),
+        (event for event in events if event.get("event") == "resume"),
     )
     ends = _checked(
         lambda event: f"{_text(event['how'])}: {_text(event['reason'])}",
@@ -357,11 +373,18 @@ def _attempt_of(number: int, events: list[dict[str, Any]], ranks: tuple[RankReco
     )
     job, nodes = begins[-1] if begins else ("", ())
     step = resumed[-1] if resumed else None
-    return AttemptRecords(number, tuple(times), job, nodes, step, tuple(commits), ends[-1] if ends else "", ranks)
+    return AttemptRecords(
+        number, tuple(times), job, nodes, step, tuple(commits), ends[-1] if ends else "", ranks
+    )
 
 
 def _commit_of(event: dict[str, Any]) -> Commit:
-    return Commit(_whole(event["step"]), _whole(event["nbytes"]), _time(event["took_s"]), _time(event["time_s"]))
+    return Commit(
+        _whole(event["step"]),
+        _whole(event["nbytes"]),
+        _time(event["took_s"]),
+        _time(event["time_s"]),
+    )
 
 
 def _place_of(event: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -386,11 +409,20 @@ def _rank_of(path: Path, has_steps: bool) -> RankRecords | None:
         if "process_began" in record:
             is_last = record["process_began"] == last.process_began
         elif is_last and "window" in record:
-            windows += _checked(lambda window_record: _window_of(window_record, unix - monotonic), iter([record]))
+            windows += _checked(
+                lambda window_record: _window_of(window_record, unix - monotonic), iter([record])
+            )
         elif is_last and has_steps:
             steps += _checked(_step_of, iter([record]))
     return RankRecords(
-        last.rank, last.role, last.host, last.process_began, last.clock, last.first_step, tuple(windows), tuple(steps)
+        last.rank,
+        last.role,
+        last.host,
+        last.process_began,
+        last.clock,
+        last.first_step,
+        tuple(windows),
+        tuple(steps),
     )
 
 
@@ -409,7 +441,9 @@ def _header_of(record: dict[str, Any]) -> RankRecords:
 def _window_of(record: dict[str, Any], to_unix: float) -> Window:
     began, ended = (_time(timestamp) + to_unix for timestamp in record["window"])
     seconds = {part: _time(record[f"{part}_s"]) for part in PARTS if part != "compute"}
-    seconds["compute"] = max(0.0, _time(record["step_s"]) - seconds["input"] - seconds["communication"])
+    seconds["compute"] = max(
+        0.0, _time(record["step_s"]) - seconds["input"] - seconds["communication"]
+    )
     steps = None
     n_steps = _whole(record["n_steps"])
     if record["steps"] is not None:
@@ -426,8 +460,12 @@ def _window_of(record: dict[str, Any], to_unix: float) -> Window:
 
 def _step_of(record: dict[str, Any]) -> StepRecord:
     began, ended = record["time"]
-    spans, background = ([_span_of(span) for span in record.get(name, [])] for name in ("spans", "background"))
-    return StepRecord(_whole(record["step"]), _time(began), _time(ended), tuple(spans), tuple(background))
+    spans, background = (
+        [_span_of(span) for span in record.get(name, [])] for name in ("spans", "background")
+    )
+    return StepRecord(
+        _whole(record["step"]), _time(began), _time(ended), tuple(spans), tuple(background)
+    )
 
 
 def _span_of(record: Any) -> tuple[str, str, float, float]:
@@ -457,15 +495,22 @@ def _point_of(pair: dict[str, Any]) -> tuple[str, int, float]:
 
 def _rows_of(config: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
     """Return what config.json says as rows: name, value, origin."""
-    program, hosts, settings, versions = (config.get(name) for name in ("program", "hosts", "settings", "versions"))
+    program, hosts, settings, versions = (
+        config.get(name) for name in ("program", "hosts", "settings", "versions")
+    )
     rows: list[tuple[str, Any, str]] = []
     if isinstance(program, list):
         rows += [("program", " ".join(map(str, program)), "")]
     if isinstance(hosts, dict):
         rows += [("hosts", ", ".join(f"{name} ({ranks})" for name, ranks in hosts.items()), "")]
     if isinstance(settings, dict):
-        valid_settings = {name: setting for name, setting in settings.items() if isinstance(setting, dict)}
-        rows += [(name, setting.get("value"), str(setting.get("from"))) for name, setting in valid_settings.items()]
+        valid_settings = {
+            name: setting for name, setting in settings.items() if isinstance(setting, dict)
+        }
+        rows += [
+            (name, setting.get("value"), str(setting.get("from")))
+            for name, setting in valid_settings.items()
+        ]
     if isinstance(versions, dict):
         rows += [(name, value, "") for name, value in versions.items() if value is not None]
     return tuple((_text(name), _text(str(value)), _text(origin)) for name, value, origin in rows)

@@ -16,4 +16,6 @@ def shipped_folder(name: str, file: str) -> Path:
     for folder in (package / name, package.parent / name):
         if (folder / file).is_file():
             return folder
-    raise ConfigurationError(f"expected {name}/{file} in {package} or beside it, got none; install hpcdist again.")
+    raise ConfigurationError(
+        f"expected {name}/{file} in {package} or beside it, got none; install hpcdist again."
+    )

@@ -16,7 +16,13 @@ else:
 
 #: Table -> its keys, and their types.
 _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
-    "run": {"roles": (str,), "timeout_s": (int, float), "debug": (str,), "log": (str,), "trace": (str,)},
+    "run": {
+        "roles": (str,),
+        "timeout_s": (int, float),
+        "debug": (str,),
+        "log": (str,),
+        "trace": (str,),
+    },
     "submit": {
         "system": (str,),
         "sbatch": (list,),
@@ -76,7 +82,9 @@ def _table_of(path: Path, table: str) -> dict[str, Any]:
     try:
         content = tomllib.loads(_text_of(path, table))
         entries = content.get(table, {})
-        wrong = [name for name in content if name not in _KEYS] or _wrong_keys(entries, _KEYS[table])
+        wrong = [name for name in content if name not in _KEYS] or _wrong_keys(
+            entries, _KEYS[table]
+        )
     except ConfigurationError:
         raise
     except (OSError, ValueError, AttributeError, RecursionError) as error:

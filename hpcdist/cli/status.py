@@ -13,7 +13,14 @@ import click
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.read import read_end
 from hpcdist.checkpoint.store import Saved, Store, use_one
-from hpcdist.cli.batch_jobs import BatchJobState, cancel, is_job_number, own_jobs, run_folder, state_of
+from hpcdist.cli.batch_jobs import (
+    BatchJobState,
+    cancel,
+    is_job_number,
+    own_jobs,
+    run_folder,
+    state_of,
+)
 from hpcdist.cli.output import echo
 from hpcdist.cli.run import read_decision
 from hpcdist.cli.run_records import SideError, read_side_errors
@@ -56,8 +63,19 @@ def status(run: str | None, is_json: bool) -> None:
 
 @click.command()
 @click.argument("run")
-@click.option("--wait", "limit_s", type=click.FloatRange(0), metavar="SECONDS", help="Wait until it has ended.")
-@click.option("--for-good", "is_for_good", is_flag=True, help="It is not run again; a job that waits is cancelled.")
+@click.option(
+    "--wait",
+    "limit_s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Wait until it has ended.",
+)
+@click.option(
+    "--for-good",
+    "is_for_good",
+    is_flag=True,
+    help="It is not run again; a job that waits is cancelled.",
+)
 def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     """Ask the job of a run folder, or of a job's number, to save after its step, and to end with exit code 75.
 
@@ -82,12 +100,19 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
             f"hpcdist stop: expected a run that is under way in {folder}, got one whose last attempt has ended "
             f"({attempts[-1].end}); the file `stop` would end the next one after its first step."
         )
-    durable.replace_text(durable.Disk(), path, f"{STOP_FOR_GOOD if is_for_good else 'hpcdist stop'}\n")
-    echo(f"{path}: the job saves after its step, and ends{', and is not run again' if is_for_good else ''}")
+    durable.replace_text(
+        durable.Disk(), path, f"{STOP_FOR_GOOD if is_for_good else 'hpcdist stop'}\n"
+    )
+    echo(
+        f"{path}: the job saves after its step, and ends{', and is not run again' if is_for_good else ''}"
+    )
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while deadline is not None and path.exists():
         if time.monotonic() > deadline:
-            echo(f"hpcdist stop: expected the job to end within {limit_s:g} s, got {path}, which is there", err=True)
+            echo(
+                f"hpcdist stop: expected the job to end within {limit_s:g} s, got {path}, which is there",
+                err=True,
+            )
             return 1
         time.sleep(_POLL_S)
     return 0
@@ -110,11 +135,17 @@ def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
             f"cancel it, or scancel {batch.job}."
         )
     if not cancel(batch.job):
-        echo(f"hpcdist stop: expected scancel {batch.job} to succeed, got a failure; run it to see why", err=True)
+        echo(
+            f"hpcdist stop: expected scancel {batch.job} to succeed, got a failure; run it to see why",
+            err=True,
+        )
         return 1
     after = state_of(batch.job)
     if after is not None and after.state not in ("PENDING", "COMPLETING", "CANCELLED"):
-        echo(f"hpcdist stop: job {batch.job} has begun meanwhile, and is {after.state}; ask again", err=True)
+        echo(
+            f"hpcdist stop: job {batch.job} has begun meanwhile, and is {after.state}; ask again",
+            err=True,
+        )
         return 1
     echo(f"job {batch.job} waited, and is cancelled; what it has saved stays")
     return 0
@@ -175,7 +206,12 @@ def _newest(store: Store, saved: list[Saved]) -> dict[str, Any] | None:
             index = use_one(path, lambda _, file: file.index)
         except CheckpointDamaged:
             continue
-        return {"path": str(path), "step": index.step, "time_s": index.time_s, "metrics": index.metrics}
+        return {
+            "path": str(path),
+            "step": index.step,
+            "time_s": index.time_s,
+            "metrics": index.metrics,
+        }
     return None
 
 
@@ -190,7 +226,8 @@ def _last_record(path: Path) -> dict[str, Any] | None:
         for line in reversed(text.splitlines()):
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError):  # one that is being written, cut off, or none of ours
+            except (ValueError, RecursionError):
+                # one that is being written, cut off, or none of ours
                 continue
             if isinstance(record, dict):
                 return record
@@ -216,16 +253,25 @@ def _list_jobs(is_json: bool) -> None:
     for job in [] if is_json else jobs:
         echo(f"{job.job}  {job}  {job.run_dir}")
     if not jobs and not is_json:
-        echo("no job of `hpcdist submit` waits or runs here; give a run folder to see a run", err=True)
+        echo(
+            "no job of `hpcdist submit` waits or runs here; give a run folder to see a run",
+            err=True,
+        )
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
-    yield f"run         {facts['folder']}" + (", asked to stop" if facts["is_asked_to_stop"] else "")
+    yield f"run         {facts['folder']}" + (
+        ", asked to stop" if facts["is_asked_to_stop"] else ""
+    )
     attempt = facts["attempt"]
     if facts["decision"]:
         yield _what_follows(facts["decision"], facts["reason"], bool(attempt and attempt["end"]))
     if attempt:
-        began = "a new run" if attempt["resumed_step"] is None else f"from step {attempt['resumed_step']}"
+        began = (
+            "a new run"
+            if attempt["resumed_step"] is None
+            else f"from step {attempt['resumed_step']}"
+        )
         where = f" in job {attempt['job']}" if attempt["job"] else ""
         has_died = (facts["batch"] or "").startswith("PENDING")
         state = "died without notice" if has_died else "runs, or died without notice"
@@ -240,7 +286,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     if checkpoint:
         yield f"checkpoint  step {checkpoint['step']}, {_ago(time.time() - checkpoint['time_s'])} ago"
     if facts["metrics"]:
-        yield "metrics     " + "  ".join(f"{name} {_short(value)}" for name, value in facts["metrics"].items())
+        yield "metrics     " + "  ".join(
+            f"{name} {_short(value)}" for name, value in facts["metrics"].items()
+        )
 
 
 def _what_follows(decision: str, reason: str, has_ended: bool) -> str:

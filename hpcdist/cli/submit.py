@@ -11,7 +11,15 @@ from typing import Any
 import click
 
 from hpcdist.checkpoint import durable
-from hpcdist.cli.batch_scripts import COMMENT, TASK, BatchJob, last_of_each, lsf_script, pbs_script, slurm_script
+from hpcdist.cli.batch_scripts import (
+    COMMENT,
+    TASK,
+    BatchJob,
+    last_of_each,
+    lsf_script,
+    pbs_script,
+    slurm_script,
+)
 from hpcdist.cli.launcher import find_launcher, mpi_library
 from hpcdist.cli.output import echo
 from hpcdist.cli.run import command_of, run_dir_of
@@ -49,13 +57,37 @@ _SUBMIT_S = 60.0
 @click.option("--ntasks-per-node", type=click.IntRange(1), help="Ranks of a node; default: 1.")
 @click.option("--time", metavar="LIMIT", help="Time limit, such as 8:00:00.")
 @click.option("--name", help="Name of the job; default: that of the run folder.")
-@click.option("--run-dir", help="Run folder, if it is fixed in the program; default: the program's --run-dir.")
-@click.option("--ps", "n_servers", type=click.IntRange(0), default=0, help="Ranks that are parameter servers.")
-@click.option("--ps-nodes", type=click.IntRange(0), default=0, help="Additional nodes, whose ranks all serve.")
-@click.option("--array", metavar="TASKS", default="", help="Several runs, such as 1-8; {task} is the number of one.")
-@click.option("--chain", is_flag=True, help="Each job submits its successor: for sites that requeue no jobs.")
-@click.option("--drill", type=click.IntRange(1), metavar="SECONDS", help="Preempt it once, this long after its start.")
-@click.option("--lead", type=click.IntRange(10), default=120, show_default=True, help="Seconds for the last save.")
+@click.option(
+    "--run-dir", help="Run folder, if it is fixed in the program; default: the program's --run-dir."
+)
+@click.option(
+    "--ps", "n_servers", type=click.IntRange(0), default=0, help="Ranks that are parameter servers."
+)
+@click.option(
+    "--ps-nodes", type=click.IntRange(0), default=0, help="Additional nodes, whose ranks all serve."
+)
+@click.option(
+    "--array",
+    metavar="TASKS",
+    default="",
+    help="Several runs, such as 1-8; {task} is the number of one.",
+)
+@click.option(
+    "--chain", is_flag=True, help="Each job submits its successor: for sites that requeue no jobs."
+)
+@click.option(
+    "--drill",
+    type=click.IntRange(1),
+    metavar="SECONDS",
+    help="Preempt it once, this long after its start.",
+)
+@click.option(
+    "--lead",
+    type=click.IntRange(10),
+    default=120,
+    show_default=True,
+    help="Seconds for the last save.",
+)
 @click.option("--system", type=click.Choice(list(_SYSTEMS)), help="Default: slurm.")
 @click.option(
     "--sbatch",
@@ -65,7 +97,11 @@ _SUBMIT_S = 60.0
     metavar="OPTION",
     help="Option for the batch system; may be repeated.",
 )
-@click.option("--launcher", type=click.Choice(["srun", "mpirun"]), help="Default: srun for MPICH, mpirun for Open MPI.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["srun", "mpirun"]),
+    help="Default: srun for MPICH, mpirun for Open MPI.",
+)
 @click.option("--dry-run", is_flag=True, help="Show the script, and do not submit it.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(program: tuple[str, ...], dry_run: bool, **options: Any) -> int:
@@ -97,14 +133,18 @@ def command(program: tuple[str, ...], dry_run: bool, **options: Any) -> int:
     return _submit(take, job.script)
 
 
-def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, Any], system: str) -> BatchJob:
+def _job_of(
+    program: tuple[str, ...], options: dict[str, Any], site: dict[str, Any], system: str
+) -> BatchJob:
     """Return the job that a command line and the site's defaults ask for.
 
     Raises:
         UsageError: for what the batch system would misunderstand.
     """
     run_dir = _run_dir_of(program, options)
-    name = options["name"] or "-".join(part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/..")
+    name = options["name"] or "-".join(
+        part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/.."
+    )
     sbatch_options = [*site.get("sbatch", ()), *options["more"]] if system == "slurm" else []
     of_sbatch = dict(option.partition("=")[::2] for option in sbatch_options)
     n_nodes = _count(options["nodes"], of_sbatch.get("--nodes")) + options["ps_nodes"]
@@ -118,7 +158,11 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
         chosen += [f"--array={options['array']}"] if options["array"] else []
         comment = f"--comment={COMMENT}{Path.cwd() / run_dir}"
         chosen += [comment] if _VALUE.fullmatch(comment) else []
-    chosen = last_of_each([*chosen, *options["more"]]) if system == "slurm" else [*chosen, *options["more"]]
+    chosen = (
+        last_of_each([*chosen, *options["more"]])
+        if system == "slurm"
+        else [*chosen, *options["more"]]
+    )
     _check(name, chosen, program, {**options, "time": limit}, system)
     _check_servers(n_servers, n_nodes * n_per_node, options)
     first = next((number for number, part in enumerate(Path(run_dir).parts) if TASK in part), None)
@@ -147,7 +191,9 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
 
 def _count(explicit_count: int | None, of_sbatch: str | None) -> int:
     """Return a number of nodes or ranks: that of an option of its own, of an option of sbatch, or 1."""
-    return explicit_count or (int(of_sbatch) if of_sbatch and of_sbatch.isdecimal() and int(of_sbatch) else 1)
+    return explicit_count or (
+        int(of_sbatch) if of_sbatch and of_sbatch.isdecimal() and int(of_sbatch) else 1
+    )
 
 
 def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
@@ -176,7 +222,9 @@ def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
     return run_dir
 
 
-def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: dict[str, Any], system: str) -> None:
+def _check(
+    name: str, chosen: Sequence[str], program: Sequence[str], options: dict[str, Any], system: str
+) -> None:
     """Raise UsageError for what the batch system or job.py would misunderstand."""
     if options["array"] and options["chain"]:
         raise UsageError("hpcdist submit: expected --array or --chain, got both; leave one out.")
@@ -186,9 +234,15 @@ def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: di
         )
     is_slurm = system == "slurm"
     for option in chosen:
-        if not (option.startswith("--") and _VALUE.fullmatch(option) if is_slurm else _SPACED.fullmatch(option)):
+        if not (
+            option.startswith("--") and _VALUE.fullmatch(option)
+            if is_slurm
+            else _SPACED.fullmatch(option)
+        ):
             expected_form = (
-                "of sbatch such as --partition=gpu, without spaces and quotes" if is_slurm else "such as '-q long'"
+                "of sbatch such as --partition=gpu, without spaces and quotes"
+                if is_slurm
+                else "such as '-q long'"
             )
             raise UsageError(
                 f"hpcdist submit: expected options {expected_form}, got {option!r}; write each as one word."
@@ -208,7 +262,9 @@ def _check_other_system(options: dict[str, Any], chosen: Sequence[str], system: 
     slurm_option = next((name for name in ("array", "chain", "drill") if options[name]), None)
     if slurm_option or options["launcher"] == "srun":
         name = f"--{slurm_option}" if slurm_option else "--launcher srun"
-        raise UsageError(f"hpcdist submit: expected {name} with Slurm, got --system {system}; leave it out.")
+        raise UsageError(
+            f"hpcdist submit: expected {name} with Slurm, got --system {system}; leave it out."
+        )
     reserved = next((option for option in chosen if _TAKEN[system].match(option)), None)
     if reserved is not None:
         raise UsageError(
@@ -257,7 +313,12 @@ def _submit(take: Sequence[str], script: str) -> int:
     try:
         with open(script if name == "bsub" else "/dev/null") as stdin_file:
             done = subprocess.run(
-                line, stdin=stdin_file, capture_output=True, text=True, timeout=_SUBMIT_S, env=dict(read_environment())
+                line,
+                stdin=stdin_file,
+                capture_output=True,
+                text=True,
+                timeout=_SUBMIT_S,
+                env=dict(read_environment()),
             )
     except subprocess.TimeoutExpired as error:
         raise ConfigurationError(

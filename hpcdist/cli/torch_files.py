@@ -62,7 +62,12 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
     state = _read_tensors(source, key)
     arrays = list[NamedArray]()
     node = encode(state, name, to_array, arrays)
-    facts = {"step": 0, "time_s": time.time(), "metrics": {}, "written": {"imported_from": source.name}}
+    facts = {
+        "step": 0,
+        "time_s": time.time(),
+        "metrics": {},
+        "written": {"imported_from": source.name},
+    }
     image = FileImage()
     lay_out(image, facts, {"objects": {name: node}, "kinds": {name: "module"}}, arrays)
     durable.replace_file(durable.Disk(), target, image.blocks(), image.nbytes)
@@ -108,7 +113,10 @@ def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
             f"some do not; rename them."
         )
     plain_names = without_prefixes(map(str, state))
-    return {plain_names[str(name)]: tensor.resolve_conj().resolve_neg().contiguous() for name, tensor in state.items()}
+    return {
+        plain_names[str(name)]: tensor.resolve_conj().resolve_neg().contiguous()
+        for name, tensor in state.items()
+    }
 
 
 def _require_plain_file(source: Path) -> None:
@@ -118,7 +126,9 @@ def _require_plain_file(source: Path) -> None:
         is_archive = stat.S_ISREG(status.st_mode) and zipfile.is_zipfile(source)
         members = _members_of(source) if is_archive else []
     except Exception as error:  # noqa: BLE001  zipfile has many for archives that are none
-        raise UsageError(f"hpcdist ckpt import: expected to read {source}, got {error}; correct the path.") from None
+        raise UsageError(
+            f"hpcdist ckpt import: expected to read {source}, got {error}; correct the path."
+        ) from None
     nbytes = sum(member.file_size for member in members)
     if not stat.S_ISREG(status.st_mode) or nbytes > _MOST_TIMES_LARGER * status.st_size:
         kind = f"{nbytes} bytes in {status.st_size}" if members else "a pipe, a device or a folder"

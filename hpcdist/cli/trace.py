@@ -23,7 +23,9 @@ _SUMS = ("gradients ", "all_reduce ", "shares of gradients ")
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--attempt", type=click.IntRange(1), help="Default: the last one with records.")
-@click.option("--out", type=click.Path(path_type=Path), help="Default: trace.json in the run folder.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Default: trace.json in the run folder."
+)
 def command(folder: Path, attempt: int | None, out: Path | None) -> None:
     """Write what all ranks recorded of their steps as one file that ui.perfetto.dev and chrome://tracing open.
 
@@ -55,20 +57,28 @@ def command(folder: Path, attempt: int | None, out: Path | None) -> None:
     )
     path = out or folder / "trace.json"
     events = events_of(traced_attempt)
-    durable.replace_text(durable.Disk(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    durable.replace_text(
+        durable.Disk(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    )
     n_steps = sum(len(rank.steps) for rank in traced_attempt.ranks)
     ranks = "rank" if len(traced_attempt.ranks) == 1 else "ranks"
-    echo(f"{path}: {n_steps} steps of {len(traced_attempt.ranks)} {ranks}; open it in ui.perfetto.dev")
+    echo(
+        f"{path}: {n_steps} steps of {len(traced_attempt.ranks)} {ranks}; open it in ui.perfetto.dev"
+    )
 
 
 def events_of(attempt: AttemptRecords) -> list[dict[str, Any]]:
     """Return the events of an attempt in Chrome's format: times in microseconds since the first process began. Pure."""
     offsets = offsets_of(attempt.ranks)
     corrections = {
-        rank_records.rank: offsets[rank_records.host] - (rank_records.clock[1] - rank_records.clock[0])
+        rank_records.rank: offsets[rank_records.host]
+        - (rank_records.clock[1] - rank_records.clock[0])
         for rank_records in attempt.ranks
     }
-    zero = min(rank_records.process_began + corrections[rank_records.rank] for rank_records in attempt.ranks)
+    zero = min(
+        rank_records.process_began + corrections[rank_records.rank]
+        for rank_records in attempt.ranks
+    )
     events = []
     for rank in attempt.ranks:
         of_rank = _events_of_rank(rank, offsets[rank.host] - zero, corrections[rank.rank] - zero)
@@ -76,7 +86,9 @@ def events_of(attempt: AttemptRecords) -> list[dict[str, Any]]:
     return events
 
 
-def _events_of_rank(rank: RankRecords, of_monotonic: float, of_unix: float) -> Iterator[dict[str, Any]]:
+def _events_of_rank(
+    rank: RankRecords, of_monotonic: float, of_unix: float
+) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank.
 
     Args:
@@ -132,7 +144,11 @@ def offsets_of(ranks: Sequence[RankRecords]) -> dict[str, float]:
     for host in local_offsets:
         if host == first.host:
             continue
-        shared = [(sums[first.host][key], sums[host][key]) for key in sums[host] if key in sums[first.host]]
+        shared = [
+            (sums[first.host][key], sums[host][key])
+            for key in sums[host]
+            if key in sums[first.host]
+        ]
         bounds = [
             (entered - exited_here, left_first - entered_here)
             for (entered, left_first), (entered_here, exited_here) in shared

@@ -52,19 +52,25 @@ def assign_tasks(spec: ClusterSpec, facts: Sequence[RankFacts]) -> list[Task]:
     return [entries[entry] for entry in owned]
 
 
-def _entries_by_host(spec: ClusterSpec, entries: list[Task], facts: Sequence[RankFacts]) -> list[int]:
+def _entries_by_host(
+    spec: ClusterSpec, entries: list[Task], facts: Sequence[RankFacts]
+) -> list[int]:
     nodes = sorted({fact.node for fact in facts})
     if len(nodes) != len(entries) or len(facts) < len(entries):
         raise ConfigurationError(
             f"cluster: expected {len(entries)} ranks, or {len(entries)} hosts, for {spec}, got {len(facts)} ranks on "
             f"{len(nodes)} hosts; start one rank per entry (mpirun -n {len(entries)}) or one host per entry."
         )
-    if all(fact.named != NONE for fact in facts) and len({fact.named for fact in facts}) == len(nodes):
+    if all(fact.named != NONE for fact in facts) and len({fact.named for fact in facts}) == len(
+        nodes
+    ):
         return [fact.named for fact in facts]
     return [nodes.index(fact.node) for fact in facts]
 
 
-def _check_owned(spec: ClusterSpec, entries: list[Task], owned: list[int], facts: Sequence[RankFacts]) -> None:
+def _check_owned(
+    spec: ClusterSpec, entries: list[Task], owned: list[int], facts: Sequence[RankFacts]
+) -> None:
     if len(owned) == 1 and len(entries) > 1:
         raise ConfigurationError(
             f"cluster: expected a rank for each entry of {spec}, got {entries[owned[0]]} alone in a world of 1; start "

@@ -47,8 +47,24 @@ LAUNCHER_VARIABLES = (
 )
 
 #: What the variables begin with by which a launcher tells a process that it is a rank, and how to reach the others.
-_LAUNCH_PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_", "OMPI_MCA_ess_", "OMPI_MCA_orte_", "PRTE_", "HYDI_", "MV2_COMM_")
-_LAUNCH_NAMES = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MPI_LOCALRANKID")
+_LAUNCH_PREFIXES = (
+    "PMI_",
+    "PMIX_",
+    "OMPI_COMM_",
+    "OMPI_MCA_ess_",
+    "OMPI_MCA_orte_",
+    "PRTE_",
+    "HYDI_",
+    "MV2_COMM_",
+)
+_LAUNCH_NAMES = (
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_PROCID",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "MPI_LOCALRANKID",
+)
 
 #: The id of a batch job: as batch scripts set it, and under Slurm, PBS, LSF and Flux.
 JOB_ID_VARIABLES = ("HPCDIST_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
@@ -117,7 +133,15 @@ _CLOSED = "closed"
 
 def _launch_of(environ: Mapping[str, str]) -> str:
     """Return text that names the launch of which this process is a rank; empty where no launcher is named."""
-    names = ["PMI_RANK", "PMI_SIZE", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "SLURM_STEP_ID", "SLURM_PROCID"]
+    names = [
+        "PMI_RANK",
+        "PMI_SIZE",
+        "PMI_ID",
+        "PMIX_NAMESPACE",
+        "PMIX_RANK",
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+    ]
     names += JOB_ID_VARIABLES
     values = [environ.get(name, "") for name in names]
     return "/".join([*values, _connection_of(environ)]).strip("/")
@@ -143,7 +167,11 @@ def has_lost_launcher(environ: Mapping[str, str]) -> bool:
 def check_names(environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError on an HPCDIST_* name that does not exist, suggesting the nearest one."""
     for name in environ:
-        if name.startswith("HPCDIST_") and name not in HPCDIST_VARIABLES and name not in _OF_MODULES:
+        if (
+            name.startswith("HPCDIST_")
+            and name not in HPCDIST_VARIABLES
+            and name not in _OF_MODULES
+        ):
             near = difflib.get_close_matches(name, HPCDIST_VARIABLES, n=1, cutoff=0.0)[0]
             raise ConfigurationError(
                 f"environment: expected one of {', '.join(HPCDIST_VARIABLES)}, got {name!r}; unset it or write {near}."
@@ -182,7 +210,9 @@ def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     is_torchrun = "TORCHELASTIC_RUN_ID" in environ and size.isdecimal() and n_local.isdecimal()
     if not is_torchrun:
         return None
-    inner = launcher_of({name: value for name, value in environ.items() if name not in ("WORLD_SIZE", "RANK")})
+    inner = launcher_of(
+        {name: value for name, value in environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    )
     is_inside = inner is not None and inner.size > 1 and size == n_local
     return None if is_inside else (int(size), int(n_local))
 
@@ -190,13 +220,23 @@ def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:
 def unused_tasks(environ: Mapping[str, str]) -> int:
     """Return how many tasks the Slurm allocation has, if the program runs in it without any launcher; else 0."""
     tasks = environ.get("SLURM_NTASKS", "")
-    return int(tasks) if launcher_of(environ) is None and environ.get("SLURM_JOB_ID") and tasks.isdecimal() else 0
+    return (
+        int(tasks)
+        if launcher_of(environ) is None and environ.get("SLURM_JOB_ID") and tasks.isdecimal()
+        else 0
+    )
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
     """Return how many NVIDIA GPUs this process may use: those of CUDA_VISIBLE_DEVICES, else all of the machine."""
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return len([name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")])
+        return len(
+            [
+                name
+                for name in environ["CUDA_VISIBLE_DEVICES"].split(",")
+                if name.strip() not in ("", "-1")
+            ]
+        )
     return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
 
 
@@ -227,7 +267,8 @@ def terminal_columns(environ: Mapping[str, str]) -> int:
 def job_end(environ: Mapping[str, str]) -> float | None:
     """Return when the batch system will end this job, in seconds since 1970; None if unknown."""
     text = environ.get("SLURM_JOB_END_TIME") or environ.get("HPCDIST_JOB_END_S", "")
-    return float(text) if text.isdecimal() and len(text) <= 11 else None  # else it is no time that there is
+    # else it is no time that there is
+    return float(text) if text.isdecimal() and len(text) <= 11 else None
 
 
 def job_end_origin(environ: Mapping[str, str]) -> str:

@@ -61,7 +61,9 @@ class ClusterResolver(ABC):
         n_gpus = visible_gpus(read_environment())
         return {"GPU": n_gpus} if n_gpus else {}
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
         """Return the address of a task, default this process's; empty text where the task or the cluster is unknown.
 
         Args:
@@ -119,7 +121,9 @@ class SimpleClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
     ) -> dict[str, int]:
         """Return what the constructor was given, else the GPUs that this process may use."""
-        return super().num_accelerators() if self._accelerators is None else dict(self._accelerators)
+        return (
+            super().num_accelerators() if self._accelerators is None else dict(self._accelerators)
+        )
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster."""
@@ -214,7 +218,9 @@ def parse_roles(text: str) -> dict[str, int | None]:
             )
         counts[type_] = _parse_count(count, part, text)
         if type_ in SINGLE_TASK_TYPES and counts[type_] != 1:
-            raise ConfigurationError(f"roles: expected at most one {type_}, got {part!r}; write {type_}:1.")
+            raise ConfigurationError(
+                f"roles: expected at most one {type_}, got {part!r}; write {type_}:1."
+            )
     if list(counts.values()).count(None) > 1:
         raise ConfigurationError(f"roles: expected at most one *, got {text!r}; {_EXAMPLE}.")
     return counts
@@ -224,7 +230,9 @@ def _parse_count(count: str, part: str, text: str) -> int | None:
     if count == "*":
         return None
     if not count.isdecimal() or int(count) < 1:
-        raise ConfigurationError(f"roles: expected a count above 0 or *, got {part!r} in {text!r}; {_EXAMPLE}.")
+        raise ConfigurationError(
+            f"roles: expected a count above 0 or *, got {part!r} in {text!r}; {_EXAMPLE}."
+        )
     return int(count)
 
 
@@ -239,7 +247,9 @@ def tasks_of_roles(counts: Mapping[str, int | None], size: int) -> list[Task]:
     n_remaining = size - fixed
     if n_remaining < (1 if is_open else 0) or (n_remaining > 0 and not is_open):
         wanted = f"at least {fixed + 1}" if is_open else f"exactly {fixed}"
-        text = ",".join(f"{type_}:{'*' if count is None else count}" for type_, count in counts.items())
+        text = ",".join(
+            f"{type_}:{'*' if count is None else count}" for type_, count in counts.items()
+        )
         raise ConfigurationError(
             f"roles: expected {wanted} ranks for {text}, got {size}; start that many (mpirun -n) or change the roles."
         )
@@ -271,7 +281,9 @@ class UnionResolver(ClusterResolver):
     """
 
     def __init__(self, *resolvers: ClusterResolver) -> None:
-        if not resolvers or not all(isinstance(resolver, ClusterResolver) for resolver in resolvers):
+        if not resolvers or not all(
+            isinstance(resolver, ClusterResolver) for resolver in resolvers
+        ):
             raise UsageError(
                 f"UnionResolver: expected cluster resolvers, got {', '.join(type(arg).__name__ for arg in resolvers)}; "
                 f"pass one or more, such as TFConfigClusterResolver()."
@@ -282,7 +294,10 @@ class UnionResolver(ClusterResolver):
         """Return the joined cluster, and this process's task in it."""
         resolutions = [resolver.resolve(rank, size) for resolver in self._resolvers]
         joined = _join([spec for spec, _ in resolutions])
-        return joined, next((_renumbered(task, spec, joined) for spec, task in resolutions if task is not None), None)
+        return joined, next(
+            (_renumbered(task, spec, joined) for spec, task in resolutions if task is not None),
+            None,
+        )
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the joined cluster."""
@@ -311,7 +326,10 @@ class UnionResolver(ClusterResolver):
 def _join(specs: list[ClusterSpec]) -> ClusterSpec:
     types = sorted({type_ for spec in specs for type_ in spec.jobs})
     return ClusterSpec(
-        {type_: _join_tasks(type_, [spec for spec in specs if spec.has_tasks(type_)]) for type_ in types}
+        {
+            type_: _join_tasks(type_, [spec for spec in specs if spec.has_tasks(type_)])
+            for type_ in types
+        }
     )
 
 
@@ -324,7 +342,9 @@ def _join_tasks(type_: str, specs: list[ClusterSpec]) -> Addresses:
     if None not in [address for spec in specs for address in spec.job_tasks(type_)]:
         return list(
             dict.fromkeys(
-                spec.task_address(type_, task_index) for spec in specs for task_index in spec.task_indices(type_)
+                spec.task_address(type_, task_index)
+                for spec in specs
+                for task_index in spec.task_indices(type_)
             )
         )
     tasks: dict[int, str] = {}
@@ -343,7 +363,9 @@ def _renumbered(task: Task, spec: ClusterSpec, joined: ClusterSpec) -> Task:
     """Return a task of one cluster with its index in the joined one."""
     if not spec:
         return task
-    return Task(task.type, joined.job_tasks(task.type).index(spec.task_address(task.type, task.index)))
+    return Task(
+        task.type, joined.job_tasks(task.type).index(spec.task_address(task.type, task.index))
+    )
 
 
 class TPUClusterResolver(SimpleClusterResolver):
@@ -361,7 +383,11 @@ class TPUClusterResolver(SimpleClusterResolver):
     """
 
     def __init__(
-        self, tpu: str | None = None, zone: str | None = None, project: str | None = None, job_name: str = "worker"
+        self,
+        tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
     ) -> None:
         if tpu is not None and ":" in tpu:
             logger.warning(
@@ -370,7 +396,9 @@ class TPUClusterResolver(SimpleClusterResolver):
                 tpu,
             )
         if job_name != "worker":
-            raise ConfigurationError(f"TPUClusterResolver: expected job_name 'worker', got {job_name!r}; leave it out.")
+            raise ConfigurationError(
+                f"TPUClusterResolver: expected job_name 'worker', got {job_name!r}; leave it out."
+            )
         self.tpu = tpu or "local"
         super().__init__(ClusterSpec({}))
 
@@ -378,6 +406,8 @@ class TPUClusterResolver(SimpleClusterResolver):
         """Return all ranks as workers, by the launcher's variables."""
         return MPIClusterResolver("worker:*").cluster_spec()
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
         """Return the TPU's name, whichever task is asked for."""
         return self.tpu

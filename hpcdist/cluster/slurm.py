@@ -72,14 +72,21 @@ def _expand(part: str) -> list[str]:
     if not bracket:
         return [part]
     inside, _, tail = after_bracket.partition("]")
-    return [head + number + end for piece in inside.split(",") for number in _range(piece) for end in _expand(tail)]
+    return [
+        head + number + end
+        for piece in inside.split(",")
+        for number in _range(piece)
+        for end in _expand(tail)
+    ]
 
 
 def _range(piece: str) -> list[str]:
     first, dash, last = piece.partition("-")
     last = last if dash else first
     if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
-        raise ConfigurationError(f"slurm: expected a range such as 01-03, got {piece!r}; check SLURM_STEP_NODELIST.")
+        raise ConfigurationError(
+            f"slurm: expected a range such as 01-03, got {piece!r}; check SLURM_STEP_NODELIST."
+        )
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
@@ -134,7 +141,11 @@ class SlurmClusterResolver(ClusterResolver):
         hosts = parse_hostlist(_variable(source, "SLURM_STEP_NODELIST"))
         size = _whole_number(source, "SLURM_STEP_NUM_TASKS")
         counts = _counts_per_node(tasks_per_node, source, len(hosts))
-        addresses = [f"{host}:{port_base + i}" for host, count in zip(hosts, counts, strict=True) for i in range(count)]
+        addresses = [
+            f"{host}:{port_base + i}"
+            for host, count in zip(hosts, counts, strict=True)
+            for i in range(count)
+        ]
         self._gpus_per_task = gpus_per_task
         if gpus_per_task is None and gpus_per_node is not None:
             self._gpus_per_task = gpus_per_node // max(counts)
@@ -151,7 +162,9 @@ class SlurmClusterResolver(ClusterResolver):
         self._spec = ClusterSpec(spec)
         self._rank = _whole_number(source, "SLURM_PROCID")
         if self._rank >= size:
-            raise ConfigurationError(f"slurm: expected SLURM_PROCID below {size}, got {self._rank}; start by srun.")
+            raise ConfigurationError(
+                f"slurm: expected SLURM_PROCID below {size}, got {self._rank}; start by srun."
+            )
 
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
         """Return the step's cluster and the task of SLURM_PROCID."""
@@ -187,18 +200,24 @@ class SlurmClusterResolver(ClusterResolver):
 
 def _variable(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
-        raise ConfigurationError(f"slurm: expected {name} in the environment, got nothing; start the program by srun.")
+        raise ConfigurationError(
+            f"slurm: expected {name} in the environment, got nothing; start the program by srun."
+        )
     return environ[name]
 
 
 def _whole_number(environ: Mapping[str, str], name: str) -> int:
     text = _variable(environ, name)
     if not text.isdecimal():
-        raise ConfigurationError(f"slurm: expected {name} as a whole number, got {text!r}; start the program by srun.")
+        raise ConfigurationError(
+            f"slurm: expected {name} as a whole number, got {text!r}; start the program by srun."
+        )
     return int(text)
 
 
-def _counts_per_node(tasks_per_node: int | list[int] | None, environ: Mapping[str, str], n_hosts: int) -> list[int]:
+def _counts_per_node(
+    tasks_per_node: int | list[int] | None, environ: Mapping[str, str], n_hosts: int
+) -> list[int]:
     if isinstance(tasks_per_node, int):
         return [tasks_per_node] * n_hosts
     counts = tasks_per_node or parse_tasks_per_node(_variable(environ, "SLURM_STEP_TASKS_PER_NODE"))

@@ -63,7 +63,9 @@ class ClusterSpec:
 
     def __init__(self, jobs: "Mapping[str, Addresses] | ClusterSpec") -> None:
         addresses_by_type = jobs.as_dict() if isinstance(jobs, ClusterSpec) else jobs
-        numbered = {type_: _numbered(type_, addresses) for type_, addresses in addresses_by_type.items()}
+        numbered = {
+            type_: _numbered(type_, addresses) for type_, addresses in addresses_by_type.items()
+        }
         _check_distinct([address for tasks in numbered.values() for _, address in tasks])
         ordered = tuple((type_, numbered[type_]) for type_ in TASK_TYPES if numbered.get(type_))
         object.__setattr__(self, "_jobs", ordered)
@@ -96,7 +98,9 @@ class ClusterSpec:
         for job_type, tasks in self._jobs:
             if job_type == type_:
                 return dict(tasks)
-        raise ConfigurationError(f"cluster: expected a task type of {self.jobs}, got {type_!r}; add it to the cluster.")
+        raise ConfigurationError(
+            f"cluster: expected a task type of {self.jobs}, got {type_!r}; add it to the cluster."
+        )
 
     def job_tasks(self, type_: str) -> list[str | None]:
         """Return the addresses of one task type by index; None for an index that is left out.
@@ -150,7 +154,11 @@ class ClusterSpec:
         indices = self.task_indices(task.type)
         if task.index not in indices:
             is_dense = indices == list(range(len(indices)))
-            valid_indices = f"from 0 to {len(indices) - 1}" if is_dense else f"of {', '.join(map(str, indices))}"
+            valid_indices = (
+                f"from 0 to {len(indices) - 1}"
+                if is_dense
+                else f"of {', '.join(map(str, indices))}"
+            )
             raise ConfigurationError(
                 f"cluster: expected a {task.type} index {valid_indices}, got {task.index}; "
                 f"give the task an index that the cluster lists."
@@ -171,7 +179,9 @@ def _numbered(type_: str, addresses: Addresses) -> tuple[tuple[int, str], ...]:
         raise ConfigurationError(
             f"cluster: expected at most one {type_}, got {len(addresses)}; keep one entry in cluster.{type_}."
         )
-    indexed_addresses = list(addresses.items() if isinstance(addresses, Mapping) else enumerate(addresses))
+    indexed_addresses = list(
+        addresses.items() if isinstance(addresses, Mapping) else enumerate(addresses)
+    )
     for index, address in indexed_addresses:
         if not str(index).isdecimal() or isinstance(index, bool):
             raise ConfigurationError(
@@ -181,7 +191,8 @@ def _numbered(type_: str, addresses: Addresses) -> tuple[tuple[int, str], ...]:
             raise ConfigurationError(
                 f"cluster: expected addresses as text in cluster.{type_}, got {address!r}; name a host or a label."
             )
-    return tuple(sorted((int(index), address) for index, address in indexed_addresses))  # JSON has texts for keys
+    # JSON has texts for keys
+    return tuple(sorted((int(index), address) for index, address in indexed_addresses))
 
 
 def _check_distinct(addresses: list[str]) -> None:

@@ -50,7 +50,9 @@ def _parse_object(text: str) -> dict[str, Any]:
             f"TF_CONFIG: expected a JSON object, got {text[:60]!r} ({why}); check quotes and commas."
         ) from None
     if not isinstance(config, dict):
-        raise ConfigurationError(f"TF_CONFIG: expected a JSON object, got {text[:60]!r}; write {{...}}.")
+        raise ConfigurationError(
+            f"TF_CONFIG: expected a JSON object, got {text[:60]!r}; write {{...}}."
+        )
     return config
 
 
@@ -59,7 +61,9 @@ def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(json_object) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigurationError(f"TF_CONFIG: expected every key once, got {repeated!r} twice; keep one.")
+        raise ConfigurationError(
+            f"TF_CONFIG: expected every key once, got {repeated!r} twice; keep one."
+        )
     return json_object
 
 
@@ -71,8 +75,12 @@ def _check_keys(section: dict[str, Any], valid: tuple[str, ...], where: str) -> 
             continue
         meant = difflib.get_close_matches(key, missing, 1, 0.7)
         if meant:
-            raise ConfigurationError(f"{where}: expected keys of {', '.join(valid)}, got {key!r}; write {meant[0]!r}.")
-        logger.warning("%s: expected keys of %s, got %r, which is ignored.", where, ", ".join(valid), key)
+            raise ConfigurationError(
+                f"{where}: expected keys of {', '.join(valid)}, got {key!r}; write {meant[0]!r}."
+            )
+        logger.warning(
+            "%s: expected keys of %s, got %r, which is ignored.", where, ", ".join(valid), key
+        )
 
 
 def _parse_task(task: Any, spec: ClusterSpec) -> Task:
@@ -135,7 +143,8 @@ class TFConfigClusterResolver(ClusterResolver):
         if type_ is None and index is None:
             return spec, task
         effective_task = Task(
-            type_ or (task.type if task else "worker"), index if index is not None else task.index if task else 0
+            type_ or (task.type if task else "worker"),
+            index if index is not None else task.index if task else 0,
         )
         if spec:
             _check_task(effective_task, spec)
@@ -166,6 +175,9 @@ class TFConfigClusterResolver(ClusterResolver):
         """Host part -> task, for each host that exactly one address names."""
         spec = self.cluster_spec()
         addresses = {task: spec.task_address(task.type, task.index) for task in spec.tasks()}
-        hosts = {task: host.rpartition(":")[0] if ":" in host else host for task, host in addresses.items()}
+        hosts = {
+            task: host.rpartition(":")[0] if ":" in host else host
+            for task, host in addresses.items()
+        }
         times = Counter(hosts.values())
         return {host: task for task, host in hosts.items() if times[host] == 1}

@@ -15,7 +15,13 @@ from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op, divide
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.collectives.route import SMALLEST_BYTES, Route, candidates, goes_by_halving, is_clearly_faster
+from hpcdist.collectives.route import (
+    SMALLEST_BYTES,
+    Route,
+    candidates,
+    goes_by_halving,
+    is_clearly_faster,
+)
 from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.plan.placement import Placement
 from hpcdist.runtime.mpi import MPI
@@ -95,7 +101,9 @@ def _is_by_halving(route: Route, placement: Placement) -> bool:
     return has_right_order and goes_by_halving(placement)
 
 
-def reduce_by_auto(array: npt.NDArray[Any], group: Group, op: Op, divisor: float | None = None) -> None:
+def reduce_by_auto(
+    array: npt.NDArray[Any], group: Group, op: Op, divisor: float | None = None
+) -> None:
     """Replace a host array by its reduction over all ranks, by what AUTO chooses for its size.
 
     Collective: `group.comm`. Blocking. The first call of 4 KiB or more measures. Arguments are those of `run`.
@@ -115,14 +123,19 @@ def restore_measurements(group: Group, table: list[tuple[int, str]]) -> None:
     """Choose as the table of a checkpoint says, so that a restart sums in the same order. Not collective."""
     rows = tuple((least_bytes, Implementation(name)) for least_bytes, name in table)
     has_one_host_only = any(algorithm is Implementation.SHARED_MEMORY for _, algorithm in rows)
-    if len(group.placement.hosts) == 1 or not has_one_host_only:  # else it is of a run on one host: measure again
+    # else it is of a run on one host: measure again
+    if len(group.placement.hosts) == 1 or not has_one_host_only:
         group.set_facts(replace(group.facts, table=rows))
 
 
 def measurements_of(group: Group) -> list[tuple[int, str]] | None:
     """Return the table that was measured or restored, as a checkpoint stores it; None when none was needed yet."""
     table = group.facts.table
-    return None if table is None else [(least_bytes, algorithm.value) for least_bytes, algorithm in table]
+    return (
+        None
+        if table is None
+        else [(least_bytes, algorithm.value) for least_bytes, algorithm in table]
+    )
 
 
 def measure(group: Group) -> None:
@@ -147,14 +160,19 @@ def measure(group: Group) -> None:
                 for contender, median in zip(contenders, np.median(times, 0), strict=True)
             )
             chosen = rows[number][1].value
-            logger.info("all_reduce: AUTO takes %s from %d bytes on: %s", chosen, nbytes, ", ".join(took))
+            logger.info(
+                "all_reduce: AUTO takes %s from %d bytes on: %s", chosen, nbytes, ", ".join(took)
+            )
         if not has_evidence:
             break
     group.set_facts(replace(group.facts, table=tuple(rows)))
 
 
 def _times(
-    group: Group, buffers: Iterator[npt.NDArray[Any]], names: tuple[Implementation, Implementation], nbytes: int
+    group: Group,
+    buffers: Iterator[npt.NDArray[Any]],
+    names: tuple[Implementation, Implementation],
+    nbytes: int,
 ) -> npt.NDArray[np.float64]:
     """Return seconds of one call, (n_rounds, 2), of the slowest rank: two algorithms, one after the other."""
     n_calls = max(1, min(_CALLS, _CALLS_BYTES // nbytes))
@@ -167,7 +185,8 @@ def _times(
             for column in (0, 1) if number % 2 else (1, 0):
                 arrays = [next(buffers) for _ in range(n_calls)]
                 group.wait([group.comm.Ibarrier()])
-                group.comm.Barrier()  # the wait above sleeps: a rank that wakes late must not be what is measured
+                # the wait above sleeps: a rank that wakes late must not be what is measured
+                group.comm.Barrier()
                 started = time.perf_counter()
                 for array in arrays:
                     run(routes[column], array, group)

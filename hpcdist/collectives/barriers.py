@@ -101,7 +101,9 @@ def _absent(group: Group, number: int, timeout_s: float) -> list[int]:
     return absent
 
 
-def _receive(group: Group, sources: set[int], tag: int, number: int, timeout_s: float) -> dict[int, Any]:
+def _receive(
+    group: Group, sources: set[int], tag: int, number: int, timeout_s: float
+) -> dict[int, Any]:
     """Return what came from which sources for a meeting, until all have sent or the time is over."""
     came: dict[int, Any] = {}
 

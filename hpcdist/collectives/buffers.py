@@ -78,7 +78,9 @@ def _check(buffer: Any, kinds: str) -> None:
         _require_numbers(buffer, buffer.dtype.kind in kinds)
     elif hasattr(buffer, "new_tensor"):
         if buffer.is_sparse:
-            raise CollectiveError("all_reduce: expected a dense tensor, got a sparse one; call to_dense() first.")
+            raise CollectiveError(
+                "all_reduce: expected a dense tensor, got a sparse one; call to_dense() first."
+            )
         contiguous = buffer.is_contiguous()
         writeable = True
         _require_numbers(buffer, dtype_name(buffer) != "bool" or "b" in kinds)
@@ -91,12 +93,16 @@ def _check(buffer: Any, kinds: str) -> None:
         )
     if not contiguous or not writeable:
         description = "a read-only one" if contiguous else "one that is not contiguous"
-        raise CollectiveError(f"all_reduce: expected a writable contiguous array, got {description}; pass a copy.")
+        raise CollectiveError(
+            f"all_reduce: expected a writable contiguous array, got {description}; pass a copy."
+        )
 
 
 def _require_numbers(buffer: Any, has_numbers: bool) -> None:
     if not has_numbers:
-        raise CollectiveError(f"all_reduce: expected numbers, got dtype {buffer.dtype}; convert it first.")
+        raise CollectiveError(
+            f"all_reduce: expected numbers, got dtype {buffer.dtype}; convert it first."
+        )
 
 
 def _staged_numpy(buffer: Array) -> Iterator[Array]:
@@ -114,7 +120,8 @@ def _torch_array(tensor: Any) -> Iterator[Array]:
     if tensor.device.type == "cpu" and not is_half:  # such as bools, which are moved
         yield tensor.numpy()
         return
-    staged = tensor.cpu().float() if is_half else tensor.cpu()  # on the host, so that halves are copied
+    # on the host, so that halves are copied
+    staged = tensor.cpu().float() if is_half else tensor.cpu()
     yield staged.numpy()
     tensor.copy_(staged.to(tensor.dtype))
 
@@ -129,17 +136,25 @@ def to_host(array_like: Any, call: str) -> Array:
     """
     if hasattr(array_like, "new_tensor"):
         if array_like.is_sparse:
-            raise CollectiveError(f"{call}: expected a dense tensor, got a sparse one; call to_dense() first.")
+            raise CollectiveError(
+                f"{call}: expected a dense tensor, got a sparse one; call to_dense() first."
+            )
         tensor = array_like.detach().contiguous()
         host = (tensor.float() if dtype_name(tensor) in HALF else tensor).cpu().numpy()
     else:
         try:
-            host = np.asarray(array_like.get() if hasattr(array_like, "__cuda_array_interface__") else array_like)
+            host = np.asarray(
+                array_like.get() if hasattr(array_like, "__cuda_array_interface__") else array_like
+            )
         except (ValueError, TypeError) as error:
-            raise CollectiveError(f"{call}: expected numbers or bools, got {error}; pass an array.") from error
+            raise CollectiveError(
+                f"{call}: expected numbers or bools, got {error}; pass an array."
+            ) from error
         host = host.astype(np.float32) if host.dtype.name in HALF else host
     if host.dtype.kind not in "iufcb":
-        raise CollectiveError(f"{call}: expected numbers or bools, got dtype {host.dtype}; convert them first.")
+        raise CollectiveError(
+            f"{call}: expected numbers or bools, got dtype {host.dtype}; convert them first."
+        )
     return np.ascontiguousarray(host) if host.ndim else host
 
 

@@ -26,7 +26,9 @@ from hpcdist.runtime.mpi import MPI
 
 #: Options that name a built-in algorithm and nothing else, by member and by name. Made once, as checking takes time.
 _BUILT_IN = {
-    key: CommunicationOptions(implementation=member) for member in Implementation for key in (member, member.name)
+    key: CommunicationOptions(implementation=member)
+    for member in Implementation
+    for key in (member, member.name)
 }
 
 
@@ -68,7 +70,11 @@ def all_reduce(
     reduction = parse_op(op)
     if prescale != 1 or postscale != 1:
         _reduce_scaled(buffer, reduction, _options_of(implementation), group, prescale, postscale)
-    elif implementation is None and (array := shared_array(buffer)) is not None and not group.compares_calls:
+    elif (
+        implementation is None
+        and (array := shared_array(buffer)) is not None
+        and not group.compares_calls
+    ):
         _reduce_by_auto(array, reduction, group)
     else:
         reduce_buffer(buffer, reduction, _options_of(implementation), group)
@@ -108,7 +114,8 @@ def all_reduce_async(
     thread = thread_of(group_of(comm))
     return thread.submit(
         behind_producers(
-            [buffer], lambda: _reduce_scaled(buffer, reduction, options, thread.group, prescale, postscale)
+            [buffer],
+            lambda: _reduce_scaled(buffer, reduction, options, thread.group, prescale, postscale),
         )
     )
 
@@ -141,7 +148,9 @@ def grouped_all_reduce(
 
     Cost: one more copy of the host buffers each way, and two all-reduces of 8 bytes.
     """
-    _reduce_grouped(buffers, parse_op(op), _options_of(implementation), group_of(comm), prescale, postscale)
+    _reduce_grouped(
+        buffers, parse_op(op), _options_of(implementation), group_of(comm), prescale, postscale
+    )
 
 
 def grouped_all_reduce_async(
@@ -162,7 +171,8 @@ def grouped_all_reduce_async(
     thread = thread_of(group_of(comm))
     return thread.submit(
         behind_producers(
-            buffers, lambda: _reduce_grouped(buffers, reduction, options, thread.group, prescale, postscale)
+            buffers,
+            lambda: _reduce_grouped(buffers, reduction, options, thread.group, prescale, postscale),
         )
     )
 
@@ -180,7 +190,9 @@ def _reduce_grouped(
     on_device = [buffer for buffer in buffers if is_device_buffer(buffer)]
     with ExitStack() as stack:
         arrays = [
-            stack.enter_context(host_array(host_buffer)) for host_buffer in buffers if not is_device_buffer(host_buffer)
+            stack.enter_context(host_array(host_buffer))
+            for host_buffer in buffers
+            if not is_device_buffer(host_buffer)
         ]
         for dtype in sorted({array.dtype.str for array in arrays}):
             members = [array for array in arrays if array.dtype.str == dtype]
@@ -194,7 +206,9 @@ def _reduce_grouped(
             _reduce_scaled(buffer, reduction, options, group, prescale, postscale)
 
 
-def _options_of(implementation: Implementation | AllReduceAlgorithm | str | None) -> CommunicationOptions:
+def _options_of(
+    implementation: Implementation | AllReduceAlgorithm | str | None,
+) -> CommunicationOptions:
     if implementation is None:
         return _BUILT_IN[Implementation.AUTO]
     if isinstance(implementation, (Implementation, str)) and implementation in _BUILT_IN:
@@ -214,7 +228,12 @@ def _reduce_by_auto(array: npt.NDArray[Any], op: Op, group: Group) -> None:
 
 
 def _reduce_scaled(
-    buffer: Any, op: Op, options: CommunicationOptions, group: Group, prescale: float, postscale: float
+    buffer: Any,
+    op: Op,
+    options: CommunicationOptions,
+    group: Group,
+    prescale: float,
+    postscale: float,
 ) -> None:
     """Do what `reduce_buffer` does with values that are scaled before and after. Collective: `group.comm`."""
     if prescale == 1 and postscale == 1:
@@ -236,7 +255,9 @@ def _reduce_scaled(
 def _require_scalable(dtype: str) -> None:
     """Raise CollectiveError for a dtype that a scale would be rounded to; on this rank only."""
     if "float" not in dtype and "complex" not in dtype:
-        raise CollectiveError(f"all_reduce: expected floats to be scaled, got {dtype}; convert them.")
+        raise CollectiveError(
+            f"all_reduce: expected floats to be scaled, got {dtype}; convert them."
+        )
 
 
 def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Group) -> None:
@@ -251,23 +272,35 @@ def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Gro
             with group.recorded(op.title, buffer):
                 algorithms.run(route, buffer, group, op)
             return
-    if (shared := shared_array(buffer)) is not None:  # the common case, without a context manager for each call
+    # the common case, without a context manager for each call
+    if (shared := shared_array(buffer)) is not None:
         _reduce_array(shared, op, options, group)
         return
     with host_array(buffer) as array:
         _reduce_array(array, op, options, group)
 
 
-def _reduce_array(array: npt.NDArray[Any], op: Op, options: CommunicationOptions, group: Group) -> None:
+def _reduce_array(
+    array: npt.NDArray[Any], op: Op, options: CommunicationOptions, group: Group
+) -> None:
     divisor = _divisor_of(array, group) if op is MEAN else None
-    with group.recorded(op.title, array):  # measuring is collective too: a rank that is missing is seen
+    # measuring is collective too: a rank that is missing is seen
+    with group.recorded(op.title, array):
         if options.implementation is Implementation.AUTO:
             algorithms.reduce_by_auto(array, group, op, divisor)
         else:
-            algorithms.run(choose_route(group.facts, options, op, array.nbytes), array, group, op, divisor=divisor)
+            algorithms.run(
+                choose_route(group.facts, options, op, array.nbytes),
+                array,
+                group,
+                op,
+                divisor=divisor,
+            )
 
 
 def _divisor_of(array: npt.NDArray[Any], group: Group) -> float:
     if array.dtype.kind not in "fc":
-        raise CollectiveError(f"all_reduce: expected floats for a mean, got {array.dtype}; convert or use a sum.")
+        raise CollectiveError(
+            f"all_reduce: expected floats for a mean, got {array.dtype}; convert or use a sum."
+        )
     return float(group.size)

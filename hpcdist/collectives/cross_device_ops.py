@@ -37,7 +37,11 @@ class CrossDeviceOps(AllReduceAlgorithm):
     """
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: RankValues, destinations: Array, options: CommunicationOptions
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: RankValues,
+        destinations: Array,
+        options: CommunicationOptions,
     ) -> Any:
         """Return the reduction of all ranks' values; called on every rank with the same values.
 
@@ -48,7 +52,9 @@ class CrossDeviceOps(AllReduceAlgorithm):
             destinations: what the result is written to.
             options: default ones.
         """
-        raise NotImplementedError(f"{type(self).__name__}: override reduce_implementation or all_reduce.")
+        raise NotImplementedError(
+            f"{type(self).__name__}: override reduce_implementation or all_reduce."
+        )
 
     def all_reduce(self, array: Array, comm: MPI.Comm, op: MPI.Op = MPI.SUM) -> None:
         """Replace `array` by what `reduce_implementation` makes of all ranks' arrays.
@@ -65,7 +71,9 @@ class CrossDeviceOps(AllReduceAlgorithm):
             )
         rows = np.empty((comm.size, array.size), array.dtype)
         comm.Allgather(array, rows)
-        result = self.reduce_implementation(ReduceOp.SUM, RankValues(tuple(rows)), array, CommunicationOptions())
+        result = self.reduce_implementation(
+            ReduceOp.SUM, RankValues(tuple(rows)), array, CommunicationOptions()
+        )
         reduced = np.asarray(getattr(result, "values", (result,))[0])
         if reduced.size != array.size:
             raise CollectiveError(
@@ -84,7 +92,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     """
 
     def __init__(
-        self, reduce_to_device: int | str | None = 0, accumulation_fn: Callable[[Sequence[Array]], Array] | None = None
+        self,
+        reduce_to_device: int | str | None = 0,
+        accumulation_fn: Callable[[Sequence[Array]], Array] | None = None,
     ) -> None:
         self._root = reduce_to_device if isinstance(reduce_to_device, int) else 0
         self._accumulate = accumulation_fn
@@ -93,7 +103,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         """Replace `array` by its reduction. Cost: root receives and sends (P-1) n bytes, holds P n with a function."""
         is_root = comm.rank == self._root
         if self._accumulate is None:
-            comm.Reduce(MPI.IN_PLACE if is_root else array, array if is_root else None, op, self._root)
+            comm.Reduce(
+                MPI.IN_PLACE if is_root else array, array if is_root else None, op, self._root
+            )
         else:
             rows = np.empty((comm.size, array.size), array.dtype) if is_root else None
             comm.Gather(array, rows, self._root)
@@ -156,6 +168,8 @@ def options_with(ops: CrossDeviceOps, options: CommunicationOptions) -> Communic
     has_chosen = options.implementation is not Implementation.AUTO
     if has_chosen or options.wire_dtype is not None or options.is_ordered is not None:
         raise agreed(
-            ConfigurationError(f"strategy: expected cross_device_ops or {options}, got both; drop one of them.")
+            ConfigurationError(
+                f"strategy: expected cross_device_ops or {options}, got both; drop one of them."
+            )
         )
     return replace(options, implementation=ops)

@@ -74,7 +74,8 @@ class Group:
         self.world = world
         world.wait(comm.Ibarrier())  # once all have arrived, making communicators blocks on nobody
         self.comm: MPI.Comm = comm.Dup()
-        self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # sums that do not fit together are explained, not fatal
+        # sums that do not fit together are explained, not fatal
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank = self.comm.rank
         self.size = self.comm.size
         is_of_role = comm == world.role_comm and not is_background
@@ -94,7 +95,9 @@ class Group:
         self.set_facts(GroupFacts(self.placement, can_share))
         self._watch(watchdog, is_of_role)
         self.compares_calls = "collectives" in world.debug
-        self._call_check = CallCheck(self.comm, world, self.timeout_s) if self.compares_calls else None
+        self._call_check = (
+            CallCheck(self.comm, world, self.timeout_s) if self.compares_calls else None
+        )
 
     def set_facts(self, facts: GroupFacts) -> None:
         """Choose algorithms by these facts from now on. All ranks set the same."""
@@ -146,7 +149,8 @@ class Group:
             window = NodeWindow(self.node_comm, n_cells * 8, self.world)
         except CollectiveError as error:
             return None, error
-        return window.pieces[0].cast("q")[:n_cells], None  # a window is whole pages; only existing ranks have cells
+        # a window is whole pages; only existing ranks have cells
+        return window.pieces[0].cast("q")[:n_cells], None
 
     def _watch(self, watchdog: Watchdog | None, is_of_role: bool) -> None:
         """Let the watchdog watch this group's collectives, and the flags of the other ranks of the host.
@@ -162,17 +166,29 @@ class Group:
         self.marks: CallMarks | None = None
         if self._board is not None:
             first, second = (self._board[cell::CELLS] for cell in MARK_CELLS)
-            self.marks = CallMarks((first, second), self.node_comm.rank, [peer.name for peer in peers])
+            self.marks = CallMarks(
+                (first, second), self.node_comm.rank, [peer.name for peer in peers]
+            )
         reports = self.world.debug & {"calls", "summary"}
-        self.journal = ReportingJournal(self._report_call, *journal_args) if reports else Journal(*journal_args)
+        self.journal = (
+            ReportingJournal(self._report_call, *journal_args)
+            if reports
+            else Journal(*journal_args)
+        )
         time_spent.watch(self.journal, self.is_background)
         warn_s = min(WARN_S, self.timeout_s / 2)
         end = functools.partial(end_job, "", ExitCode.INTERNAL)
-        self.watchdog = watchdog or Watchdog(self.world.describe, end, warn_s, self.timeout_s, has_left)
+        self.watchdog = watchdog or Watchdog(
+            self.world.describe, end, warn_s, self.timeout_s, has_left
+        )
         if self.size > 1:
             self.watchdog.watch(self.journal, () if board is None else peers, flags)
         self._neighbour: NeighbourWatch | None = None
-        if flags is not None and is_of_role and len({namespace for *_, namespace in identities}) == 1:
+        if (
+            flags is not None
+            and is_of_role
+            and len({namespace for *_, namespace in identities}) == 1
+        ):
             call_on_failure(functools.partial(self._announce_failure, flags))
             self._neighbour = NeighbourWatch(peers, self.node_comm.rank, flags, has_left, end)
 
@@ -183,7 +199,9 @@ class Group:
             log_call(rank, entry)
         if "summary" in self.world.debug:
             length_s = (entry.ended_s or entry.started_s) - entry.started_s
-            count_calls(rank, self.world.is_chief).add(entry.op, entry.dtype, entry.n_elements, length_s)
+            count_calls(rank, self.world.is_chief).add(
+                entry.op, entry.dtype, entry.n_elements, length_s
+            )
 
     def _announce_failure(self, flags: memoryview) -> None:
         if self._neighbour is not None and not self._neighbour.is_stopped:
@@ -266,12 +284,16 @@ class Group:
             CollectiveTimeoutError: on this rank.
         """
         limit_s = self.timeout_s + LATE_S
-        if not wait_until(lambda: MPI.Request.Testall(requests), limit_s, yields=0, max_sleep_s=max_sleep_s):
+        if not wait_until(
+            lambda: MPI.Request.Testall(requests), limit_s, yields=0, max_sleep_s=max_sleep_s
+        ):
             raise late("all_reduce", self.timeout_s, f"{len(requests)} messages", self.world)
 
     def lane_plan(self, is_ordered: bool) -> LanePlan:
         """Return what the ranks of this host do in a sum over hosts."""
-        return self.keep(("lanes", is_ordered), lambda: plan_lanes(self.placement, self.host, is_ordered))
+        return self.keep(
+            ("lanes", is_ordered), lambda: plan_lanes(self.placement, self.host, is_ordered)
+        )
 
 
 class CommunicationThread:
@@ -287,7 +309,8 @@ class CommunicationThread:
     """
 
     def __init__(self, group: Group) -> None:
-        group.wait([group.comm.Ibarrier()])  # making a communicator blocks: nobody may be missing then
+        # making a communicator blocks: nobody may be missing then
+        group.wait([group.comm.Ibarrier()])
         hosts = Hosts(group.comm, group.world, group.node_comm.Dup())
         self.group = Group(group.comm, group.world, True, group.timeout_s, group.watchdog, hosts)
         self._thread = BackgroundThread("hpcdist-communication")
@@ -307,7 +330,9 @@ def thread_of(group: Group) -> CommunicationThread:
     return group.keep("thread", lambda: CommunicationThread(group), CommunicationThread.free)
 
 
-def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None, world: World | None = None) -> Group:
+def group_of(
+    comm: MPI.Comm | None = None, timeout_s: float | None = None, world: World | None = None
+) -> Group:
     """Return the group of a communicator, made at the first call and freed with the communicator.
 
     There is one group per time limit.

@@ -207,7 +207,13 @@ class LaneExchange:
     """
 
     def __init__(
-        self, group: Group, plan: LanePlan, op: Op, wire: Wire, rows: list[Array], key: tuple[int, int]
+        self,
+        group: Group,
+        plan: LanePlan,
+        op: Op,
+        wire: Wire,
+        rows: list[Array],
+        key: tuple[int, int],
     ) -> None:
         assert group.lane_comm is not None, "only ranks with a lane exchange"
         self._group = group
@@ -218,7 +224,9 @@ class LaneExchange:
         self._rows = rows
         self._key = key
         self._peers = [peer for peer in range(self._lane.size) if peer != self._lane.rank]
-        self._parts = [block_bounds(rows[0].size, self._lane.size, peer) for peer in range(self._lane.size)]
+        self._parts = [
+            block_bounds(rows[0].size, self._lane.size, peer) for peer in range(self._lane.size)
+        ]
         self._owned_range = slice(*self._parts[self._lane.rank])
         self._requests: list[MPI.Request] = []
         self._sent: list[Array] = []
@@ -263,7 +271,9 @@ class LaneExchange:
     def _addends(self, host: int) -> list[Array]:
         """Return the sums that a host contributes to this rank's part."""
         if host == self._lane.rank:
-            return [self._rows[local_rank][self._owned_range] for local_rank in self._plan.retained_rows]
+            return [
+                self._rows[local_rank][self._owned_range] for local_rank in self._plan.retained_rows
+            ]
         received = [self._arriving[host, row] for row in range(self._plan.arriving[host])]
         values = [self._values(buffer) for buffer in received]
         for buffer, row in zip(received, values, strict=True):

@@ -41,7 +41,9 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
         try:
             _reduce(array, group.comm, op)
         except MPI.Exception as error:
-            raise _differs(array, op, group, f"{error.Get_error_string().splitlines()[0]!r} from MPI") from error
+            raise _differs(
+                array, op, group, f"{error.Get_error_string().splitlines()[0]!r} from MPI"
+            ) from error
         if marks is not None:
             differing_call = marks.other_call(mark)
     if differing_call is not None:
@@ -88,7 +90,9 @@ def broadcast(array: npt.NDArray[Any], comm: MPI.Comm, root: int = 0) -> None:
         comm.Bcast(flat[start : start + PIECE_BYTES], root)
 
 
-def all_gather(local_array: npt.NDArray[Any], counts: Sequence[int], joined: npt.NDArray[Any], group: Group) -> None:
+def all_gather(
+    local_array: npt.NDArray[Any], counts: Sequence[int], joined: npt.NDArray[Any], group: Group
+) -> None:
     """Put the flat arrays of all ranks into `joined`, in the order of the ranks.
 
     Collective: `group.comm`. Blocking. Same dtype and counts required on every rank: yes.

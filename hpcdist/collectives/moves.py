@@ -52,7 +52,9 @@ def broadcast_async(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) ->
 
 def _broadcast(buffer: Any, root: int, group: Group) -> None:
     with group.recorded("broadcast", buffer), host_array(buffer, is_moved=True) as array:
-        group.require_same_call("broadcast", f"{array.dtype} of shape {tuple(buffer.shape)} from root {root}")
+        group.require_same_call(
+            "broadcast", f"{array.dtype} of shape {tuple(buffer.shape)} from root {root}"
+        )
         library.broadcast(array, group.comm, root)
 
 
@@ -87,11 +89,15 @@ def gather_rows(array: Array, group: Group, error: CollectiveError | None = None
         joined = np.empty((int(row_counts.sum()), *array.shape[1:]), array.dtype)
         row_elements = math.prod(array.shape[1:])
         counts = [n_rows * row_elements for n_rows in row_counts.tolist()]
-        library.all_gather(np.ascontiguousarray(array).reshape(-1), counts, joined.reshape(-1), group)
+        library.all_gather(
+            np.ascontiguousarray(array).reshape(-1), counts, joined.reshape(-1), group
+        )
     return joined
 
 
-def _require_rows_that_fit(call: str, array: Array, group: Group, error: CollectiveError | None = None) -> None:
+def _require_rows_that_fit(
+    call: str, array: Array, group: Group, error: CollectiveError | None = None
+) -> None:
     """Raise CollectiveError on all ranks unless all have rows of one shape and dtype. Collective: `group.comm`."""
     if not array.ndim:
         error = CollectiveError(f"{call}: expected rows, got a single number; pass value[None].")
@@ -126,7 +132,9 @@ def scatter_async(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Ha
     """Start a `scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
     error = _refusal_of_graph("scatter_async", array)
     thread = thread_of(group_of(comm))
-    return thread.submit(behind_producers([array], lambda: _scatter(array, root, thread.group, error)))
+    return thread.submit(
+        behind_producers([array], lambda: _scatter(array, root, thread.group, error))
+    )
 
 
 def _scatter(array: Any, root: int, group: Group, error: CollectiveError | None) -> Any:
@@ -139,7 +147,9 @@ def _scatter(array: Any, root: int, group: Group, error: CollectiveError | None)
             except CollectiveError as caught:
                 error = caught
         if rows is not None and not rows.ndim:
-            error = CollectiveError(f"scatter: expected rows on root, got {type(array).__name__}; pass an array.")
+            error = CollectiveError(
+                f"scatter: expected rows on root, got {type(array).__name__}; pass an array."
+            )
         group.agree(error)
         group.require_same_call("scatter", f"root {root}")
         form = None if rows is None else (_example_of(array), rows[:0], len(rows))
@@ -152,7 +162,9 @@ def _scatter(array: Any, root: int, group: Group, error: CollectiveError | None)
     return from_host(own_rows, array if is_root else example)
 
 
-def alltoall(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None) -> tuple[Any, list[int]]:
+def alltoall(
+    array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None
+) -> tuple[Any, list[int]]:
     """Send some of this rank's rows to each rank; return the rows that came, in the order of the ranks they are from.
 
     Collective: `comm`. Blocking. Same dtype and dimensions required on every rank, but for the first: yes.
@@ -174,11 +186,15 @@ def alltoall(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | N
     return _alltoall(array, counts, group_of(comm), _refusal_of_graph("alltoall", array))
 
 
-def alltoall_async(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None) -> Handle:
+def alltoall_async(
+    array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None
+) -> Handle:
     """Start an `alltoall` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
     error = _refusal_of_graph("alltoall_async", array)
     thread = thread_of(group_of(comm))
-    return thread.submit(behind_producers([array], lambda: _alltoall(array, counts, thread.group, error)))
+    return thread.submit(
+        behind_producers([array], lambda: _alltoall(array, counts, thread.group, error))
+    )
 
 
 def _alltoall(
@@ -186,8 +202,12 @@ def _alltoall(
 ) -> tuple[Any, list[int]]:
     rows = to_host(array, "alltoall")
     n_rows = len(rows) if rows.ndim else 0
-    sent_counts = _even_counts(n_rows, group) if counts is None else [int(count) for count in counts]
-    if rows.ndim and (len(sent_counts) != group.size or min(sent_counts) < 0 or sum(sent_counts) != n_rows):
+    sent_counts = (
+        _even_counts(n_rows, group) if counts is None else [int(count) for count in counts]
+    )
+    if rows.ndim and (
+        len(sent_counts) != group.size or min(sent_counts) < 0 or sum(sent_counts) != n_rows
+    ):
         error = CollectiveError(
             f"alltoall: expected counts of {group.size} ranks that add up to {n_rows} rows, got {sent_counts}; give "
             f"how many rows each rank gets."
@@ -258,7 +278,9 @@ def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) ->
 
     Cost: the MPI library's Reduce_scatter: at best (P-1)/P * n elements sent per rank.
     """
-    return _reduce_scatter(array, parse_op(op), group_of(comm), _refusal_of_graph("reduce_scatter", array))
+    return _reduce_scatter(
+        array, parse_op(op), group_of(comm), _refusal_of_graph("reduce_scatter", array)
+    )
 
 
 def reduce_scatter_async(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> Handle:
@@ -266,7 +288,9 @@ def reduce_scatter_async(array: Any, op: Any = "sum", comm: MPI.Comm | None = No
     error = _refusal_of_graph("reduce_scatter_async", array)
     reduction = parse_op(op)
     thread = thread_of(group_of(comm))
-    return thread.submit(behind_producers([array], lambda: _reduce_scatter(array, reduction, thread.group, error)))
+    return thread.submit(
+        behind_producers([array], lambda: _reduce_scatter(array, reduction, thread.group, error))
+    )
 
 
 def _reduce_scatter(array: Any, op: Op, group: Group, error: CollectiveError | None) -> Any:
@@ -280,7 +304,9 @@ def _reduce_scatter(array: Any, op: Op, group: Group, error: CollectiveError | N
         if op is MEAN and rows.dtype.kind in "iu":  # as numpy's mean
             rows = rows.astype(np.float64)
             array = _as_floats(array)
-        group.require_same_call("reduce_scatter", f"{op.name} of {rows.dtype} of shape {rows.shape}")
+        group.require_same_call(
+            "reduce_scatter", f"{op.name} of {rows.dtype} of shape {rows.shape}"
+        )
         counts = _even_counts(len(rows), group)
         own_rows = np.empty((counts[group.rank], *rows.shape[1:]), rows.dtype)
         sizes = [count * math.prod(rows.shape[1:]) for count in counts]

@@ -69,7 +69,9 @@ def all_gather_objects(value: Any, comm: MPI.Comm | None = None) -> list[Any]:
         return group.comm.allgather(value)
 
 
-def scatter_objects(values: Sequence[Any] | None = None, root: int = 0, comm: MPI.Comm | None = None) -> Any:
+def scatter_objects(
+    values: Sequence[Any] | None = None, root: int = 0, comm: MPI.Comm | None = None
+) -> Any:
     """Return this rank's object of those that root gives.
 
     Collective: `comm`.
@@ -86,7 +88,11 @@ def scatter_objects(values: Sequence[Any] | None = None, root: int = 0, comm: MP
     with group.recorded("scatter_objects", None):
         root_values = list(values or ()) if group.rank == root else []
         group.require_same_call("scatter_objects", f"root {root}")
-        group.agree(_refusal("scatter_objects", len(root_values), group.size) if group.rank == root else None)
+        group.agree(
+            _refusal("scatter_objects", len(root_values), group.size)
+            if group.rank == root
+            else None
+        )
         return group.comm.scatter(root_values if group.rank == root else None, root)
 
 
@@ -136,7 +142,9 @@ def create_multi_node_evaluator(
 
 
 def _means(results: list[Any]) -> dict[str, float]:
-    keys = [sorted(result) if isinstance(result, dict) else type(result).__name__ for result in results]
+    keys = [
+        sorted(result) if isinstance(result, dict) else type(result).__name__ for result in results
+    ]
     if not isinstance(results[0], dict) or any(names != keys[0] for names in keys):
         raise CollectiveError(
             f"create_multi_node_evaluator: expected dicts with the same keys from all ranks, got {keys[0]} from rank 0 "
@@ -179,16 +187,25 @@ def scatter_dataset(
     with group.recorded("scatter_dataset", None):
         is_root = group.rank == root
         error = None
-        if is_root and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
+        if is_root and not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)
+        ):
             error = CollectiveError(
                 f"scatter_dataset: expected items by number on root, got {type(dataset).__name__} without any; pass a "
                 f"list, an array or a torch dataset with items."
             )
         group.agree(error)
         if is_root:
-            order = np.random.default_rng(seed).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
+            order = (
+                np.random.default_rng(seed).permutation(len(dataset))
+                if shuffle
+                else np.arange(len(dataset))
+            )
             bounds = shares_of(len(dataset), group.size, force_equal_length)
-            shares = [[dataset[int(order[position % len(order)])] for position in range(*pair)] for pair in bounds]
+            shares = [
+                [dataset[int(order[position % len(order)])] for position in range(*pair)]
+                for pair in bounds
+            ]
         local_share: list[Any] = group.comm.scatter(shares, root)
     return local_share
 
@@ -208,4 +225,6 @@ def shares_of(n_items: int, n_ranks: int, is_equal: bool) -> list[tuple[int, int
 def _refusal(call: str, n_given: int, n_ranks: int) -> CollectiveError | None:
     if n_given == n_ranks:
         return None
-    return CollectiveError(f"{call}: expected an object for each of {n_ranks} ranks, got {n_given}; give one for each.")
+    return CollectiveError(
+        f"{call}: expected an object for each of {n_ranks} ranks, got {n_given}; give one for each."
+    )

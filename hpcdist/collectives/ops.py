@@ -87,7 +87,9 @@ def parse_op(op: Any) -> Op:
     if reduction is None:
         reduction = OPS.get(str(getattr(op, "value", op)).lower())
     if reduction is None:
-        raise CollectiveError(f"all_reduce: expected an op of {', '.join(OPS)}, got {op!r}; name one of them.")
+        raise CollectiveError(
+            f"all_reduce: expected an op of {', '.join(OPS)}, got {op!r}; name one of them."
+        )
     return reduction
 
 
@@ -106,5 +108,7 @@ class ReduceOp(enum.Enum):
         """
         name = str(op.value if isinstance(op, cls) else op).upper()
         if name not in cls.__members__:
-            raise UsageError(f"reduce: expected ReduceOp.SUM or ReduceOp.MEAN, got {op!r}; pass one of them.")
+            raise UsageError(
+                f"reduce: expected ReduceOp.SUM or ReduceOp.MEAN, got {op!r}; pass one of them."
+            )
         return cls[name]

@@ -106,23 +106,41 @@ class CommunicationOptions:
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
-    implementation: CommunicationImplementation | AllReduceAlgorithm | str = CommunicationImplementation.AUTO
+    implementation: CommunicationImplementation | AllReduceAlgorithm | str = (
+        CommunicationImplementation.AUTO
+    )
     is_ordered: bool | None = None
     wire_dtype: str | None = None
     local_steps: int = 1
     first_local_step: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
+        object.__setattr__(
+            self, "implementation", CommunicationImplementation.parse(self.implementation)
+        )
         if self.bytes_per_pack < 0:
-            _refuse("bytes_per_pack of 0 or more", self.bytes_per_pack, "leave it out to have it chosen")
+            _refuse(
+                "bytes_per_pack of 0 or more", self.bytes_per_pack, "leave it out to have it chosen"
+            )
         if self.timeout_seconds is not None and not 0 < self.timeout_seconds < float("inf"):
-            _refuse("timeout_seconds above 0", self.timeout_seconds, "leave it out for HPCDIST_TIMEOUT_S")
+            _refuse(
+                "timeout_seconds above 0",
+                self.timeout_seconds,
+                "leave it out for HPCDIST_TIMEOUT_S",
+            )
         if not self.may_be_ordered and (self.wire_dtype is not None or self.is_ordered is not None):
-            _refuse("AUTO or HIERARCHICAL with wire_dtype or is_ordered", self.implementation, "drop one")
+            _refuse(
+                "AUTO or HIERARCHICAL with wire_dtype or is_ordered",
+                self.implementation,
+                "drop one",
+            )
         if self.local_steps < 1 or self.first_local_step < 0:
             step_options = (self.local_steps, self.first_local_step)
-            _refuse("local_steps of 1 or more and first_local_step of 0 or more", step_options, "leave them out")
+            _refuse(
+                "local_steps of 1 or more and first_local_step of 0 or more",
+                step_options,
+                "leave them out",
+            )
         if self.wire_dtype not in (None, *HALF):
             _refuse(f"wire_dtype of {', '.join(HALF)} or None", self.wire_dtype, "name one of them")
 
@@ -144,4 +162,6 @@ def _named_by(algorithm: AllReduceAlgorithm) -> CommunicationImplementation | No
 
 
 def _refuse(expected: str, actual: object, advice: str) -> None:
-    raise ConfigurationError(f"CommunicationOptions: expected {expected}, got {actual!r}; {advice}.")
+    raise ConfigurationError(
+        f"CommunicationOptions: expected {expected}, got {actual!r}; {advice}."
+    )

@@ -15,7 +15,9 @@ Array = npt.NDArray[Any]
 SEGMENT_BYTES = 1 << 20
 
 
-def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op, comm: MPI.Comm | None = None) -> None:
+def run_schedule(
+    schedule: Schedule, array: Array, group: Group, op: Op, comm: MPI.Comm | None = None
+) -> None:
     """Run this rank's rounds on a flat buffer.
 
     Collective: `comm`. Blocking, bounded.
@@ -32,7 +34,9 @@ def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op, comm: M
     comm = comm or group.comm
     scratch = np.empty(0, array.dtype)
     for one_round in schedule:
-        longest = max((_length(message) for message in one_round.receives if one_round.is_sum), default=0)
+        longest = max(
+            (_length(message) for message in one_round.receives if one_round.is_sum), default=0
+        )
         if longest > scratch.size:  # rounds are made one by one
             scratch = np.empty(longest, array.dtype)
         sends = [
@@ -45,12 +49,16 @@ def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op, comm: M
         group.wait(sends)
 
 
-def _receive(message: Message, array: Array, scratch: Array, group: Group, comm: MPI.Comm, op: Op | None) -> None:
+def _receive(
+    message: Message, array: Array, scratch: Array, group: Group, comm: MPI.Comm, op: Op | None
+) -> None:
     """Receive a message segment by segment; combine each with the buffer when it is there, if an op is given."""
     segments = [slice(start, stop) for start, stop in _segments(message, array.itemsize)]
     target, shift = (scratch, message.start) if op else (array, 0)
     buffers = [target[span.start - shift : span.stop - shift] for span in segments]
-    requests: list[MPI.Request] = [comm.Irecv(buffer.view("u1"), message.peer) for buffer in buffers]
+    requests: list[MPI.Request] = [
+        comm.Irecv(buffer.view("u1"), message.peer) for buffer in buffers
+    ]
     for segment, buffer, request in zip(segments, buffers, requests, strict=True):
         group.wait([request])
         if op:

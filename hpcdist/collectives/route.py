@@ -126,15 +126,23 @@ def choose_route(
     """
     requested = Implementation.parse(options.implementation)
     if not isinstance(requested, Implementation):
-        return Route(requested, is_overlapped=replicas is not None and len(facts.placement.hosts) > 1)
+        return Route(
+            requested, is_overlapped=replicas is not None and len(facts.placement.hosts) > 1
+        )
     if replicas is not None:
         return _route_of_gradients(facts, options, requested, replicas, device_dtype is not None)
     if requested is Implementation.NCCL:
         return Route(requested, is_on_device=True)
     may_be_nccl = facts.has_nccl and requested in (Implementation.AUTO, Implementation.HIERARCHICAL)
     if may_be_nccl and device_dtype in NCCL_DTYPES and op.name in NCCL_OPS:
-        is_by_lanes = requested is Implementation.HIERARCHICAL and op.name == "sum" and facts.placement.is_even
-        return Route(Implementation.HIERARCHICAL if is_by_lanes else Implementation.NCCL, is_on_device=True)
+        is_by_lanes = (
+            requested is Implementation.HIERARCHICAL
+            and op.name == "sum"
+            and facts.placement.is_even
+        )
+        return Route(
+            Implementation.HIERARCHICAL if is_by_lanes else Implementation.NCCL, is_on_device=True
+        )
     chosen = _fastest(facts, nbytes) if requested is Implementation.AUTO else requested
     return Route(chosen, is_ordered=chosen in _ORDERED and facts.placement.is_aligned)
 
@@ -148,7 +156,9 @@ def auto_routes(facts: GroupFacts) -> list[tuple[float, Route]]:
     options = CommunicationOptions()
     end = float("inf")
     rows: list[tuple[float, Route]] = []
-    for least_bytes in sorted({0, LANE_BYTES, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True):
+    for least_bytes in sorted(
+        {0, LANE_BYTES, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True
+    ):
         route = choose_route(facts, options, SUM, least_bytes)
         if not rows or rows[0][1] != route:
             rows.insert(0, (end, route))
@@ -157,7 +167,11 @@ def auto_routes(facts: GroupFacts) -> list[tuple[float, Route]]:
 
 
 def _route_of_gradients(
-    facts: GroupFacts, options: CommunicationOptions, requested: Implementation, replicas: ReplicaPlan, is_on_gpu: bool
+    facts: GroupFacts,
+    options: CommunicationOptions,
+    requested: Implementation,
+    replicas: ReplicaPlan,
+    is_on_gpu: bool,
 ) -> Route:
     """Return the route of every bucket: sums in the order of replicas have the same bits for any bucket size.
 
@@ -185,7 +199,9 @@ def _route_of_gradients(
         is_ordered=is_ordered,
         by_subtrees=requested in _MAY_BE_ORDERED and is_exact and not replicas.is_one_tree_of_ranks,
         is_overlapped=n_hosts > 1 or chosen is Implementation.NCCL,
-        wire_dtype=options.wire_dtype if chosen is Implementation.HIERARCHICAL and n_hosts > 1 else None,
+        wire_dtype=options.wire_dtype
+        if chosen is Implementation.HIERARCHICAL and n_hosts > 1
+        else None,
     )
 
 

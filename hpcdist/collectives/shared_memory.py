@@ -26,7 +26,9 @@ DEPTH = 2
 WHOLE_BYTES = 128 << 10
 
 
-def all_reduce(array: npt.NDArray[Any], group: "Group", op: Op = SUM, divisor: float | None = None) -> None:
+def all_reduce(
+    array: npt.NDArray[Any], group: "Group", op: Op = SUM, divisor: float | None = None
+) -> None:
     """Replace `array` by its reduction over all ranks, which share one node.
 
     Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared.
@@ -79,7 +81,9 @@ class NodeSums:
         names: what they are called in messages.
     """
 
-    def __init__(self, barrier: NodeBarrier, pieces: Sequence[memoryview], rank: int, names: Sequence[str]) -> None:
+    def __init__(
+        self, barrier: NodeBarrier, pieces: Sequence[memoryview], rank: int, names: Sequence[str]
+    ) -> None:
         self._barrier = barrier
         self._rank = rank
         self._names = names
@@ -164,7 +168,8 @@ def _differing(marks: list[int], names: Sequence[str]) -> DesyncError:
     """Return the error of ranks whose marks differ; all of them raise it."""
     ops = {op.code: op.name for op in OPS.values()}
     dtypes: dict[int, str] = {
-        np.dtype(code).num: np.dtype(code).name for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+        np.dtype(code).num: np.dtype(code).name
+        for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
     }
     calls = [
         f"{ops.get(mark & 0xFF, 'unknown')} of {mark >> 16} {dtypes.get(mark >> 8 & 0xFF, 'unknown')} on {names[rank]}"

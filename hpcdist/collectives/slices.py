@@ -83,7 +83,9 @@ class SliceSums:
                 if owner != self.local_rank and piece.size:
                     copy(slots[self.local_rank][owner * n_piece :][: piece.size], piece)
             self._group.barrier.wait()
-            owned_piece = array[owned_range[0] + first : min(owned_range[1], owned_range[0] + first + n_piece)]
+            owned_piece = array[
+                owned_range[0] + first : min(owned_range[1], owned_range[0] + first + n_piece)
+            ]
             rows = [slot[self.local_rank * n_piece :][: owned_piece.size] for slot in slots]
             rows[self.local_rank] = owned_piece
             self.sum_rows(rows)
@@ -96,7 +98,9 @@ class SliceSums:
         owned_range = (*bounds, (0, 0))[min(self.local_rank, self.n_owners)]
         for first in range(0, max(stop - start for start, stop in bounds), n_piece):
             slots = self._next_slots(array.dtype)
-            owned_piece = array[owned_range[0] + first : min(owned_range[1], owned_range[0] + first + n_piece)]
+            owned_piece = array[
+                owned_range[0] + first : min(owned_range[1], owned_range[0] + first + n_piece)
+            ]
             copy(slots[self.local_rank][: owned_piece.size], owned_piece)
             self._group.barrier.wait()
             for owner, (start, stop) in enumerate(bounds):
@@ -111,7 +115,9 @@ class SliceSums:
             self._window = NodeWindow(self._group.node_comm, 2 * n_bytes, self._group.world)
         first = self._number % 2 * n_bytes
         self._number += 1
-        return [np.frombuffer(piece[first : first + n_bytes], dtype) for piece in self._window.pieces]
+        return [
+            np.frombuffer(piece[first : first + n_bytes], dtype) for piece in self._window.pieces
+        ]
 
     def sum_over_hosts(self, owned_share: Array) -> None:
         """Replace this rank's share, summed over its host, by the sum over all hosts. Collective: its lane.
@@ -122,11 +128,23 @@ class SliceSums:
         if lane is None or lane.size == 1:
             return
         if goes_by_halving(self._group.placement):
-            run_schedule(plan_halving(lane.size, lane.rank, owned_share.size), owned_share, self._group, SUM, lane)
+            run_schedule(
+                plan_halving(lane.size, lane.rank, owned_share.size),
+                owned_share,
+                self._group,
+                SUM,
+                lane,
+            )
             return
         n_chunk = hierarchical.chunk_bytes(owned_share.nbytes, self._byte_s) // owned_share.itemsize
-        parts = [(start, owned_share[start : start + n_chunk]) for start in range(0, owned_share.size, n_chunk)]
-        chunks = [LaneExchange(self._group, self._plan, SUM, PLAIN, [part], (0, start)) for start, part in parts]
+        parts = [
+            (start, owned_share[start : start + n_chunk])
+            for start in range(0, owned_share.size, n_chunk)
+        ]
+        chunks = [
+            LaneExchange(self._group, self._plan, SUM, PLAIN, [part], (0, start))
+            for start, part in parts
+        ]
         run_pipeline([chunk.begin for chunk in chunks], chunks)
 
 

@@ -66,7 +66,12 @@ class Stage:
     """
 
     def __init__(
-        self, pieces: Sequence[memoryview], local_rank: int, depth: int, chunk_bytes: int, n_slices: int
+        self,
+        pieces: Sequence[memoryview],
+        local_rank: int,
+        depth: int,
+        chunk_bytes: int,
+        n_slices: int,
     ) -> None:
         self.chunk_bytes = chunk_bytes
         self._n_slices = n_slices
@@ -98,9 +103,14 @@ class Stage:
 
     def _cut(self, dtype: np.dtype[Any], n_elements: int, index: int) -> Views:
         first = index * self.chunk_bytes
-        slots = [np.frombuffer(piece[first : first + self.chunk_bytes], dtype)[:n_elements] for piece in self._pieces]
+        slots = [
+            np.frombuffer(piece[first : first + self.chunk_bytes], dtype)[:n_elements]
+            for piece in self._pieces
+        ]
         start, stop = self.bounds(n_elements)
-        parts = [part for part in (slice(0, start), slice(stop, n_elements)) if part.start < part.stop]
+        parts = [
+            part for part in (slice(0, start), slice(stop, n_elements)) if part.start < part.stop
+        ]
         return Views(
             slots=slots,
             mark=n_elements << 16 | dtype.num << 8,
@@ -172,7 +182,10 @@ def is_memcpy_slow() -> bool:
 
 
 def add_rows_into(
-    out: Array, rows: list[Array], additions: "Sequence[tuple[int, int]]", divisor: float | None = None
+    out: Array,
+    rows: list[Array],
+    additions: "Sequence[tuple[int, int]]",
+    divisor: float | None = None,
 ) -> None:
     """Add rows in the order of the tree, block by block in the cache, and divide the sum.
 
@@ -194,7 +207,9 @@ def add_rows_into(
             divide(sums, divisor)
 
 
-def add_rows(rows: list[Array], additions: "tuple[tuple[int, int], ...] | list[tuple[int, int]]", ufunc: Any) -> None:
+def add_rows(
+    rows: list[Array], additions: "tuple[tuple[int, int], ...] | list[tuple[int, int]]", ufunc: Any
+) -> None:
     """Combine rows in place: rows[into] = ufunc(rows[into], rows[row]) for each pair, block by block in the cache."""
     n_elements = rows[0].size
     n_block = max(4096, BLOCK_BYTES // max(1, len(rows)) // max(1, rows[0].itemsize))

@@ -13,7 +13,9 @@ from hpcdist.runtime.waiting import SLEEP_S
 CHUNK_BYTES = 1 << 20
 
 
-def all_reduce(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan, divisor: float | None = None) -> None:
+def all_reduce(
+    rows: list[Array], result: Array, group: Group, plan: ReplicaPlan, divisor: float | None = None
+) -> None:
     """Put the sum of all ranks' rows into `result`, added in the tree over replicas.
 
     Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; the numbers of rows differ.
@@ -37,10 +39,14 @@ def all_reduce(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan
         blocks = [block_bounds(chunk.size, group.size, rank) for rank in range(group.size)]
         sizes = [block_stop - block_start for block_start, block_stop in blocks]
         # each rank adds up the block that it owns of every rank's rows, and gives its sum to all
-        sent = np.concatenate([row[start : start + n_chunk][slice(*block)] for block in blocks for row in rows])
+        sent = np.concatenate(
+            [row[start : start + n_chunk][slice(*block)] for block in blocks for row in rows]
+        )
         received = np.empty((sum(n_rows), sizes[group.rank]), chunk.dtype)
         parts = [received, [n * sizes[group.rank] for n in n_rows]]
-        group.wait([group.comm.Ialltoallv([sent, [len(rows) * size for size in sizes]], parts)], SLEEP_S)
+        group.wait(
+            [group.comm.Ialltoallv([sent, [len(rows) * size for size in sizes]], parts)], SLEEP_S
+        )
         add_rows(list(received), plan.additions, np.add)
         if divisor is not None:
             divide(received[0], divisor)

@@ -108,7 +108,9 @@ class DividedBatches:
             start, stop = batch
             bounds = self.division.bounds(stop - start)
             part_rows = self.division.rows_of_parts(stop - start)
-            cursor = replace(cursor, position=stop, n_batches=cursor.n_batches + 1, part_rows=part_rows)
+            cursor = replace(
+                cursor, position=stop, n_batches=cursor.n_batches + 1, part_rows=part_rows
+            )
             rows = [order.rows(start + low, start + high) for low, high in bounds]
             positions = [start + low for low, _ in bounds]
             yield PlannedBatch(cursor, rows, positions, order.epoch_of(start))
@@ -198,7 +200,9 @@ class EveryNthFile:
     @cached_property
     def _starts(self) -> tuple[Rows, Rows]:
         """Return the first row of each file, by the numbers of the shard and by those of the source."""
-        shard_starts, source = (np.cumsum([0, *rows]) for rows in (self.rows_of_files, self.rows_of_source_files))
+        shard_starts, source = (
+            np.cumsum([0, *rows]) for rows in (self.rows_of_files, self.rows_of_source_files)
+        )
         return shard_starts, source[self.index :: self.n]
 
     def source_rows(self, rows: Rows) -> Rows:
@@ -229,7 +233,9 @@ class ShardedBatches:
         self.shards = shards
         self.replicas = replicas
         self._part_rows = -(-(order.batch_rows or 1) // len(shards))
-        self._orders = [replace(order, n_rows=shard.n_rows, batch_rows=self._part_rows) for shard in shards]
+        self._orders = [
+            replace(order, n_rows=shard.n_rows, batch_rows=self._part_rows) for shard in shards
+        ]
 
     def batches(self, cursor: Cursor) -> Iterator[PlannedBatch]:
         """Yield every batch from the cursor to the end of its pass.
@@ -253,7 +259,9 @@ class ShardedBatches:
                 positions = [position + replica * self._part_rows for replica in self.replicas]
                 position = run_start + self._samples_before(number + 1)
                 n_batches += 1
-                after = replace(cursor, position=position, n_batches=n_batches, part_rows=tuple(map(len, rows)))
+                after = replace(
+                    cursor, position=position, n_batches=n_batches, part_rows=tuple(map(len, rows))
+                )
                 yield PlannedBatch(after, rows, positions, epoch)
                 number += 1
             position = int(run_start + run_rows)
@@ -281,7 +289,10 @@ class ShardedBatches:
     def _rows(self, replica: int, run: int, number: int) -> Rows:
         order = self._orders[replica]
         run_start = 0 if math.isinf(order.run_rows) else int(run * order.run_rows)
-        low, high = (int(min(part_number * self._part_rows, order.run_rows)) for part_number in (number, number + 1))
+        low, high = (
+            int(min(part_number * self._part_rows, order.run_rows))
+            for part_number in (number, number + 1)
+        )
         return self.shards[replica].source_rows(order.rows(run_start + low, run_start + high))
 
 
@@ -334,7 +345,9 @@ def start_of_pass(order: SampleOrder, number: int) -> Cursor:
         epochs = order.inner_epochs * order.outer_epochs
         epoch = number * (1 if math.isinf(epochs) else int(epochs))
         return Cursor(stream=StreamPosition(epoch), pass_epoch=epoch)
-    samples = order.epoch_rows if math.isinf(order.n_samples) else order.next_run(int(order.n_samples))
+    samples = (
+        order.epoch_rows if math.isinf(order.n_samples) else order.next_run(int(order.n_samples))
+    )
     return Cursor(number * samples, number * samples)
 
 

@@ -21,7 +21,16 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from hpcdist.checkpoint.durable import Disk, in_order, replace_file, sweep_abandoned
-from hpcdist.data.row_file import StoredRow, blocks, content_of_file, pack, read_at, read_index, unpack, write_at
+from hpcdist.data.row_file import (
+    StoredRow,
+    blocks,
+    content_of_file,
+    pack,
+    read_at,
+    read_index,
+    unpack,
+    write_at,
+)
 from hpcdist.data.row_numbers import own_random_numbers
 from hpcdist.data.rows import no_rows, stack, unstack
 from hpcdist.data.sources import Description, Request, RowSource
@@ -78,7 +87,8 @@ class CachedSource(RowSource):
             request, missing = batch
             part = self._joined(request.rows, missing, next(fresh) if len(missing) else None)
             batch = next(now, None)
-            if batch is None:  # before the last part, as a loop that counts its steps asks for no more
+            # before the last part, as a loop that counts its steps asks for no more
+            if batch is None:
                 self._store.commit()
             yield part
 
@@ -278,7 +288,11 @@ class FileStore:
                 f"cache: expected a readable file of rows, got {error}; allow reading, or remove it."
             ) from None
         except ValueError as error:
-            logger.warning("cache: expected rows in %r, got %s; they are read anew: remove the file.", path, error)
+            logger.warning(
+                "cache: expected rows in %r, got %s; they are read anew: remove the file.",
+                path,
+                error,
+            )
             return
         for name, expected in (("description", self._description), ("key", self._key)):
             if index[name] != expected:

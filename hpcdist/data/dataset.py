@@ -14,7 +14,14 @@ import torch
 from hpcdist.data.batches import EveryNth, EveryNthFile, Shard
 from hpcdist.data.cache import CachedSource, FileStore, MemoryStore, cached_stream
 from hpcdist.data.elements import Elements
-from hpcdist.data.hdf5 import Hdf5Source, Paths, datasets_in, expand, is_h5py_dataset, paths_and_names
+from hpcdist.data.hdf5 import (
+    Hdf5Source,
+    Paths,
+    datasets_in,
+    expand,
+    is_h5py_dataset,
+    paths_and_names,
+)
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
 from hpcdist.data.row_numbers import program_seed
 from hpcdist.data.rows import Function, TensorSpec, as_array, fitted, spec_of
@@ -41,12 +48,16 @@ class Dataset(Elements):
     """
 
     options: Options | None = None
-    _passes: Iterator[int] = field(default_factory=itertools.count, init=False, compare=False, repr=False)
+    _passes: Iterator[int] = field(
+        default_factory=itertools.count, init=False, compare=False, repr=False
+    )
 
     @classmethod
     def from_tensors(cls, tensors: Nest) -> "Dataset":
         """Return a dataset of one row: the nest of arrays itself."""
-        arrays = map_nest(lambda value: as_array(value)[None], _lists_as_arrays("from_tensors", tensors))
+        arrays = map_nest(
+            lambda value: as_array(value)[None], _lists_as_arrays("from_tensors", tensors)
+        )
         return cls(ArraySource(arrays, 1), SampleOrder(1))
 
     @classmethod
@@ -92,7 +103,9 @@ class Dataset(Elements):
         Raises:
             DataError: when there is no such file; on this rank only.
         """
-        patterns = [file_pattern] if isinstance(file_pattern, (str, os.PathLike)) else list(file_pattern)
+        patterns = (
+            [file_pattern] if isinstance(file_pattern, (str, os.PathLike)) else list(file_pattern)
+        )
         names = sorted({name for pattern in patterns for name in glob.glob(os.fspath(pattern))})
         _check(names, "list_files", f"files of the name {file_pattern}", "none")
         dataset = cls.from_tensor_slices(np.array(names))
@@ -124,7 +137,12 @@ class Dataset(Elements):
         Raises:
             DataError: when `source` is not a RowSource.
         """
-        _check(isinstance(source, RowSource), "from_source", "an hpcdist.RowSource", type(source).__name__)
+        _check(
+            isinstance(source, RowSource),
+            "from_source",
+            "an hpcdist.RowSource",
+            type(source).__name__,
+        )
         return cls(source, SampleOrder(source.n_rows))
 
     @classmethod
@@ -161,11 +179,18 @@ class Dataset(Elements):
         if isinstance(loader.sampler, torch.utils.data.RandomSampler):
             seed = torch.empty((), dtype=torch.int64).random_(generator=loader.sampler.generator)
             dataset = dataset.shuffle().with_drawn_seed(int(seed))
-        return dataset if loader.batch_size is None else dataset.batch(loader.batch_size, loader.drop_last)
+        return (
+            dataset
+            if loader.batch_size is None
+            else dataset.batch(loader.batch_size, loader.drop_last)
+        )
 
     @classmethod
     def from_generator(
-        cls, generator: Callable[..., Any], output_signature: Nest = None, args: tuple[Any, ...] = ()
+        cls,
+        generator: Callable[..., Any],
+        output_signature: Nest = None,
+        args: tuple[Any, ...] = (),
     ) -> "Dataset":
         """Return the rows of the iterable that `generator(*args)` returns; it is called for every epoch.
 
@@ -182,11 +207,20 @@ class Dataset(Elements):
             DataError: when `generator` cannot be called; at a row that has another form or shape than the signature, or
                 a dtype of another kind, such as floats where it has whole numbers.
         """
-        _check(callable(generator), "from_generator", "a function that returns an iterable", type(generator).__name__)
+        _check(
+            callable(generator),
+            "from_generator",
+            "a function that returns an iterable",
+            type(generator).__name__,
+        )
 
         def draw(_: int) -> Iterator[Nest]:
             rows = iter(generator(*args))
-            return rows if output_signature is None else (fitted(output_signature, row) for row in rows)
+            return (
+                rows
+                if output_signature is None
+                else (fitted(output_signature, row) for row in rows)
+            )
 
         return cls(Stream(draw, output_signature), SampleOrder(UNKNOWN))
 
@@ -204,7 +238,10 @@ class Dataset(Elements):
         return replace(self, batch_maps=(*self.batch_maps, function))
 
     def shuffle(
-        self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_iteration: bool = True
+        self,
+        buffer_size: int | None = None,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool = True,
     ) -> "Dataset":
         """Visit the rows in random order, a new one in every epoch.
 
@@ -223,12 +260,28 @@ class Dataset(Elements):
             DataError: for a buffer_size below 1, or for a stream without one; after another shuffle without a seed.
         """
         if not self._can_be_shuffled:
-            return self._over(self._stream("shuffle")).shuffle(buffer_size, seed, reshuffle_each_iteration)
-        _check(buffer_size is None or buffer_size >= 1, "shuffle", "a buffer_size of at least 1", buffer_size)
-        _check(buffer_size or not self.is_stream, "shuffle", "a buffer_size for rows that come one by one", buffer_size)
-        buffered = replace(self, buffer_rows=buffer_size or 0)._ordered(is_reshuffled=reshuffle_each_iteration)
+            return self._over(self._stream("shuffle")).shuffle(
+                buffer_size, seed, reshuffle_each_iteration
+            )
+        _check(
+            buffer_size is None or buffer_size >= 1,
+            "shuffle",
+            "a buffer_size of at least 1",
+            buffer_size,
+        )
+        _check(
+            buffer_size or not self.is_stream,
+            "shuffle",
+            "a buffer_size for rows that come one by one",
+            buffer_size,
+        )
+        buffered = replace(self, buffer_rows=buffer_size or 0)._ordered(
+            is_reshuffled=reshuffle_each_iteration
+        )
         buffered = buffered._mixed_by_chunks(buffer_size) if buffer_size else buffered
-        return buffered.with_drawn_seed(program_seed()) if seed is None else buffered.with_seed(seed)
+        return (
+            buffered.with_drawn_seed(program_seed()) if seed is None else buffered.with_seed(seed)
+        )
 
     def _mixed_by_chunks(self, buffer_size: int) -> "Dataset":
         source = self.source
@@ -242,9 +295,13 @@ class Dataset(Elements):
         """Whether an order of the source's rows, or of the batches that it gives, is an order of the elements."""
         order = self.order
         is_plain = (
-            order.inner_epochs == order.outer_epochs == 1 and math.isinf(order.epoch_limit) and not self.batch_maps
+            order.inner_epochs == order.outer_epochs == 1
+            and math.isinf(order.epoch_limit)
+            and not self.batch_maps
         )
-        return is_plain and (order.batch_rows is None or (self.holds_batches and self._is_unlimited))
+        return is_plain and (
+            order.batch_rows is None or (self.holds_batches and self._is_unlimited)
+        )
 
     def with_seed(self, seed: int) -> "Dataset":
         """Return the dataset with another seed for its order."""
@@ -289,7 +346,12 @@ class Dataset(Elements):
         _check(count >= -1, "take", "a count of at least 0, or -1", count)
         order = self.order
         is_late = self.is_stream and order.batch_rows is not None and order.outer_epochs > 1
-        _check(not is_late, "take", "a call before repeat where rows come one by one", "one after batch and repeat")
+        _check(
+            not is_late,
+            "take",
+            "a call before repeat where rows come one by one",
+            "one after batch and repeat",
+        )
         if count == -1:
             return self
         if self.holds_batches:
@@ -318,25 +380,40 @@ class Dataset(Elements):
         )
         if num_shards == index == SHARD_HINT:
             _check(not self.has_shard_hint, "shard", "one marked shard", "a second one")
-            _check(not self.is_stream, "shard", "rows that can be read in any order for SHARD_HINT", "a stream")
+            _check(
+                not self.is_stream,
+                "shard",
+                "rows that can be read in any order for SHARD_HINT",
+                "a stream",
+            )
             return replace(self, has_shard_hint=True)
         _check(0 <= index < num_shards, "shard", f"an index from 0 to {num_shards - 1}", index)
         policy = self.policy
         if policy is AutoShardPolicy.AUTO:
             has_files = isinstance(self.source, RowSource) and len(self.source.rows_of_files) > 0
-            policy = AutoShardPolicy.FILE if has_files and self.options is not None else AutoShardPolicy.DATA
+            policy = (
+                AutoShardPolicy.FILE
+                if has_files and self.options is not None
+                else AutoShardPolicy.DATA
+            )
         if policy is AutoShardPolicy.OFF:
             return self
         if isinstance(self.source, Stream) and policy is not AutoShardPolicy.FILE:
             return replace(self, source=self.source.shard(num_shards, index))
         shard = self._shard_of(policy, num_shards, index)
         assert not isinstance(self.source, Stream), "streams have no files"
-        return replace(self, source=ShardSource(self.source, shard), order=SampleOrder(shard.n_rows))
+        return replace(
+            self, source=ShardSource(self.source, shard), order=SampleOrder(shard.n_rows)
+        )
 
     @property
     def policy(self) -> AutoShardPolicy:
         """How the dataset is divided among input pipelines."""
-        return self.options.experimental_distribute.auto_shard_policy if self.options else AutoShardPolicy.AUTO
+        return (
+            self.options.experimental_distribute.auto_shard_policy
+            if self.options
+            else AutoShardPolicy.AUTO
+        )
 
     def check_hint(self, is_placed: bool = True) -> None:
         """Raise DataError for a marked shard that nothing replaces, and for HINT without a marked shard.
@@ -397,7 +474,12 @@ class Dataset(Elements):
             DataError: after a `map` that follows `batch`; when there can be no file, or files have another description
                 or key; later, for rows that no file can hold and those of a damaged file. On this rank only.
         """
-        _check(not self.batch_maps, "cache", "a call before the maps of whole batches", "one after them")
+        _check(
+            not self.batch_maps,
+            "cache",
+            "a call before the maps of whole batches",
+            "one after them",
+        )
         name = os.fspath(filename)
         if name:
             name = os.path.join(os.getcwd(), name)  # the program may change its folder
@@ -464,13 +546,19 @@ def _n_rows(array: Any) -> int:
 def _lists_as_arrays(call: str, nest: Nest) -> Nest:
     """Return the nest with an array in place of every list, as in tf.data; arrays of cupy come to the host."""
     if not is_nest(nest):
-        is_on_device = not isinstance(nest, torch.Tensor) and hasattr(nest, "__cuda_array_interface__")
+        is_on_device = not isinstance(nest, torch.Tensor) and hasattr(
+            nest, "__cuda_array_interface__"
+        )
         return nest.get() if is_on_device else nest
     if not isinstance(nest, list):
         return with_children(nest, [_lists_as_arrays(call, child) for child in children_of(nest)])
     try:
         is_torch = any(isinstance(element, torch.Tensor) for element in nest)
-        array = torch.stack([torch.as_tensor(element) for element in nest]) if is_torch else np.array(nest)
+        array = (
+            torch.stack([torch.as_tensor(element) for element in nest])
+            if is_torch
+            else np.array(nest)
+        )
     except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(
             f"{call}: expected lists that are arrays, got one that numpy does not take ({error}); use a tuple for "

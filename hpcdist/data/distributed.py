@@ -79,14 +79,18 @@ def _plan_of(dataset: Dataset, replicas: range, n_replicas: int) -> Plan:
     order = dataset.order
     policy = dataset.policy
     if policy not in _SHARDS_KEYS:
-        return DividedBatches(order, Division(replicas, n_replicas, is_whole=policy is AutoShardPolicy.OFF))
+        return DividedBatches(
+            order, Division(replicas, n_replicas, is_whole=policy is AutoShardPolicy.OFF)
+        )
     limits = (order.epoch_limit, order.run_limit, order.pass_limit)
     if order.n_rows != dataset.source.n_rows or not all(map(math.isinf, limits)):
         raise DataError(
             f"experimental_distribute_dataset: expected all rows of the source with {policy}, got take; leave it out, "
             f"or use AutoShardPolicy.DATA."
         )
-    return ShardedBatches(order, [dataset.shard_of(n_replicas, replica) for replica in range(n_replicas)], replicas)
+    return ShardedBatches(
+        order, [dataset.shard_of(n_replicas, replica) for replica in range(n_replicas)], replicas
+    )
 
 
 class DistributedInput(ABC):
@@ -144,7 +148,9 @@ class DistributedInput(ABC):
             DataError: for a count below 1.
         """
         if count < 1:
-            raise DataError(f"take: expected a count of at least 1 batch, got {count}; leave take out for all batches.")
+            raise DataError(
+                f"take: expected a count of at least 1 batch, got {count}; leave take out for all batches."
+            )
         return FirstBatches(self, count)
 
     def _elements(self, limit: float = math.inf) -> Generator[Any, None, None]:
@@ -158,7 +164,9 @@ class DistributedInput(ABC):
         self._source.begin_pass()
         try:
             with contextlib.ExitStack() as stack:
-                readers = [stack.enter_context(contextlib.closing(reader)) for reader in self._readers()]
+                readers = [
+                    stack.enter_context(contextlib.closing(reader)) for reader in self._readers()
+                ]
                 while self._n_in_pass < limit and (nests := self._timed_parts(readers)) is not None:
                     yield self._delivery.element_of(self._hand_out(), nests)
                     self._require_newest(number)
@@ -370,7 +378,9 @@ class DistributedInput(ABC):
         """Return the dataset with as many batches read ahead as it asks for, or the options."""
         if not self.options.experimental_fetch_to_device:
             return dataset
-        return dataset.prefetch(max(dataset.prefetch_batches, self.options.experimental_per_replica_buffer_size))
+        return dataset.prefetch(
+            max(dataset.prefetch_batches, self.options.experimental_per_replica_buffer_size)
+        )
 
 
 @dataclass(frozen=True)
@@ -551,14 +561,23 @@ class DistributedDataset(DistributedInput):
             total_rows = self.global_rows * self._n_replicas
             is_everywhere = True
         elif policy not in _SHARDS_KEYS:
-            is_everywhere = Division(self._replicas, self._n_replicas).is_everywhere(self.global_rows)
+            is_everywhere = Division(self._replicas, self._n_replicas).is_everywhere(
+                self.global_rows
+            )
         return Part(
             source=self._source,
             number=self._source.n_handed_out + 1,
             rows=rows,
             total_rows=total_rows,
             is_everywhere=is_everywhere,
-            key=hash((self._source.number, self._cursor.pass_start, self._cursor.pass_epoch, self._cursor.position)),
+            key=hash(
+                (
+                    self._source.number,
+                    self._cursor.pass_start,
+                    self._cursor.pass_epoch,
+                    self._cursor.position,
+                )
+            ),
             position=self._position(),
             is_for_training=is_for_training,
         )
@@ -568,12 +587,15 @@ class DistributedDataset(DistributedInput):
         if self._delivery.agree_rows is not None and self.dataset.is_stream:
             self._delivery.agree_rows(cursor.position - self._cursor.position)
         if self._delivery.agree_first_rows is not None and cursor.first_rows and parts is not None:
-            has_drawn_again = self._delivery.agree_first_rows(cursor.first_rows, self._describe_first_rows)
+            has_drawn_again = self._delivery.agree_first_rows(
+                cursor.first_rows, self._describe_first_rows
+            )
             if has_drawn_again:  # the stream may have one state for all iterators
                 readers[0].close()
                 readers[:] = self._readers()
                 cursor, parts = next(readers[0])
-        rows = cursor.position - self._cursor.position  # and what a dropped remainder has, between two epochs of a pass
+        # and what a dropped remainder has, between two epochs of a pass
+        rows = cursor.position - self._cursor.position
         self.global_rows = min(rows, self._batch_rows or rows)
         self._cursor = cursor
         if not self._has_checked_parts:
@@ -582,13 +604,18 @@ class DistributedDataset(DistributedInput):
         return parts
 
     def _describe_first_rows(self) -> list[int | None]:
-        assert isinstance(self.dataset.source, Stream), "rows with random access are compared before they are drawn"
+        assert isinstance(self.dataset.source, Stream), (
+            "rows with random access are compared before they are drawn"
+        )
         return describe_first_rows(self.dataset.source, self._cursor.stream.epoch)
 
     def _check_parts_without_rows(self) -> None:
         """Raise DataError if a batch leaves replicas without rows, and there is no such part; the job ends."""
         source = self.dataset.source
-        if isinstance(source, Stream) or self.dataset.policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+        if isinstance(source, Stream) or self.dataset.policy not in (
+            AutoShardPolicy.AUTO,
+            AutoShardPolicy.DATA,
+        ):
             return
         division = Division(self._replicas, self._n_replicas)
         if all(division.is_everywhere(n_rows) for n_rows in batch_sizes(self.dataset.order)):
@@ -651,10 +678,16 @@ class DistributedDataset(DistributedInput):
         order = self.dataset.order
         policy = self.dataset.policy
         shards = [
-            (key, self._n_replicas if policy is shard_policy else None) for shard_policy, key in _SHARDS_KEYS.items()
+            (key, self._n_replicas if policy is shard_policy else None)
+            for shard_policy, key in _SHARDS_KEYS.items()
         ]
         mixing = None if order.mixing is None else [order.mixing.chunk_rows, order.mixing.n_chunks]
-        for key, current in (("n_rows", order.n_rows), ("seed", order.seed), ("mixing", mixing), *shards):
+        for key, current in (
+            ("n_rows", order.n_rows),
+            ("seed", order.seed),
+            ("mixing", mixing),
+            *shards,
+        ):
             if state.get(key) != current:
                 raise DataError(
                     f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {current}; "
@@ -677,7 +710,11 @@ class DistributedDataset(DistributedInput):
         self._reader = None
         *stream, pass_epoch = state.get("stream") or (0, 0, 0, 0)
         self._cursor = Cursor(
-            state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch, state.get("n_batches", 0)
+            state["position"],
+            state["pass_start"],
+            StreamPosition(*stream),
+            pass_epoch,
+            state.get("n_batches", 0),
         )
         self._n_left_epochs = state.get("left_epochs", 0)
         self._resume()

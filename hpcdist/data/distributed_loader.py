@@ -91,7 +91,9 @@ class DistributedLoader(DistributedInput):
         super().__init__(len(replicas), delivery, options)
         self._loader = loader
         self._reader = LoaderReader(loader)
-        self.numbers = RowNumbers([] if self._reader.has_workers else [loader.dataset, loader.collate_fn])
+        self.numbers = RowNumbers(
+            [] if self._reader.has_workers else [loader.dataset, loader.collate_fn]
+        )
         weakref.finalize(self, self._reader.close)
         self._seed = seed
         self._division = Division(replicas, n_replicas)
@@ -100,7 +102,9 @@ class DistributedLoader(DistributedInput):
         self._order: SamplerOrder | None = None
         self._checked_order: SamplerOrder | None = None
         n_in_workers = loader.num_workers * (loader.prefetch_factor or 0)
-        self._n_ahead = _MIN_AHEAD + n_in_workers + self.options.experimental_per_replica_buffer_size
+        self._n_ahead = (
+            _MIN_AHEAD + n_in_workers + self.options.experimental_per_replica_buffer_size
+        )
 
     @property
     def has_global_rows(self) -> bool:
@@ -202,8 +206,13 @@ class DistributedLoader(DistributedInput):
             self._order = None  # the program may have changed its sampler since it was drawn
         self._order_of_pass(self._current.n_batches + 1)
         items: Items
-        if self.options.experimental_fetch_to_device and self.options.experimental_per_replica_buffer_size:
-            items = read_ahead(self, self._current, self.options.experimental_per_replica_buffer_size)
+        if (
+            self.options.experimental_fetch_to_device
+            and self.options.experimental_per_replica_buffer_size
+        ):
+            items = read_ahead(
+                self, self._current, self.options.experimental_per_replica_buffer_size
+            )
         else:
             items = self.read_from(self._current)
         device = self._device()
@@ -229,7 +238,9 @@ class DistributedLoader(DistributedInput):
             n_batches += 1
         assert order.is_whole, "more batches are asked ahead than the main thread has drawn"
 
-    def _requests_for(self, batches: Iterator[list[Any]], n_passes: int, n_batches: int) -> Iterator[ItemRequest]:
+    def _requests_for(
+        self, batches: Iterator[list[Any]], n_passes: int, n_batches: int
+    ) -> Iterator[ItemRequest]:
         """Yield what is asked for of each local part that has items, in batches from a number on."""
         for number, batch in enumerate(batches, n_batches):
             seed = seed_of(self._seed, n_passes)
@@ -328,7 +339,10 @@ class DistributedLoader(DistributedInput):
         self._current = LoaderPosition(state["passes"], state["batches"])
         self.check_order()
         order = self._order_of_pass(state["batches"])
-        if len(order.batches) < state["batches"] or order.digest_of(state["batches"]) != state["digest"]:
+        if (
+            len(order.batches) < state["batches"]
+            or order.digest_of(state["batches"]) != state["digest"]
+        ):
             raise agreed(
                 DataError(
                     f"restore: expected the {state['batches']} batches that {describe_sampler(self._loader)} had drawn "

@@ -28,7 +28,11 @@ from hpcdist.nest import Nest
 
 def has_stream_in_workers(data: Any) -> bool:
     """Return whether something is a DataLoader whose workers draw from an IterableDataset."""
-    return isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and data.num_workers > 0
+    return (
+        isinstance(data, DataLoader)
+        and isinstance(data.dataset, IterableDataset)
+        and data.num_workers > 0
+    )
 
 
 class DistributedStream(CountedSteps):
@@ -95,7 +99,10 @@ class DistributedStream(CountedSteps):
         self._n_read_steps = 0
         items: Items = self._read()
         self._drop([items], self._n_steps * self._n_local)
-        if self.options.experimental_fetch_to_device and self.options.experimental_per_replica_buffer_size:
+        if (
+            self.options.experimental_fetch_to_device
+            and self.options.experimental_per_replica_buffer_size
+        ):
             items = read_in_thread(items, self.options.experimental_per_replica_buffer_size)
         device = self._device()
         return [items if device is None else moved_ahead(items, device)]
@@ -124,7 +131,8 @@ class DistributedStream(CountedSteps):
         parts = super()._next_parts(readers)
         self._n_read_steps += 1
         if not self._has_compared:
-            n_steps_of_all = -(-self._shares.n_workers // self._n_local)  # until each worker has sent a part
+            # until each worker has sent a part
+            n_steps_of_all = -(-self._shares.n_workers // self._n_local)
             n_steps_of_rows = n_steps_of_all * -(-N_FIRST_ROWS // self._rows_of_part)
             self._has_compared = parts is None or self._n_read_steps >= n_steps_of_rows
             if self._has_compared or self._n_read_steps == n_steps_of_all:

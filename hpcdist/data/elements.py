@@ -16,7 +16,14 @@ import torch.utils.data
 from hpcdist.data.batches import DividedBatches, RowRange, start_of_pass
 from hpcdist.data.iterator import Pipeline, PipelineReader
 from hpcdist.data.rows import apply, padded, stack, unstack
-from hpcdist.data.sources import JoinedSource, RowSource, ShardSource, ZippedSource, mapped, require_kind
+from hpcdist.data.sources import (
+    JoinedSource,
+    RowSource,
+    ShardSource,
+    ZippedSource,
+    mapped,
+    require_kind,
+)
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, leaves, map_nest, with_leaves
@@ -55,7 +62,9 @@ class Elements(Pipeline):
         if is_torch_data(dataset_like):
             return cls.from_torch(dataset_like)  # type: ignore[attr-defined, no-any-return]
         if not isinstance(dataset_like, cls):
-            raise DataError(f"{call}: expected a dataset, got {type(dataset_like).__name__}; {advice}.")
+            raise DataError(
+                f"{call}: expected a dataset, got {type(dataset_like).__name__}; {advice}."
+            )
         return dataset_like
 
     def elements(self, number: int) -> Iterator[Nest]:
@@ -89,8 +98,14 @@ class Elements(Pipeline):
         """
         n_elements = self.cardinality()
         if n_elements < 0:
-            kind = "one without end" if n_elements == INFINITE_CARDINALITY else "a stream, which tells by its end"
-            raise TypeError(f"len: expected a dataset of known length, got {kind}; count its elements, or take some.")
+            kind = (
+                "one without end"
+                if n_elements == INFINITE_CARDINALITY
+                else "a stream, which tells by its end"
+            )
+            raise TypeError(
+                f"len: expected a dataset of known length, got {kind}; count its elements, or take some."
+            )
         return n_elements
 
     def __bool__(self) -> bool:
@@ -105,13 +120,17 @@ class Elements(Pipeline):
             DataError: below -1; after a `shuffle` without a seed.
         """
         if count < -1:
-            raise DataError(f"skip: expected a count of at least 0, or -1, got {count}; -1 skips all.")
+            raise DataError(
+                f"skip: expected a count of at least 0, or -1, got {count}; -1 skips all."
+            )
         rows = self._rows()
         if rows is not None:
             start = rows.n_rows if count == -1 else min(count, rows.n_rows)
             return self._over(ShardSource(rows, RowRange(start, rows.n_rows)))
         stop = 0 if count == -1 else None
-        return self._of_passes("skip", lambda elements: itertools.islice(elements, max(count, 0), stop))
+        return self._of_passes(
+            "skip", lambda elements: itertools.islice(elements, max(count, 0), stop)
+        )
 
     def filter(self: Self, predicate: Callable[..., Any]) -> Self:
         """Keep the elements for which a function returns True. The result is a stream.
@@ -123,7 +142,10 @@ class Elements(Pipeline):
             DataError: after a `shuffle` without a seed.
         """
         return self._of_passes(
-            "filter", lambda elements: (element for element in elements if bool(apply((predicate,), element)))
+            "filter",
+            lambda elements: (
+                element for element in elements if bool(apply((predicate,), element))
+            ),
         )
 
     def concatenate(self: Self, other: Any) -> Self:
@@ -138,7 +160,9 @@ class Elements(Pipeline):
 
         Cost: a row of each is read at once, where rows can be read in any order.
         """
-        other = type(self).from_dataset_like(other, "concatenate", "pass an hpcdist.Dataset, or one of torch's")
+        other = type(self).from_dataset_like(
+            other, "concatenate", "pass an hpcdist.Dataset, or one of torch's"
+        )
         first_source = self._rows()
         second_source = other._rows()
         if first_source is not None and second_source is not None:
@@ -218,7 +242,9 @@ class Elements(Pipeline):
         def draw(epoch: int) -> Iterator[Nest]:
             advice = "let map_func return one"
             mapped = (apply((map_func,), element) for element in stream.draw(epoch))
-            datasets = (type(self).from_dataset_like(element, "interleave", advice) for element in mapped)
+            datasets = (
+                type(self).from_dataset_like(element, "interleave", advice) for element in mapped
+            )
             inner = (dataset._stream("interleave").draw(epoch) for dataset in datasets)
             return _in_turn(inner, cycle_length, block_length)
 
@@ -238,7 +264,12 @@ class Elements(Pipeline):
         """
         order = self.order
         is_plain = order.batch_rows is not None and not self.batch_maps and not self.holds_batches
-        if is_plain and order.outer_epochs == 1 and not order.drop_remainder and math.isinf(order.pass_limit):
+        if (
+            is_plain
+            and order.outer_epochs == 1
+            and not order.drop_remainder
+            and math.isinf(order.pass_limit)
+        ):
             return replace(self, order=replace(order, batch_rows=None))
         stream = self._stream("unbatch")
 
@@ -276,8 +307,13 @@ class Elements(Pipeline):
                 f"{'rows' if self.order.batch_rows is None else 'batches'}; correct the calls that build the dataset."
             )
         if padded_shapes is not None and _are_sizes_known(padded_shapes):
-            dataset = replace(self, row_maps=(*self.row_maps, _PadRow(padded_shapes, padding_values)))
-            return replace(dataset, order=replace(dataset.order, batch_rows=batch_size, drop_remainder=drop_remainder))
+            dataset = replace(
+                self, row_maps=(*self.row_maps, _PadRow(padded_shapes, padding_values))
+            )
+            return replace(
+                dataset,
+                order=replace(dataset.order, batch_rows=batch_size, drop_remainder=drop_remainder),
+            )
         stream = self._stream("padded_batch")
 
         def draw(epoch: int) -> Iterator[Nest]:
@@ -322,10 +358,14 @@ class Elements(Pipeline):
             )
         parts = self.source.parts if isinstance(self.source, Stream) else ()
         return Stream(
-            self.elements, parts=(*parts, ("elements", 0, 0)), holds_batches=self.order.batch_rows is not None
+            self.elements,
+            parts=(*parts, ("elements", 0, 0)),
+            holds_batches=self.order.batch_rows is not None,
         )
 
-    def _of_passes(self: Self, call: str, change: Callable[[Iterator[Nest]], Iterable[Nest]]) -> Self:
+    def _of_passes(
+        self: Self, call: str, change: Callable[[Iterator[Nest]], Iterable[Nest]]
+    ) -> Self:
         stream = self._stream(call)
         return self._over(_of(lambda epoch: iter(change(stream.draw(epoch))), stream))
 
@@ -333,7 +373,9 @@ class Elements(Pipeline):
         """Return a dataset of the same class and options over another source, in its plain order."""
         order = SampleOrder(source.n_rows)
         if isinstance(source, Stream) and source.holds_batches:
-            order = replace(order, batch_rows=self.order.batch_rows, drop_remainder=self.order.drop_remainder)
+            order = replace(
+                order, batch_rows=self.order.batch_rows, drop_remainder=self.order.drop_remainder
+            )
         return replace(self, source=source, order=order, row_maps=(), batch_maps=(), buffer_rows=0)
 
 
@@ -348,10 +390,14 @@ def is_torch_data(candidate: Any) -> bool:
 
 def _require_alike(call: str, datasets: Sequence[Elements]) -> None:
     if len({dataset.order.batch_rows is None for dataset in datasets}) > 1:
-        raise DataError(f"{call}: expected datasets of rows, or of batches, got both; call batch before it, or after.")
+        raise DataError(
+            f"{call}: expected datasets of rows, or of batches, got both; call batch before it, or after."
+        )
 
 
-def _in_turn(inner: Iterator[Iterator[Nest]], cycle_length: int, block_length: int) -> Iterator[Nest]:
+def _in_turn(
+    inner: Iterator[Iterator[Nest]], cycle_length: int, block_length: int
+) -> Iterator[Nest]:
     """Yield blocks of elements of `cycle_length` iterators in turn; one that ends gives its place to the next."""
     places: list[Iterator[Nest] | None] = list(itertools.islice(inner, cycle_length))
     while any(place is not None for place in places):
@@ -365,7 +411,9 @@ def _in_turn(inner: Iterator[Iterator[Nest]], cycle_length: int, block_length: i
 
 
 def _are_sizes_known(shapes: Nest) -> bool:
-    if isinstance(shapes, (list, tuple)) and all(size is None or isinstance(size, int) for size in shapes):
+    if isinstance(shapes, (list, tuple)) and all(
+        size is None or isinstance(size, int) for size in shapes
+    ):
         return all(size is not None and size >= 0 for size in shapes)
     children = shapes.values() if isinstance(shapes, dict) else shapes
     return all(_are_sizes_known(child) for child in children)

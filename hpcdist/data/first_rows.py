@@ -32,7 +32,9 @@ def random_leaves(first_read: RowDigests, second_read: RowDigests) -> set[int]:
     """Return the leaves of rows that differ between two reads of the same rows, by their numbers."""
     leaves: set[int] = set()
     for first, second in zip(first_read, second_read, strict=False):
-        leaves |= {leaf for leaf, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]}
+        leaves |= {
+            leaf for leaf, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]
+        }
     return leaves
 
 

@@ -23,7 +23,11 @@ def sharded_dataset(dataset: Dataset, n_replicas: int) -> Dataset:
     Raises:
         DataError: for a dataset without a batch size.
     """
-    if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None or dataset.holds_batches:
+    if (
+        not isinstance(dataset, Dataset)
+        or dataset.order.batch_rows is None
+        or dataset.holds_batches
+    ):
         raise DataError(
             "experimental_distribute_dataset: expected a dataset of rows with batch(global_batch) for is_sharded=True, "
             "got one without; add batch as the last call."

@@ -38,11 +38,19 @@ def expand(paths: Any) -> list[str]:
         return [_absolute(paths.filename)]
     if isinstance(paths, (str, os.PathLike)):
         text = os.fspath(paths)
-        files = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
+        files = (
+            sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
+        )
     else:
-        files = [file for path in paths for file in (expand(path) if is_h5py_group(path) else [os.fspath(path)])]
+        files = [
+            file
+            for path in paths
+            for file in (expand(path) if is_h5py_group(path) else [os.fspath(path)])
+        ]
     if not files:
-        raise DataError(f"from_hdf5: expected at least one file, got none for {paths!r}; check the pattern.")
+        raise DataError(
+            f"from_hdf5: expected at least one file, got none for {paths!r}; check the pattern."
+        )
     return list(map(_absolute, files))
 
 
@@ -53,12 +61,20 @@ def _absolute(path: str) -> str:
 
 def is_h5py_dataset(value: Any) -> bool:
     """Return whether a value is a dataset of an open h5py file. Does not import h5py."""
-    return type(value).__module__.startswith("h5py.") and hasattr(value, "file") and hasattr(value, "shape")
+    return (
+        type(value).__module__.startswith("h5py.")
+        and hasattr(value, "file")
+        and hasattr(value, "shape")
+    )
 
 
 def is_h5py_group(value: Any) -> bool:
     """Return whether a value is an open h5py file, or a group of one. Does not import h5py."""
-    return type(value).__module__.startswith("h5py.") and hasattr(value, "file") and hasattr(value, "items")
+    return (
+        type(value).__module__.startswith("h5py.")
+        and hasattr(value, "file")
+        and hasattr(value, "items")
+    )
 
 
 def datasets_in(value: Any) -> Any:
@@ -85,7 +101,9 @@ def paths_and_names(nest: Nest) -> tuple[list[str], Nest]:
         )
     files = sorted({os.path.realpath(leaf.file.filename) for leaf in leaves(nest)})
     if len(files) > 1:
-        raise DataError(f"from_tensor_slices: expected datasets of one file, got {files}; zip two datasets.")
+        raise DataError(
+            f"from_tensor_slices: expected datasets of one file, got {files}; zip two datasets."
+        )
     return files, map_nest(lambda leaf: leaf.name, nest)
 
 
@@ -154,7 +172,9 @@ class Hdf5Source(RowSource):
             chunk = self._chunk(number)
             wanted = np.flatnonzero(numbers == number)
             if values is None:
-                values = map_nest(lambda array: np.empty((len(rows), *array.shape[1:]), array.dtype), chunk)
+                values = map_nest(
+                    lambda array: np.empty((len(rows), *array.shape[1:]), array.dtype), chunk
+                )
             offsets = rows[wanted] - number * self.chunk_rows
             for target, array in zip(leaves(values), leaves(chunk), strict=True):
                 target[wanted] = array[offsets]
@@ -201,7 +221,10 @@ class Hdf5Source(RowSource):
 
     def _chunk_rows(self, path: str) -> list[int]:
         """Return the rows of a chunk of each dataset; 1 where rows are not stored by chunks."""
-        return [dataset.chunks[0] if dataset.chunks else 1 for dataset in self._datasets(path)[1].values()]
+        return [
+            dataset.chunks[0] if dataset.chunks else 1
+            for dataset in self._datasets(path)[1].values()
+        ]
 
     def _datasets(self, path: str) -> Any:
         """Return (file, datasets) of a path; a few files are kept open."""

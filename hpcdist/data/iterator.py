@@ -73,7 +73,9 @@ class Pipeline:
     def _first_row(self) -> Nest:
         """Return a part with the first row, or one of zeros where a signature or the source gives the shapes."""
         if not isinstance(self.source, Stream):
-            return mapped(self.source, self.row_maps).take(np.zeros(min(1, self.source.n_rows), np.int64))
+            return mapped(self.source, self.row_maps).take(
+                np.zeros(min(1, self.source.n_rows), np.int64)
+            )
         signature = self.source.signature
         row = next(iter(self.source.draw(0)), None) if signature is None else zeros_like(signature)
         if row is None:
@@ -106,9 +108,15 @@ class PipelineReader:
         self._pipeline = pipeline
         self._plan = plan
         self._seed = seed
-        roots = [pipeline.source, pipeline.row_maps, pipeline.batch_maps] if seed is not None else []
+        roots = (
+            [pipeline.source, pipeline.row_maps, pipeline.batch_maps] if seed is not None else []
+        )
         self.numbers = RowNumbers(roots)
-        self._mapped = None if isinstance(pipeline.source, Stream) else mapped(pipeline.source, pipeline.row_maps)
+        self._mapped = (
+            None
+            if isinstance(pipeline.source, Stream)
+            else mapped(pipeline.source, pipeline.row_maps)
+        )
         self._no_rows: Nest = None
 
     def stages(self, cursor: Cursor, device: torch.device | None = None) -> Items:
@@ -183,7 +191,9 @@ class PipelineReader:
         assert isinstance(self._plan, DividedBatches), "a stream has no shards"
         division = self._plan.division
         pipeline = self._pipeline
-        reader = StreamReader(stream, pipeline.order, pipeline.buffer_rows, self.numbers, self._seed)
+        reader = StreamReader(
+            stream, pipeline.order, pipeline.buffer_rows, self.numbers, self._seed
+        )
         batches = reader.batches(cursor)
         is_first = True
         while True:
@@ -194,13 +204,20 @@ class PipelineReader:
                 after, rows = batch
                 start = after.position - len(rows)
                 seeds = None if self._seed is None else RowSeeds(self._seed, after.pass_epoch)
-                parts = [self._part_of(rows, low, high, start, seeds) for low, high in division.bounds(len(rows))]
+                parts = [
+                    self._part_of(rows, low, high, start, seeds)
+                    for low, high in division.bounds(len(rows))
+                ]
                 first_rows = digest_of(rows) if is_first else 0
                 is_first = False
-                after = replace(after, part_rows=division.rows_of_parts(len(rows)), first_rows=first_rows)
+                after = replace(
+                    after, part_rows=division.rows_of_parts(len(rows)), first_rows=first_rows
+                )
             yield after, parts
 
-    def _part_of(self, rows: list[Nest], low: int, high: int, start: int, seeds: RowSeeds | None) -> Nest:
+    def _part_of(
+        self, rows: list[Nest], low: int, high: int, start: int, seeds: RowSeeds | None
+    ) -> Nest:
         """Return the part of the rows from `low` to before `high` of a batch whose first row has position `start`."""
         maps = self._pipeline.row_maps
         request = Request(np.arange(start + low, start + high), self.numbers, seeds)
@@ -292,7 +309,9 @@ class OptionalElement:
             DataError: when there is none.
         """
         if not self.has_value():
-            raise DataError("get_value: expected an element, got the end of the data; ask has_value() first.")
+            raise DataError(
+                "get_value: expected an element, got the end of the data; ask has_value() first."
+            )
         return self._value
 
 
@@ -304,7 +323,9 @@ class DistributedIterator:
         element_spec: returns the specification of an element.
     """
 
-    def __init__(self, elements: Generator[Any, None, None], element_spec: Callable[[], Nest]) -> None:
+    def __init__(
+        self, elements: Generator[Any, None, None], element_spec: Callable[[], Nest]
+    ) -> None:
         self._elements = elements
         self._element_spec = element_spec
 

@@ -63,7 +63,9 @@ class LoaderReader(WorkerReader):
         """Whether worker processes read."""
         return self._loader.num_workers > 0
 
-    def read(self, requests: Iterable[ItemRequest], numbers: RowNumbers, number: int | None = None) -> Iterator[Nest]:
+    def read(
+        self, requests: Iterable[ItemRequest], numbers: RowNumbers, number: int | None = None
+    ) -> Iterator[Nest]:
         """Yield the joined items of every request, which have at least one; workers, if there are any, read ahead.
 
         Args:
@@ -126,7 +128,12 @@ class _RowLoader(WorkerLoader):
     """
 
     def __init__(
-        self, items: NotedItems, seed: int, progress: Progress, join: JoinInWorker, settings: dict[str, Any]
+        self,
+        items: NotedItems,
+        seed: int,
+        progress: Progress,
+        join: JoinInWorker,
+        settings: dict[str, Any],
     ) -> None:
         self._seed = seed
         self._requests = _Requests()

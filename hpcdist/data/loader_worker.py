@@ -195,7 +195,10 @@ def read_items(
     """
     if hasattr(items, "__getitems__"):
         note(request.keys[0])
-        return ReadItems(request, list(numbers.call(request.seed_of_all(_READING), items.__getitems__, request.keys)))
+        return ReadItems(
+            request,
+            list(numbers.call(request.seed_of_all(_READING), items.__getitems__, request.keys)),
+        )
 
     def read_item(key: Any) -> Any:
         note(key)

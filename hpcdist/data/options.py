@@ -98,7 +98,9 @@ class InputOptions:
                 f"{self.experimental_per_replica_buffer_size}; leave it out for 1."
             )
         is_per_replica = self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-        if self.experimental_place_dataset_on_device and (self.experimental_fetch_to_device or not is_per_replica):
+        if self.experimental_place_dataset_on_device and (
+            self.experimental_fetch_to_device or not is_per_replica
+        ):
             raise UsageError(
                 f"InputOptions: expected experimental_place_dataset_on_device with PER_REPLICA and without "
                 f"experimental_fetch_to_device, got {self}; correct one of the three."

@@ -9,7 +9,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from hpcdist.data.loader_worker import ItemRequest, ReadItems, join_items, read_items, show_own_items
+from hpcdist.data.loader_worker import (
+    ItemRequest,
+    ReadItems,
+    join_items,
+    read_items,
+    show_own_items,
+)
 from hpcdist.data.row_numbers import RowNumbers, RowSeeds
 
 

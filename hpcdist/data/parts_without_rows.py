@@ -34,7 +34,9 @@ def _without_rows(single: Nest, double: Nest) -> Nest:
             raise _refusal(single)
         pairs = zip(children_of(single), children_of(double), strict=True)
         return with_children(single, [_without_rows(*pair) for pair in pairs])
-    is_dense = isinstance(single, np.ndarray) or (isinstance(single, torch.Tensor) and single.layout is torch.strided)
+    is_dense = isinstance(single, np.ndarray) or (
+        isinstance(single, torch.Tensor) and single.layout is torch.strided
+    )
     if is_dense and tuple(single.shape) != tuple(double.shape):
         return _without_rows_of_array(single, double)
     if not _are_equal(single, double):

@@ -71,7 +71,9 @@ def read_ahead(reading: Reading, cursor: Any, n_ahead: int) -> Items:
 def _note_alarm(numbers: RowNumbers) -> None:
     numbers.note_alarm()
     if numbers.n_alarms == _MAX_ALARMS:
-        logger.info("prefetch: the loop draws random numbers itself, so its rows are read in it; use workers instead.")
+        logger.info(
+            "prefetch: the loop draws random numbers itself, so its rows are read in it; use workers instead."
+        )
 
 
 def read_in_thread(items: Items, n_ahead: int, first_items: Sequence[Any] = ()) -> Items:
@@ -111,7 +113,9 @@ def _get(entries: Any, thread: threading.Thread) -> Any:
         except queue.Empty:
             # the last entry may have come between the wait and this check
             if not thread.is_alive() and entries.empty():
-                return None, RuntimeError("prefetch: expected a running thread, got one that has ended; start again.")
+                return None, RuntimeError(
+                    "prefetch: expected a running thread, got one that has ended; start again."
+                )
 
 
 def _read(items: Items, entries: Any, stop: threading.Event) -> None:

@@ -51,7 +51,9 @@ def content_of_file(
     layouts: dict[str, int] = {}
     entries: list[tuple[int, int, int, int]] = []
     for number, row in sorted(rows.items()):
-        entries.append((number, row.n_bytes, layouts.setdefault(row.layout, len(layouts)), row.checksum))
+        entries.append(
+            (number, row.n_bytes, layouts.setdefault(row.layout, len(layouts)), row.checksum)
+        )
         yield read(row)
     index = json.dumps({**header, "layouts": list(layouts), "rows": entries}).encode()
     yield index + _TAIL.pack(_MAGIC, len(index), xxh3_64_intdigest(index))
@@ -94,7 +96,9 @@ def read_index(path: str, descriptor: int) -> tuple[dict[str, Any], dict[int, St
 def read_at(descriptor: int, n_bytes: int, start: int) -> bytes:
     """Return bytes of a file; fewer where it ends."""
     data = os.pread(descriptor, n_bytes, start)
-    while len(data) < n_bytes and (more := os.pread(descriptor, n_bytes - len(data), start + len(data))):
+    while len(data) < n_bytes and (
+        more := os.pread(descriptor, n_bytes - len(data), start + len(data))
+    ):
         data += more
     return data
 

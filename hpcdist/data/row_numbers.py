@@ -31,7 +31,18 @@ _MAX_DEPTH = 8
 _MAX_ITEMS = 64
 _MAX_OBJECTS = 10_000
 #: What holds no generator, or one that something else seeds.
-_HOLD_NOTHING = (str, bytes, int, float, np.ndarray, torch.Tensor, type, types.ModuleType, DataLoader, Sampler)
+_HOLD_NOTHING = (
+    str,
+    bytes,
+    int,
+    float,
+    np.ndarray,
+    torch.Tensor,
+    type,
+    types.ModuleType,
+    DataLoader,
+    Sampler,
+)
 #: How often generators are looked for: before and after the first rows.
 _MAX_LOOKS = 3
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -119,7 +130,10 @@ def own_random_numbers(seed: int = 0) -> Iterator[None]:
 
 def mark() -> tuple[Any, ...]:
     """Return what differs once random numbers of the process were drawn. Cost: 2 us."""
-    return (*(library.mark() for library in LIBRARIES), torch.default_generator.get_state().numpy().tobytes())
+    return (
+        *(library.mark() for library in LIBRARIES),
+        torch.default_generator.get_state().numpy().tobytes(),
+    )
 
 
 def seed_of(seed: int, *names: Any) -> int:
@@ -138,7 +152,8 @@ class _ProgramSeeds:
         """Return the next seed."""
         origin = [torch.initial_seed()]
         origin += [library.origin for library in LIBRARIES if library.n_seeds]
-        n_seeds = [library.n_seeds for library in LIBRARIES]  # the same seed may have been set again
+        # the same seed may have been set again
+        n_seeds = [library.n_seeds for library in LIBRARIES]
         if (origin, n_seeds) != self._origin:
             self._origin = (origin, n_seeds)
             self._n_taken = 0
@@ -213,7 +228,9 @@ class RowNumbers:
         """Note that something may have drawn beside the loop."""
         self.n_alarms += 1
 
-    def call(self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(
+        self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
         """Return what a function returns, with random numbers of its own; the first one that draws is called twice.
 
         Args:
@@ -254,7 +271,9 @@ class RowNumbers:
             results.append(function(row))
         return results
 
-    def call_once(self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call_once(
+        self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
         """Return what a function returns, with random numbers of its own once one has drawn.
 
         Raises:
@@ -351,7 +370,11 @@ def generators_in(roots: Iterable[Any]) -> list[Any]:
                 inner += _held_by(item)
         level = inner
     process_wide = [torch.default_generator, np.random.mtrand._rand, random._inst]
-    return [item for item in generators if not any(item is shared_generator for shared_generator in process_wide)]
+    return [
+        item
+        for item in generators
+        if not any(item is shared_generator for shared_generator in process_wide)
+    ]
 
 
 def _held_by(item: Any) -> Sequence[Any]:
@@ -395,14 +418,28 @@ def _is_of_program(value: Any) -> bool:
     if isinstance(value, _GENERATORS) or is_nest(value):
         return True
     module = getattr(value, "__module__", None) or ""
-    return not isinstance(value, type) and module.partition(".")[0] not in ("", "builtins", "torch", "numpy", "hpcdist")
+    return not isinstance(value, type) and module.partition(".")[0] not in (
+        "",
+        "builtins",
+        "torch",
+        "numpy",
+        "hpcdist",
+    )
 
 
 def _methods_of(kind: type) -> list[Any]:
     """Return the functions by which a class of the program's own reads and transforms rows."""
     methods: list[Any] = []
     for ancestor in inspect.getmro(kind):
-        if ancestor.__module__.partition(".")[0] in ("torch", "numpy", "builtins", "hpcdist", "typing"):
+        if ancestor.__module__.partition(".")[0] in (
+            "torch",
+            "numpy",
+            "builtins",
+            "hpcdist",
+            "typing",
+        ):
             continue
-        methods += [value for value in vars(ancestor).values() if isinstance(value, types.FunctionType)]
+        methods += [
+            value for value in vars(ancestor).values() if isinstance(value, types.FunctionType)
+        ]
     return methods

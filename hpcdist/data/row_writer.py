@@ -44,7 +44,8 @@ class RowFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # an error that came before publish is raised
+        # an error that came before publish is raised
+        with contextlib.suppress(OSError, RuntimeError):
             if self._file is not None:
                 self._file.close()
         if self._temporary is None:
@@ -80,7 +81,9 @@ class RowFile:
             shape = array.shape[1:]
             row_bytes = max(1, math.prod(array.shape[1:]) * array.itemsize)
             chunk = (max(1, _CHUNK_BYTES // row_bytes), *(max(1, size) for size in shape))
-            self._file.create_dataset(name, (0, *shape), array.dtype, maxshape=(None, *shape), chunks=chunk)
+            self._file.create_dataset(
+                name, (0, *shape), array.dtype, maxshape=(None, *shape), chunks=chunk
+            )
         stored = self._file[name]
         if stored.shape[1:] != array.shape[1:]:
             raise ValueError(f"rows of shape {array.shape[1:]} after those of {stored.shape[1:]}")
@@ -102,7 +105,8 @@ class RowFile:
             n_bytes = self._file.id.get_filesize()
             self._file.close()
             self._file = None
-            self._disk.truncate(self._descriptor, n_bytes)  # without what was allocated and not used
+            # without what was allocated and not used
+            self._disk.truncate(self._descriptor, n_bytes)
             self._disk.sync(self._descriptor)
             assert self._temporary is not None, "appended to"
             self._disk.rename(self._temporary, self._path)

@@ -60,11 +60,15 @@ def padded(rows: Sequence[Nest], shapes: Nest = None, values: Nest = None) -> li
     """
     first = rows[0]
     if not is_nest(first):
-        return _padded_arrays([as_array(row) for row in rows], shapes, 0 if values is None else values)
+        return _padded_arrays(
+            [as_array(row) for row in rows], shapes, 0 if values is None else values
+        )
     own_shapes = [None] * len(first) if shapes is None else children_of(shapes)
     own_values = children_of(values) if is_nest(values) else [values] * len(first)
     columns = zip(*(children_of(row) for row in rows), strict=True)
-    padded_columns = [padded(*column) for column in zip(columns, own_shapes, own_values, strict=True)]
+    padded_columns = [
+        padded(*column) for column in zip(columns, own_shapes, own_values, strict=True)
+    ]
     return [with_children(first, children) for children in zip(*padded_columns, strict=True)]
 
 
@@ -84,7 +88,11 @@ def _padded_arrays(arrays: list[Any], shape: Sequence[int | None] | None, value:
         )
     targets = []
     for array in arrays:
-        target = array.new_full(sizes, value) if isinstance(array, torch.Tensor) else np.full(sizes, value, array.dtype)
+        target = (
+            array.new_full(sizes, value)
+            if isinstance(array, torch.Tensor)
+            else np.full(sizes, value, array.dtype)
+        )
         target[tuple(map(slice, array.shape))] = array
         targets.append(target)
     return targets
@@ -133,7 +141,11 @@ def fitted(specs: Nest, row: Nest) -> Nest:
         return _fitted_array(specs, row)
     parts = [children_of(nest) if is_nest(nest) else [] for nest in (specs, row)]
     are_dicts = isinstance(specs, dict), isinstance(row, dict)
-    if are_dicts[0] != are_dicts[1] or len(parts[0]) != len(parts[1]) or (are_dicts[0] and specs.keys() != row.keys()):
+    if (
+        are_dicts[0] != are_dicts[1]
+        or len(parts[0]) != len(parts[1])
+        or (are_dicts[0] and specs.keys() != row.keys())
+    ):
         raise _misfit(f"rows of the form {form_of(specs)}", f"one of the form {form_of(row)}")
     return with_children(specs, [fitted(spec, child) for spec, child in zip(*parts, strict=True)])
 
@@ -143,7 +155,9 @@ def _fitted_array(spec: Any, value: Any) -> Any:
         tensor = torch.as_tensor(value)
         _check_shape(spec, tensor.shape)
         converted: Any = tensor.to(spec.dtype)
-        is_kept = torch.can_cast(tensor.dtype, spec.dtype) and _is_kept(tensor, converted, spec.dtype.is_floating_point)
+        is_kept = torch.can_cast(tensor.dtype, spec.dtype) and _is_kept(
+            tensor, converted, spec.dtype.is_floating_point
+        )
         actual_dtype: Any = tensor.dtype
     else:
         array = np.asarray(value)
@@ -151,11 +165,15 @@ def _fitted_array(spec: Any, value: Any) -> Any:
         kinds = array.dtype.kind + np.dtype(spec.dtype).kind
         with np.errstate(over="ignore"):  # found below
             converted = array.astype(spec.dtype) if array.dtype != spec.dtype else array
-        is_kind = np.can_cast(array.dtype, spec.dtype, "same_kind") or (kinds[0] in "biu" and kinds[1] in "iu")
+        is_kind = np.can_cast(array.dtype, spec.dtype, "same_kind") or (
+            kinds[0] in "biu" and kinds[1] in "iu"
+        )
         is_kept = is_kind and (kinds[1] not in "iuf" or _is_kept(array, converted, kinds[1] == "f"))
         actual_dtype = array.dtype
     if not is_kept:
-        raise _misfit(f"arrays of {spec.dtype}", f"one of {actual_dtype} that does not fit: {str(value)[:60]}")
+        raise _misfit(
+            f"arrays of {spec.dtype}", f"one of {actual_dtype} that does not fit: {str(value)[:60]}"
+        )
     return converted
 
 
@@ -165,14 +183,17 @@ def _is_kept(original: Any, converted: Any, is_float: bool) -> bool:
         return True
     library: Any = torch if isinstance(original, torch.Tensor) else np
     return bool(
-        (library.isfinite(converted) == library.isfinite(original)).all() if is_float else (converted == original).all()
+        (library.isfinite(converted) == library.isfinite(original)).all()
+        if is_float
+        else (converted == original).all()
     )
 
 
 def _check_shape(spec: Any, actual_shape: Sequence[int]) -> None:
     shape = tuple(actual_shape) if spec.shape is None else tuple(spec.shape)
     if len(shape) != len(actual_shape) or any(
-        size not in (None, actual_size) for size, actual_size in zip(shape, actual_shape, strict=True)
+        size not in (None, actual_size)
+        for size, actual_size in zip(shape, actual_shape, strict=True)
     ):
         raise _misfit(f"arrays of shape {shape}", f"one of shape {tuple(actual_shape)}")
 
@@ -221,4 +242,6 @@ def explaining_empty_parts(values: Iterable[Nest]) -> Iterator[None]:
 
 
 def _has_empty_array(values: Iterable[Nest]) -> bool:
-    return any(tuple(getattr(leaf, "shape", ()))[:1] == (0,) for value in values for leaf in leaves(value))
+    return any(
+        tuple(getattr(leaf, "shape", ()))[:1] == (0,) for value in values for leaf in leaves(value)
+    )

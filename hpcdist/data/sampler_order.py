@@ -89,7 +89,9 @@ def samplers_of(batch_sampler: Any) -> list[Any]:
     samplers = [batch_sampler]
     for sampler in samplers:
         for value in _attributes_of(sampler).values():
-            if isinstance(value, Sampler) and not any(value is earlier_sampler for earlier_sampler in samplers):
+            if isinstance(value, Sampler) and not any(
+                value is earlier_sampler for earlier_sampler in samplers
+            ):
                 samplers.append(value)
     return samplers
 
@@ -109,6 +111,10 @@ def drawn_seed(loader: "DataLoader[Any]") -> int:
     """Return a seed for the passes of a loader, drawn from its sampler's generator, or else from torch's."""
     generators: list[torch.Generator] = []
     for sampler in samplers_of(loader.batch_sampler):
-        generators += [value for value in _attributes_of(sampler).values() if isinstance(value, torch.Generator)]
+        generators += [
+            value
+            for value in _attributes_of(sampler).values()
+            if isinstance(value, torch.Generator)
+        ]
     generator = generators[0] if generators else loader.generator
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))

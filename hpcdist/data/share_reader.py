@@ -80,7 +80,9 @@ class ShareReader(WorkerReader):
         described = DescribedStream(self._items, shares, RandomNumbers(self._seed), progress)
         settings = self._worker_settings(begin_stream_worker)
         settings.update(num_workers=2, persistent_workers=False, pin_memory=False)
-        return self._read_at_once(WorkerLoader(described, progress, batch_size=None, collate_fn=_as_it_is, **settings))
+        return self._read_at_once(
+            WorkerLoader(described, progress, batch_size=None, collate_fn=_as_it_is, **settings)
+        )
 
     def _read_at_once(self, worker_loader: WorkerLoader) -> list[Any]:
         """Return all that the workers of a loader send."""

@@ -11,7 +11,16 @@ import numpy as np
 
 from hpcdist.data.batches import Shard
 from hpcdist.data.row_numbers import RowNumbers, RowSeeds, own_random_numbers
-from hpcdist.data.rows import Function, apply, n_rows_of, no_rows, spec_of, stack, unstack, zeros_like
+from hpcdist.data.rows import (
+    Function,
+    apply,
+    n_rows_of,
+    no_rows,
+    spec_of,
+    stack,
+    unstack,
+    zeros_like,
+)
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, form_of, leaves, map_nest, with_leaves
 from hpcdist.plan.sample_order import Rows
@@ -49,14 +58,20 @@ class Request:
 
     def in_no_epoch(self) -> "Request":
         """Return the request with random numbers that are the same in every epoch."""
-        return self if self.seeds is None else replace(self, seeds=replace(self.seeds, epoch=-1, first=None))
+        return (
+            self
+            if self.seeds is None
+            else replace(self, seeds=replace(self.seeds, epoch=-1, first=None))
+        )
 
     def call(self, function: Any, *arguments: Any, stage: int = 0) -> Any:
         """Return what a function returns that reads, or maps, all rows at once."""
         seeds = self.seeds
         if seeds is None or not len(self.rows):
             return self.numbers.call(None, function, *arguments)
-        return self.numbers.call(lambda: seeds.of_all(int(self.rows[0]), stage), function, *arguments)
+        return self.numbers.call(
+            lambda: seeds.of_all(int(self.rows[0]), stage), function, *arguments
+        )
 
     def call_once(self, function: Any, *arguments: Any) -> Any:
         """Return what a function returns that reads all rows at once, and is not to be called again."""
@@ -270,7 +285,11 @@ class JoinedSource(RowSource):
         kind = None
         with own_random_numbers():
             for source in self._sources:
-                kind = require_kind(source.take(np.zeros(1, np.int64)), kind) if source.n_rows else kind
+                kind = (
+                    require_kind(source.take(np.zeros(1, np.int64)), kind)
+                    if source.n_rows
+                    else kind
+                )
         self.n_rows = first.n_rows + second.n_rows
         self.n_sampled = first.n_sampled + second.n_sampled
         self.n_stages = max(first.n_stages, second.n_stages)
@@ -360,7 +379,9 @@ class Mapped(RowSource):
             with own_random_numbers():
                 if self.n_rows:
                     first = self._source.take(np.zeros(1, np.int64))
-                self._no_rows = no_rows(stack([apply(self._functions, row) for row in unstack(first)]))
+                self._no_rows = no_rows(
+                    stack([apply(self._functions, row) for row in unstack(first)])
+                )
         return self._no_rows
 
     def describe(self) -> Description:

@@ -139,14 +139,18 @@ class ShareInfo:
     def seed_of_next_part(self) -> int:
         """Return a seed of the random numbers that joining the next part of this pass takes."""
         self.n_parts += 1
-        return self._numbers.seed_of(f"join {self._shares.number_in_job(self.worker)}", self.n_parts)
+        return self._numbers.seed_of(
+            f"join {self._shares.number_in_job(self.worker)}", self.n_parts
+        )
 
     def tell_first_rows(self) -> FirstRows | None:
         """Return what the worker has drawn first, if that has grown since the last time."""
         if self._n_told == len(self.first_rows):
             return None
         self._n_told = len(self.first_rows)
-        return FirstRows(self._shares.number_in_job(self.worker), self.is_cut, tuple(self.first_rows))
+        return FirstRows(
+            self._shares.number_in_job(self.worker), self.is_cut, tuple(self.first_rows)
+        )
 
 
 class RandomNumbers:
@@ -201,7 +205,9 @@ class ShareOfStream(IterableDataset[Any]):
         shares: into which rows are cut.
     """
 
-    def __init__(self, items: Any, shares: Shares, numbers: RandomNumbers, progress: Progress) -> None:
+    def __init__(
+        self, items: Any, shares: Shares, numbers: RandomNumbers, progress: Progress
+    ) -> None:
         self.shares = shares
         self._items = items
         self._numbers = numbers

@@ -51,7 +51,9 @@ class Stream:
     def limited(self, count: int) -> "Stream":
         """Return the first rows."""
         return replace(
-            self, draw=lambda epoch: itertools.islice(self.draw(epoch), count), parts=(*self.parts, ("first", 0, count))
+            self,
+            draw=lambda epoch: itertools.islice(self.draw(epoch), count),
+            parts=(*self.parts, ("first", 0, count)),
         )
 
     def mapped(self, functions: tuple[Function, ...]) -> "Stream":
@@ -66,7 +68,9 @@ class Stream:
         )
 
 
-def _shuffled(rows: Iterator[Nest], buffer_rows: int, seed: int, order_epoch: int) -> Generator[Nest, None, None]:
+def _shuffled(
+    rows: Iterator[Nest], buffer_rows: int, seed: int, order_epoch: int
+) -> Generator[Nest, None, None]:
     """Yield the rows of an epoch mixed as in tf.data: each is picked from the next `buffer_rows`.
 
     Args:
@@ -87,7 +91,9 @@ def _shuffled(rows: Iterator[Nest], buffer_rows: int, seed: int, order_epoch: in
 
 def _after(cursor: Cursor, n_rows: int, stream: StreamPosition) -> Cursor:
     """Return the cursor after a batch of a stream."""
-    return replace(cursor, position=cursor.position + n_rows, stream=stream, n_batches=cursor.n_batches + 1)
+    return replace(
+        cursor, position=cursor.position + n_rows, stream=stream, n_batches=cursor.n_batches + 1
+    )
 
 
 def _pick(buffer: list[Any], raw: Any) -> Any:
@@ -110,7 +116,12 @@ class StreamReader:
     """
 
     def __init__(
-        self, stream: Stream, order: SampleOrder, buffer_rows: int, numbers: RowNumbers, seed: int | None
+        self,
+        stream: Stream,
+        order: SampleOrder,
+        buffer_rows: int,
+        numbers: RowNumbers,
+        seed: int | None,
     ) -> None:
         self._stream = stream
         self._order = order
@@ -149,7 +160,9 @@ class StreamReader:
         epoch = position.epoch
         while epoch < end and n_left > 0:
             stop = min(self._order.epoch_limit, n_drawn + n_left)
-            rows = itertools.islice(self._rows_of_epoch(epoch), n_drawn, None if math.isinf(stop) else int(stop))
+            rows = itertools.islice(
+                self._rows_of_epoch(epoch), n_drawn, None if math.isinf(stop) else int(stop)
+            )
             for row in rows:
                 n_drawn = n_drawn + 1
                 n_left = n_left - 1
@@ -164,7 +177,9 @@ class StreamReader:
         rows = self._drawn_rows(epoch)
         if self._order.seed is None:
             return rows
-        return _shuffled(rows, self._buffer_rows, self._order.seed, self._order.shuffle_epoch(epoch))
+        return _shuffled(
+            rows, self._buffer_rows, self._order.seed, self._order.shuffle_epoch(epoch)
+        )
 
     def _drawn_rows(self, epoch: int) -> Iterator[Nest]:
         """Yield the rows of an epoch, for each of which random numbers are seeded once one has drawn some."""

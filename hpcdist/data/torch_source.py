@@ -64,7 +64,9 @@ class ItemsSource(RowSource):
         if len(rows):
             return self._reader.read_here(ItemRequest(rows.tolist()), RowNumbers())
         if not self.n_rows:
-            raise DataError("from_torch: expected at least one item, got an empty dataset; leave it out.")
+            raise DataError(
+                "from_torch: expected at least one item, got an empty dataset; leave it out."
+            )
         return self._reader.part_without_rows(0)
 
     def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
@@ -73,7 +75,9 @@ class ItemsSource(RowSource):
         first = next(iter(for_reader), None)
         if first is None:
             return
-        with_rows = (request for request in itertools.chain([first], for_reader) if len(request.rows))
+        with_rows = (
+            request for request in itertools.chain([first], for_reader) if len(request.rows)
+        )
         parts = self._reader.read(map(_item_request, with_rows), first.numbers)
         for request in now:
             yield next(parts) if len(request.rows) else self.take(request.rows)

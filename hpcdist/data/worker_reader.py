@@ -130,7 +130,8 @@ class WorkerReader(ABC):
         try:
             with signals_held_back():
                 batches = iter(worker_loader)
-        except (RuntimeError, OSError, EOFError) as error:  # a worker that is kept may have ended since the last pass
+        except (RuntimeError, OSError, EOFError) as error:
+            # a worker that is kept may have ended since the last pass
             raise DataError(
                 f"DataLoader: expected {self._loader.num_workers} workers for a pass, got {error}; look at their "
                 f"lines above, and at the memory of the host."
@@ -210,7 +211,8 @@ def _name_dead_workers() -> None:
 
 def _failure_of(batches: Any, worker_loader: WorkerLoader, error: Exception) -> DataError | None:
     """Return how a worker of an iterator of torch has failed; None if the dataset has raised an error."""
-    if "DataLoader worker process" in str(error):  # torch raises an item's own error with its traceback as the text
+    # torch raises an item's own error with its traceback as the text
+    if "DataLoader worker process" in str(error):
         return None
     worker, what_happened, advice = _ended_worker(batches, error)
     if not advice and str(error).startswith("DataLoader timed out after"):
@@ -232,7 +234,11 @@ def _ended_worker(batches: Any, error: Exception) -> tuple[int, str, str]:
             process.join(_EXIT_S)
         if process.exitcode == -signal.SIGKILL:
             advice = "use fewer workers, or a smaller prefetch_factor"
-            return worker, f"process {process.pid} killed by signal 9, as where a host runs out of memory", advice
+            return (
+                worker,
+                f"process {process.pid} killed by signal 9, as where a host runs out of memory",
+                advice,
+            )
         if process.exitcode:
             what_happened = f"process {process.pid} ended with exit code {process.exitcode}"
             return worker, what_happened, "look at its lines above"

@@ -58,7 +58,12 @@ class CallCheck:
         self._names = [_text(row) for row in names]
 
     def check(
-        self, op: str, dtype: str, n_elements: int, shape: Sequence[int] | None = None, site: str | None = None
+        self,
+        op: str,
+        dtype: str,
+        n_elements: int,
+        shape: Sequence[int] | None = None,
+        site: str | None = None,
     ) -> None:
         """Return when all ranks are about to do the same, else raise on all of them.
 
@@ -84,8 +89,11 @@ class CallCheck:
         call = _padded(f"{op} {dtype} {size} at {(site or call_site())[-SITE_LENGTH:]}", CALL_BYTES)
         verdict, text = self._judge(call) if self._comm.rank == 0 else self._ask(call)
         if verdict != _SAME:
-            error: HpcdistError = DesyncError(text) if verdict == _DIFFERENT else CollectiveTimeoutError(text)
-            error.is_agreed = verdict == _DIFFERENT  # else the ranks that did not come have to be ended
+            error: HpcdistError = (
+                DesyncError(text) if verdict == _DIFFERENT else CollectiveTimeoutError(text)
+            )
+            # else the ranks that did not come have to be ended
+            error.is_agreed = verdict == _DIFFERENT
             if self._world.size > 1:
                 error.is_reporter = self._comm.rank == 0
             raise error
@@ -98,7 +106,9 @@ class CallCheck:
         """Collect all calls, compare them, and answer the ranks that arrived."""
         calls = np.zeros((self._comm.size, CALL_BYTES), np.uint8)
         calls[0] = local_call
-        requests = {rank: self._comm.Irecv(calls[rank], rank, _CALLS) for rank in range(1, self._comm.size)}
+        requests = {
+            rank: self._comm.Irecv(calls[rank], rank, _CALLS) for rank in range(1, self._comm.size)
+        }
         missing = self._missing(requests, self._timeout_s)
         arrived = [rank for rank in range(self._comm.size) if rank not in missing]
         texts = {rank: _text(calls[rank]) for rank in arrived}
@@ -168,8 +178,11 @@ def odd_ones(calls: Mapping[int, str], names: Sequence[str]) -> str:
     by_call: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         by_call.setdefault(call, []).append(rank)
-    usual = max(by_call, key=lambda call: len(by_call[call]))  # the first of equals, which holds the lowest rank
-    odd = [(call, [names[rank] for rank in ranks]) for call, ranks in by_call.items() if call != usual]
+    # the first of equals, which holds the lowest rank
+    usual = max(by_call, key=lambda call: len(by_call[call]))
+    odd = [
+        (call, [names[rank] for rank in ranks]) for call, ranks in by_call.items() if call != usual
+    ]
     deviating_calls = ", ".join(f"{call} on {_names(ranks)}" for call, ranks in odd[:MAX_NAMES])
     n_usual = len(by_call[usual])
     where = names[by_call[usual][0]] if n_usual == 1 else f"{n_usual} of {len(calls)} ranks"

@@ -60,17 +60,33 @@ class Journal:
     Cost: `enter` and `leave` together 0.4-0.5 microseconds of one 2.x GHz core.
     """
 
-    __slots__ = ("__weakref__", "_codes", "_ended", "_now", "_open", "board", "local_rank", "n_entered", "spent_s")
+    __slots__ = (
+        "__weakref__",
+        "_codes",
+        "_ended",
+        "_now",
+        "_open",
+        "board",
+        "local_rank",
+        "n_entered",
+        "spent_s",
+    )
 
-    def __init__(self, board: memoryview | None = None, local_rank: int = 0, codes: memoryview | None = None) -> None:
+    def __init__(
+        self, board: memoryview | None = None, local_rank: int = 0, codes: memoryview | None = None
+    ) -> None:
         self.board = memoryview(array("q", [0])) if board is None else board
         self.local_rank = 0 if board is None else local_rank
-        self._codes = memoryview(array("q", [0] * (self.local_rank + 1))) if codes is None else codes
+        self._codes = (
+            memoryview(array("q", [0] * (self.local_rank + 1))) if codes is None else codes
+        )
         self.n_entered = 0
         self.spent_s = 0.0
         self._now = time.monotonic
         self._open: tuple[int, str, object, int, float] | None = None
-        self._ended: deque[tuple[tuple[int, str, object, int, float], float | None]] = deque(maxlen=N_KEPT)
+        self._ended: deque[tuple[tuple[int, str, object, int, float], float | None]] = deque(
+            maxlen=N_KEPT
+        )
 
     def enter(self, op: str, dtype: object, n_elements: int) -> None:
         """Record that a collective begins. One that raised stays without an end."""
@@ -116,12 +132,23 @@ class Journal:
         """
         if self.n_entered - since > N_KEPT:
             return True
-        new = [entry for entry in self.entries if entry.number > since and entry.op not in _CARRY_NOTHING]
-        return any(entry.dtype == "any" for entry in new) or sum(entry.n_elements for entry in new) >= n_elements
+        new = [
+            entry
+            for entry in self.entries
+            if entry.number > since and entry.op not in _CARRY_NOTHING
+        ]
+        return (
+            any(entry.dtype == "any" for entry in new)
+            or sum(entry.n_elements for entry in new) >= n_elements
+        )
 
     def behind(self) -> list[int]:
         """Return the local ranks that have entered fewer collectives than this one."""
-        return [local_rank for local_rank, n_entered in enumerate(self.board.tolist()) if n_entered < self.n_entered]
+        return [
+            local_rank
+            for local_rank, n_entered in enumerate(self.board.tolist())
+            if n_entered < self.n_entered
+        ]
 
     def apart(self) -> dict[int, str]:
         """Return which local ranks are in another operation where this one is in its own, with that operation.
@@ -131,15 +158,23 @@ class Journal:
         local_code = self._codes[self.local_rank]
         ranks = zip(self.board.tolist(), self._codes.tolist(), strict=False)
         differing_codes = {
-            rank: code for rank, (n, code) in enumerate(ranks) if n == self.n_entered and code not in (0, local_code)
+            rank: code
+            for rank, (n, code) in enumerate(ranks)
+            if n == self.n_entered and code not in (0, local_code)
         }
         names = {code: op for op, code in _codes.items()}
-        return {rank: names.get(code, "another call") for rank, code in differing_codes.items()} if local_code else {}
+        return (
+            {rank: names.get(code, "another call") for rank, code in differing_codes.items()}
+            if local_code
+            else {}
+        )
 
     def describe(self) -> str:
         """Return one line for each of the last 64 collectives, such as `41  all_reduce float32 x 1024  0.3 ms`."""
         current = self.current
-        return "\n".join(f"{entry.number:6}  {entry}  {_length(entry, current)}" for entry in self.entries)
+        return "\n".join(
+            f"{entry.number:6}  {entry}  {_length(entry, current)}" for entry in self.entries
+        )
 
 
 class CallMarks:
@@ -158,7 +193,9 @@ class CallMarks:
 
     __slots__ = ("_boards", "_codes", "_local_rank", "_names", "_next", "_number", "_previous")
 
-    def __init__(self, boards: tuple[memoryview, memoryview], local_rank: int, names: Sequence[str]) -> None:
+    def __init__(
+        self, boards: tuple[memoryview, memoryview], local_rank: int, names: Sequence[str]
+    ) -> None:
         self._boards = boards
         self._local_rank = local_rank
         self._names = names
@@ -203,7 +240,10 @@ class CallMarks:
         return self._describe(neighbour_mark, self._next, mark) if is_other else None
 
     def _describe(self, neighbour_mark: int, rank: int, mark: int) -> str:
-        names = {code: f"{op} {np.dtype(f'{kind}{size}')}" for (op, kind, size), code in self._codes.items()}
+        names = {
+            code: f"{op} {np.dtype(f'{kind}{size}')}"
+            for (op, kind, size), code in self._codes.items()
+        }
         size = " of another size" if (neighbour_mark ^ mark) & 0xFFFF else ""
         return f"{names.get(neighbour_mark & 0xFFFF0000, 'another operation')}{size} on {self._names[rank]}"
 

@@ -110,7 +110,9 @@ class FailureLog:
         """Append a traceback, in a thread, with a wait of at most a second: a slow disk must not keep a job alive."""
         message = f"{title}\n{report.rstrip()}"
         record = logging.LogRecord("hpcdist", logging.ERROR, "", 0, "%s", (message,), None)
-        writer = threading.Thread(target=self._append, args=(f"{self._formatter.format(record)}\n",), daemon=True)
+        writer = threading.Thread(
+            target=self._append, args=(f"{self._formatter.format(record)}\n",), daemon=True
+        )
         writer.start()
         writer.join(_WRITE_S)
 
@@ -140,7 +142,9 @@ class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         step = "" if self._world.step is None else f" step {self._world.step}"
         rank_label = f"{self._role} r{self._world.rank}/{self._world.size} {self._host}{step}"
-        return f"{_time(record)} {record.levelname} [{rank_label}] {record.name}: {self._text(record)}"
+        return (
+            f"{_time(record)} {record.levelname} [{rank_label}] {record.name}: {self._text(record)}"
+        )
 
     def _text(self, record: logging.LogRecord) -> str:
         """Return the message, and the traceback behind it if there is one."""
@@ -156,7 +160,12 @@ class _JSONLines(_Lines):
     """Lines for programs."""
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = {"time": _time(record), "level": record.levelname, "role": self._role, "rank": self._world.rank}
+        facts = {
+            "time": _time(record),
+            "level": record.levelname,
+            "role": self._role,
+            "rank": self._world.rank,
+        }
         facts |= {"size": self._world.size, "host": self._host, "step": self._world.step}
         return json.dumps({**facts, "name": record.name, "message": self._text(record)})
 

@@ -50,9 +50,12 @@ class NeighbourWatch:
         self._end = end
         self.is_stopped = False
         if self._neighbour != local_rank:
-            with contextlib.suppress(OSError, AttributeError):  # it is gone already, or Linux is older than 5.3
+            # it is gone already, or Linux is older than 5.3
+            with contextlib.suppress(OSError, AttributeError):
                 descriptor = os.pidfd_open(self._peer.pid)
-                threading.Thread(target=self._wait, args=(descriptor,), name="hpcdist-neighbour", daemon=True).start()
+                threading.Thread(
+                    target=self._wait, args=(descriptor,), name="hpcdist-neighbour", daemon=True
+                ).start()
 
     def stop(self) -> None:
         """Use the flags no more: their memory is about to be freed."""
@@ -64,7 +67,8 @@ class NeighbourWatch:
         poll.poll()
         if self.is_stopped or self._has_left() or self._flags[self._neighbour] & LEFT:
             return
-        if any(flags & (ENDING | FAILED | NOTICED) for flags in self._flags.tolist()):  # the job is being ended
+        # the job is being ended
+        if any(flags & (ENDING | FAILED | NOTICED) for flags in self._flags.tolist()):
             time.sleep(PATIENCE_S / 10)
             self._end()
             return

@@ -43,7 +43,11 @@ class CallTotals:
         spent_s = sum(total.seconds for _, total in rows)
         lines = [f"{'collective':44}{'calls':>9}{'MB':>12}{'seconds':>10}{'MB/s':>9}"]
         for (op, dtype), total in rows:
-            rate = f"{total.nbytes / 1e6 / total.seconds:.0f}" if total.nbytes and total.seconds else "-"
+            rate = (
+                f"{total.nbytes / 1e6 / total.seconds:.0f}"
+                if total.nbytes and total.seconds
+                else "-"
+            )
             lines.append(
                 f"{f'{op} {dtype}'[:43]:44}{total.calls:>9}{total.nbytes / 1e6:>12.3f}{total.seconds:>10.3f}{rate:>9}"
             )
@@ -64,7 +68,9 @@ def count_calls(rank: str, is_printed: bool) -> CallTotals:
     if _totals is None:
         _totals = CallTotals()
         if is_printed:
-            atexit.register(lambda totals: sys.stderr.write(f"hpcdist: {rank}:\n{totals.table()}\n"), _totals)
+            atexit.register(
+                lambda totals: sys.stderr.write(f"hpcdist: {rank}:\n{totals.table()}\n"), _totals
+            )
     return _totals
 
 

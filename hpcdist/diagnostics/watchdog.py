@@ -93,7 +93,9 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
-    def watch(self, journal: Journal, peers: Sequence[Peer] = (), flags: memoryview | None = None) -> None:
+    def watch(
+        self, journal: Journal, peers: Sequence[Peer] = (), flags: memoryview | None = None
+    ) -> None:
         """Watch a journal for as long as it lives. Not collective.
 
         Args:
@@ -141,10 +143,17 @@ class Watchdog:
         if entry is None:
             self._check_idle(watched, journal)
         elif lasted_s >= self._limit_s:
-            missing = _missing(watched, journal.behind())  # before it is asked for its stacks, which may wake it up
-            self._give_up(watched, journal, f"{_progress(entry)}, the limit; ending the job; {missing}")
+            # before it is asked for its stacks, which may wake it up
+            missing = _missing(watched, journal.behind())
+            self._give_up(
+                watched, journal, f"{_progress(entry)}, the limit; ending the job; {missing}"
+            )
         elif lasted_s >= APART_S and self._is_apart(watched, journal):
-            self._give_up(watched, journal, f"{_progress(entry)}, while {_calls_apart(watched)}; ending the job")
+            self._give_up(
+                watched,
+                journal,
+                f"{_progress(entry)}, while {_calls_apart(watched)}; ending the job",
+            )
         elif lasted_s >= self._warn_s and not watched.is_warned:
             watched.is_warned = True
             write(f"hpcdist: {self._describe()}: {self._warning(watched, journal, entry)}\n")
@@ -215,7 +224,9 @@ class Watchdog:
         of_others = "".join(
             f"last collectives of another thread:\n{thread_journal.describe()}\n"
             for thread_journal in thread_journals
-            if thread_journal is not None and thread_journal is not journal and thread_journal.n_entered
+            if thread_journal is not None
+            and thread_journal is not journal
+            and thread_journal.n_entered
         )
         return (
             f"hpcdist: {self._describe()}: {title}\nlast collectives:\n{journal.describe()}\n{of_others}"
@@ -225,16 +236,26 @@ class Watchdog:
     def _report_silent(self, watched: _Watched, journal: Journal) -> None:
         """Wait for the reports of this node's other ranks, and report for those that cannot."""
         deadline = time.monotonic() + self._interval_s + MAX_STAGGER_S + REPORT_S
-        other_ranks = [local_rank for local_rank in range(len(watched.peers)) if local_rank != journal.local_rank]
+        other_ranks = [
+            local_rank
+            for local_rank in range(len(watched.peers))
+            if local_rank != journal.local_rank
+        ]
         while True:
-            silent = [local_rank for local_rank in other_ranks if not watched.flags[local_rank] & REPORTED]
-            if time.monotonic() > deadline or all(state_of(watched.peers[local_rank]) for local_rank in silent):
+            silent = [
+                local_rank for local_rank in other_ranks if not watched.flags[local_rank] & REPORTED
+            ]
+            if time.monotonic() > deadline or all(
+                state_of(watched.peers[local_rank]) for local_rank in silent
+            ):
                 break
             time.sleep(REPORT_S / 10)
         for local_rank in silent:
             stacks = stacks_of(watched.peers[local_rank])
             if stacks is not None:
-                write(f"hpcdist: {stacks}\nIt has entered {journal.board[local_rank]} collectives.\n")
+                write(
+                    f"hpcdist: {stacks}\nIt has entered {journal.board[local_rank]} collectives.\n"
+                )
 
 
 def _missing(watched: _Watched, behind: list[int]) -> str:
@@ -244,15 +265,22 @@ def _missing(watched: _Watched, behind: list[int]) -> str:
     if not behind:
         return "entered by every rank of this node"
     departure_notes = {
-        local_rank: " (which has left its program)" for local_rank in behind if watched.flags[local_rank] & LEFT
+        local_rank: " (which has left its program)"
+        for local_rank in behind
+        if watched.flags[local_rank] & LEFT
     }
-    names = ", ".join(watched.peers[local_rank].name + departure_notes.get(local_rank, "") for local_rank in behind)
+    names = ", ".join(
+        watched.peers[local_rank].name + departure_notes.get(local_rank, "")
+        for local_rank in behind
+    )
     return f"not entered by {names} of this node"
 
 
 def _calls_apart(watched: _Watched) -> str:
     """Return which ranks of this node are in which other calls, and what to do about it."""
-    calls = ", ".join(f"{watched.peers[rank].name} is in {op}" for rank, op in watched.apart.items())
+    calls = ", ".join(
+        f"{watched.peers[rank].name} is in {op}" for rank, op in watched.apart.items()
+    )
     return f"{calls}: let every rank make the same calls; save is one, so call it outside of any `if is_chief`"
 
 
@@ -262,14 +290,20 @@ def _advice(watched: _Watched, behind: list[int]) -> str:
         return "look for a rank that took another path or stopped"
     if not behind:
         return "look for a rank of another node that reports nothing"
-    running = [watched.peers[local_rank].pid for local_rank in behind if not watched.flags[local_rank] & LEFT]
+    running = [
+        watched.peers[local_rank].pid
+        for local_rank in behind
+        if not watched.flags[local_rank] & LEFT
+    ]
     if not running:
         return "let every rank call the same collectives"
     return f"look at that rank: py-spy dump --pid {running[0]}"
 
 
 def _progress(entry: Entry) -> str:
-    return f"collective {entry.number}, {entry}, has taken {time.monotonic() - entry.started_s:.3g} s"
+    return (
+        f"collective {entry.number}, {entry}, has taken {time.monotonic() - entry.started_s:.3g} s"
+    )
 
 
 def write(text: str) -> None:

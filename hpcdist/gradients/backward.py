@@ -125,7 +125,13 @@ class Backward:
         is_switched: whether buffers and gradients are switched between replicas, so that they resume with the sums.
     """
 
-    def __init__(self, sums: GradientSums, scheduler: ReplicaScheduler, state: ReplicaState, is_switched: bool) -> None:
+    def __init__(
+        self,
+        sums: GradientSums,
+        scheduler: ReplicaScheduler,
+        state: ReplicaState,
+        is_switched: bool,
+    ) -> None:
         self._sums = sums
         self._scheduler = scheduler
         self._state = state
@@ -137,8 +143,10 @@ class Backward:
         self._arrivals: list[nn.Parameter] = []  # that running backwards have reached
         self._passes: dict[int | None, _Pass] = {}
         self._unsynced: set[int | None] = set()  # the replicas inside no_sync; None: all of them
-        self._failed: list[tuple[Slot, TensorWeakRef]] = []  # gradients of a backward that raised in its middle
-        self._earlier: dict[Slot, Tensor] = {}  # sums of earlier backwards, which the first replica has found
+        # gradients of a backward that raised in its middle
+        self._failed: list[tuple[Slot, TensorWeakRef]] = []
+        # sums of earlier backwards, which the first replica has found
+        self._earlier: dict[Slot, Tensor] = {}
         torch_hooks.around_gradients(self)
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -148,7 +156,8 @@ class Backward:
         arrive = functools.partial(self._arrivals.append)
         if self._is_overlapped and isinstance(slot, DenseSlot):
             arrive = functools.partial(self._take_early, slot)
-        vars(arrive)["owner"] = self  # which lives as long as the parameter, whose hooks hold what they call
+        # which lives as long as the parameter, whose hooks hold what they call
+        vars(arrive)["owner"] = self
         torch_hooks.after_accumulation(parameter, arrive)
 
     def require_seen(self) -> None:
@@ -393,13 +402,18 @@ class Backward:
                 # not in place: autograd may have written views of one tensor; zero rows may have made NaN
                 gradient = gradient * scale if scale else torch.zeros_like(gradient)
             slot = self._sums.slots[number]
-            parameter.grad = self._local.accumulate(replica, slot, running.stashed.get(number), gradient)
+            parameter.grad = self._local.accumulate(
+                replica, slot, running.stashed.get(number), gradient
+            )
         running.restore()
 
     def _forget_dropped(self, replica: int, stashed: Mapping[int, Tensor]) -> None:
         """Forget the weight of what was accumulated, if the program has dropped that."""
         slots = self._sums.slots
-        is_kept = any(self._local.holds(replica, slots[number], gradient) for number, gradient in stashed.items())
+        is_kept = any(
+            self._local.holds(replica, slots[number], gradient)
+            for number, gradient in stashed.items()
+        )
         if not is_kept:
             self._local.begin_anew(replica)
 
@@ -418,7 +432,9 @@ class Backward:
         has_crossed = running.has_crossed or self._local.has_crossed(replica)
         self._local.begin_anew(replica)
         gradients = running.gradients()
-        zeros = self._sort_stashed(replica, running.stashed, gradients) if running.stashed else set()
+        zeros = (
+            self._sort_stashed(replica, running.stashed, gradients) if running.stashed else set()
+        )
         self._local.forget(replica)
         is_touched: list[bool] = []
         for number, gradient in enumerate(gradients):
@@ -428,7 +444,9 @@ class Backward:
                 is_touched[number] = is_touched[number] or slot in running.taken_slots
         return self._sums.add(replica, gradients, is_touched, weight, has_crossed)
 
-    def _sort_stashed(self, replica: int, stashed: Mapping[int, Tensor], gradients: list[Tensor | None]) -> set[int]:
+    def _sort_stashed(
+        self, replica: int, stashed: Mapping[int, Tensor], gradients: list[Tensor | None]
+    ) -> set[int]:
         """Add what was accumulated to this backward's gradients; keep sums of earlier backwards to be added later.
 
         Returns:
@@ -447,7 +465,9 @@ class Backward:
                 if not self._state.has_given(slot, gradient):
                     slot.require_published(gradient)
                 if replica == self._scheduler.replicas[0]:
-                    self._earlier[slot] = gradient.clone() if self._has_several else slot.keep_earlier(gradient)
+                    self._earlier[slot] = (
+                        gradient.clone() if self._has_several else slot.keep_earlier(gradient)
+                    )
         return zeros
 
     def _finish(self, counts: list[float], running: _Pass) -> None:

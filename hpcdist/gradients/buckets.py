@@ -56,7 +56,8 @@ class Bucket:
         self.parts: list[Part] = []
         self._numbers: list[int] = []
         self._views: list[Tensor] = []
-        self._has_converted = False  # else a converted parameter refuses its gradient when that is published
+        # else a converted parameter refuses its gradient when that is published
+        self._has_converted = False
 
     def add(self, part: Part) -> None:
         """Add the part of one more gradient."""
@@ -148,7 +149,11 @@ class PrivateBuckets(Buckets):
     """
 
     def __init__(
-        self, slots: Sequence[DenseSlot], n_counts: int, reducer: Reducer, hook: CommHook | None = None
+        self,
+        slots: Sequence[DenseSlot],
+        n_counts: int,
+        reducer: Reducer,
+        hook: CommHook | None = None,
     ) -> None:
         device = reducer.device
         entries = [Entry(n_counts, "float32"), *(entry_of(slot, device) for slot in slots)]
@@ -164,12 +169,20 @@ class PrivateBuckets(Buckets):
         self._streams: list[ProducerStreams] = []
         for number, shape in enumerate(plan.buckets):
             # where the counts are alone in their bucket, the host reads them before anything else is summed
-            is_read = number == self.counts_bucket and self.is_counted_first and not reducer.route.is_on_device
+            is_read = (
+                number == self.counts_bucket
+                and self.is_counted_first
+                and not reducer.route.is_on_device
+            )
             self._streams.append(ProducerStreams(device))
-            self._buckets.append(Bucket(_new_memory(shape, torch.device("cpu") if is_read else device)))
+            self._buckets.append(
+                Bucket(_new_memory(shape, torch.device("cpu") if is_read else device))
+            )
         for number, (slot, place) in enumerate(zip(slots, plan.slots[1:], strict=True)):
             bucket = self._buckets[place.bucket]
-            memory = None if bucket.flat is None else bucket.flat[place.offset :][: place.n_elements]
+            memory = (
+                None if bucket.flat is None else bucket.flat[place.offset :][: place.n_elements]
+            )
             slot.assign(place.bucket, memory)
             bucket.add(Part(number, slot, slot.view))
         counts = self._buckets[self.counts_bucket].flat
@@ -231,13 +244,17 @@ class PrivateBuckets(Buckets):
     def _sum_counts(self, counts: Sequence[float]) -> list[float]:
         """Return the sums of `counts` alone, before the gradients are summed."""
         self.set_counts(counts)
-        handle = self._reducer.start(self.begin(self.counts_bucket), self.counts_bucket, is_exact=True)
+        handle = self._reducer.start(
+            self.begin(self.counts_bucket), self.counts_bucket, is_exact=True
+        )
         if handle is not None:
             handle.wait()
         totals: list[float] = self._counts.tolist()
         return totals
 
-    def _finish_by_hook(self, hook: CommHook, counts: Sequence[float], divisor_of: DivisorOf) -> list[float]:
+    def _finish_by_hook(
+        self, hook: CommHook, counts: Sequence[float], divisor_of: DivisorOf
+    ) -> list[float]:
         totals = self._sum_counts(counts)
         divisor = divisor_of(totals)
         sums: list[HookedSum] = []
@@ -264,7 +281,9 @@ class PrivateBuckets(Buckets):
         self._n_started += 1
         has_counts = number == self.counts_bucket
         self._streams[number].order_sum()
-        self._handles.append(self._reducer.start(self.begin(number), number, is_exact=has_counts, divisor=divisor))
+        self._handles.append(
+            self._reducer.start(self.begin(number), number, is_exact=has_counts, divisor=divisor)
+        )
 
     def begin(self, number: int) -> Any:
         """Return what an algorithm sums now: a numpy array of host memory, or a device tensor."""

@@ -75,14 +75,18 @@ def find_changed(records: Sequence[BufferRecord]) -> list[bool]:
         answers.append(answer)
         if isinstance(answer, Tensor):
             flags.append(answer)
-    values = iter(torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else ())
+    values = iter(
+        torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else ()
+    )
     changed: list[bool] = []
     for answer in answers:
         changed.append(next(values) if isinstance(answer, Tensor) else answer)
     return changed
 
 
-def gather_changed(records: Sequence[BufferRecord], takes_part: Sequence[bool]) -> list[Tensor | None]:
+def gather_changed(
+    records: Sequence[BufferRecord], takes_part: Sequence[bool]
+) -> list[Tensor | None]:
     """Return what this replica adds for each buffer that it changed; copied, as another replica may run next."""
     return [
         record.contribution(takes_part=True).clone() if is_changed else None
@@ -118,7 +122,9 @@ def average_buffers(
             records[number].publish(part / counts[number])
 
 
-def _flat(records: Sequence[BufferRecord], numbers: Sequence[int], contribution: Sequence[Tensor | None]) -> Tensor:
+def _flat(
+    records: Sequence[BufferRecord], numbers: Sequence[int], contribution: Sequence[Tensor | None]
+) -> Tensor:
     parts: list[Tensor] = []
     for number in numbers:
         values = contribution[number]

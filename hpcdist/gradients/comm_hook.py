@@ -24,7 +24,9 @@ class GradBucket:
         divisor: what the sum will be divided by.
     """
 
-    def __init__(self, index: int, tensor: Tensor, slots: Sequence[DenseSlot], is_last: bool, divisor: float) -> None:
+    def __init__(
+        self, index: int, tensor: Tensor, slots: Sequence[DenseSlot], is_last: bool, divisor: float
+    ) -> None:
         self._index = index
         self._tensor = tensor
         self._slots = slots
@@ -95,7 +97,8 @@ class HookedSum:
             result = result.wait()
         if result is None:  # of a collective that overwrites its buffer
             return
-        if isinstance(result, (list, tuple)) and len(result) == 1:  # as futures of torch's collectives have it
+        # as futures of torch's collectives have it
+        if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]
         if not isinstance(result, Tensor) or result.numel() != flat.numel():
             form = f"{tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__

@@ -96,7 +96,8 @@ class DenseSlot(Slot):
             result = result.clone()
         self.leave(parameter, result)
         if self.view is None:
-            self.flat = None  # a gradient that was summed in its own memory belongs to the parameter again
+            # a gradient that was summed in its own memory belongs to the parameter again
+            self.flat = None
 
     def summed(self) -> Tensor:
         """Return the sum, in the parameter's shape."""

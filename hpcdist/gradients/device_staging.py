@@ -51,7 +51,9 @@ class DeviceStaging:
         self._stream: torch.cuda.Stream | None = None  # made at the first sum
         self._pinned: dict[torch.dtype, Tensor] = {}
 
-    def behind_producer(self, bucket: Tensor) -> Callable[[Callable[[npt.NDArray[np.generic]], None]], None]:
+    def behind_producer(
+        self, bucket: Tensor
+    ) -> Callable[[Callable[[npt.NDArray[np.generic]], None]], None]:
         """Return a function that sums a bucket, in this thread or another, behind what is queued for it now.
 
         Args:

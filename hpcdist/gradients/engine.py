@@ -59,10 +59,13 @@ class GradientEngine:
         self._world = world
         self._n_replicas = reducer.replicas.n_replicas
         has_one_copy = storage.is_summed and not storage.is_private
-        is_shared = has_fixed_replicas or has_one_copy  # by replicas of a rank, or by the ranks of a host
+        # by replicas of a rank, or by the ranks of a host
+        is_shared = has_fixed_replicas or has_one_copy
         self.managed = Managed(storage, is_shared and self._n_replicas > 1, is_entered)
         self.generators = StepGenerators(None if has_fixed_replicas else world.role_comm.rank)
-        state = ReplicaState(reducer.own_replicas, functools.partial(world.agree, comm=world.role_comm))
+        state = ReplicaState(
+            reducer.own_replicas, functools.partial(world.agree, comm=world.role_comm)
+        )
         switched: list[Switched] = [state, self.generators] if has_fixed_replicas else []
         if self.managed.writes is not None:
             switched.append(self.managed.writes)
@@ -70,9 +73,17 @@ class GradientEngine:
         self.sums = GradientSums(reducer, is_mean, world.step_flags)
         self.backward = Backward(self.sums, self.scheduler, state, has_fixed_replicas)
         self.planner = Planner(
-            self.managed, self.sums, self.backward, state, self.scheduler, self.generators, has_fixed_replicas
+            self.managed,
+            self.sums,
+            self.backward,
+            state,
+            self.scheduler,
+            self.generators,
+            has_fixed_replicas,
         )
-        self.steps = StepChecks(self.managed, self.sums, self.backward, state, self.scheduler, self.generators)
+        self.steps = StepChecks(
+            self.managed, self.sums, self.backward, state, self.scheduler, self.generators
+        )
         if is_mean and self._n_replicas > 1:
             watch_loop(world.step_flags)
 
@@ -98,7 +109,9 @@ class GradientEngine:
                 )
             )
         if self._n_replicas > 1:
-            rounds = LocalRounds(n_steps, first_step, self.sums.reducer, self.generators, self._world)
+            rounds = LocalRounds(
+                n_steps, first_step, self.sums.reducer, self.generators, self._world
+            )
             self.sums.make_rounds(rounds)
 
     def stop_replicas(self) -> None:

@@ -82,7 +82,9 @@ class Facts(NamedTuple):
         numbers, *digests = zip(pairs[::2], pairs[1::2], strict=True)
         keys = tuple(digests[: len(MODULI)])
         states = tuple(digests[len(MODULI) :])
-        return cls(n_doubtful, n_refused, n_keyed, n_entered, n_peeked, weight, numbers, keys, states)
+        return cls(
+            n_doubtful, n_refused, n_keyed, n_entered, n_peeked, weight, numbers, keys, states
+        )
 
     @property
     def key(self) -> list[int] | None:

@@ -26,7 +26,9 @@ class LocalGradients:
 
     def __init__(self, replicas: range) -> None:
         self._last = replicas[-1]
-        self._gradients: dict[int, dict[Slot, Tensor | TensorWeakRef]] = {replica: {} for replica in replicas}
+        self._gradients: dict[int, dict[Slot, Tensor | TensorWeakRef]] = {
+            replica: {} for replica in replicas
+        }
         self._weights: dict[int, Weight] = {}
         self._crossed: set[int] = set()
         self._versions: dict[Slot, int] = {}  # of the last replica's, at the end of the last run
@@ -44,7 +46,9 @@ class LocalGradients:
         """Return whether a tensor is what a replica has accumulated for a parameter."""
         return gradient is not None and self.of(replica, slot) is gradient
 
-    def accumulate(self, replica: int, slot: Slot, stashed: Tensor | None, gradient: Tensor) -> Tensor:
+    def accumulate(
+        self, replica: int, slot: Slot, stashed: Tensor | None, gradient: Tensor
+    ) -> Tensor:
         """Return what a replica's `parameter.grad` becomes: the new gradient, added to what was accumulated before.
 
         Args:

@@ -33,7 +33,12 @@ class LocalRounds:
     """
 
     def __init__(
-        self, n_steps: int, first_step: int, reducer: Reducer, generators: StepGenerators, world: World
+        self,
+        n_steps: int,
+        first_step: int,
+        reducer: Reducer,
+        generators: StepGenerators,
+        world: World,
     ) -> None:
         self._n_steps = n_steps
         self._first_step = first_step
@@ -41,7 +46,8 @@ class LocalRounds:
         self._generators = generators
         self._world = world
         self._n_made = 0
-        self._steppers: list[Optimizer] = []  # held until the average: all ranks must have the same ones then
+        # held until the average: all ranks must have the same ones then
+        self._steppers: list[Optimizer] = []
 
     def __str__(self) -> str:
         return f"{self._n_steps} from step {self._first_step}"
@@ -88,22 +94,30 @@ class LocalRounds:
         lines += [f"{name} {layout(tensor)}" for name, tensor in tensors]
         description = "\n".join(lines)
         self._world.require_same(
-            description, self._reducer.group.comm, lambda chiefs: _explain(lines, chiefs.splitlines())
+            description,
+            self._reducer.group.comm,
+            lambda chiefs: _explain(lines, chiefs.splitlines()),
         )
         flags = np.array(self._world.step_flags.own_numbers())
         self._reducer.sum_array(flags, "flags of a round")
         self._world.step_flags.record(flags.tolist())
         for dtype in sorted({SUM_DTYPES[dtype_name(tensor)] for _, tensor in tensors}):
-            self._average([tensor for _, tensor in tensors if SUM_DTYPES[dtype_name(tensor)] == dtype], dtype)
+            self._average(
+                [tensor for _, tensor in tensors if SUM_DTYPES[dtype_name(tensor)] == dtype], dtype
+            )
         self._n_made = 0
         self._steppers = []
         self._world.step_flags.end_round()
 
     def _average(self, tensors: list[Tensor], dtype: str) -> None:
-        flat = torch.cat([tensor.detach().reshape(-1).to("cpu", getattr(torch, dtype)) for tensor in tensors])
+        flat = torch.cat(
+            [tensor.detach().reshape(-1).to("cpu", getattr(torch, dtype)) for tensor in tensors]
+        )
         self._reducer.sum_array(flat.numpy(), "average of a round")
         flat.div_(self._reducer.replicas.n_replicas)
-        for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, mean in zip(
+            tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.copy_(mean.view(tensor.shape))
 
 
@@ -122,7 +136,9 @@ def _states_of(optimizers: Sequence[Optimizer]) -> list[tuple[str, Tensor]]:
 
 
 def _explain(lines: Sequence[str], chiefs_lines: Sequence[str]) -> DesyncError:
-    differing = [line for line in [*lines, *chiefs_lines] if (line in lines) != (line in chiefs_lines)]
+    differing = [
+        line for line in [*lines, *chiefs_lines] if (line in lines) != (line in chiefs_lines)
+    ]
     first = differing[0] if differing else "another order"
     return DesyncError(
         f"local steps: expected the chief's {len(chiefs_lines) - 1} tensors to average, got {len(lines) - 1}, first "

@@ -48,7 +48,9 @@ class SubtreeSums:
         else:
             self._subtrees.append(subtree)
             self._sums.append(tensor if is_kept else tensor.clone())
-        while len(self._subtrees) > 1 and is_joint(self._subtrees[-2], self._subtrees[-1], self._n_replicas):
+        while len(self._subtrees) > 1 and is_joint(
+            self._subtrees[-2], self._subtrees[-1], self._n_replicas
+        ):
             right = self._sums.pop()
             stop = self._subtrees.pop()[1]
             self._sums[-1].add_(right)
@@ -129,10 +131,15 @@ def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
     sums: list[Array] = []
     for start, stop in reducer.own_subtrees:
         part = rows[start - first : stop - first]
-        add_rows(part, plan_row_additions(len(part)), np.add)  # a subtree of n replicas is the tree over n rows
+        # a subtree of n replicas is the tree over n rows
+        add_rows(part, plan_row_additions(len(part)), np.add)
         sums.append(part[0])
     if reducer.route.by_subtrees:
-        reducer.call(lambda group: subtree_sums.all_reduce(sums, sums[0], group, reducer.replicas), sums[0], title)
+        reducer.call(
+            lambda group: subtree_sums.all_reduce(sums, sums[0], group, reducer.replicas),
+            sums[0],
+            title,
+        )
     else:
         _add_up(sums, sums[0])
         reducer.sum_array(sums[0], title)
@@ -144,7 +151,9 @@ def _start_by_subtrees(
 ) -> Handle | None:
     """Start to put the sum of all ranks' `sums`, one for each subtree, into `result`. Collective: the group."""
     replicas = reducer.replicas
-    return reducer.submit(lambda group: subtree_sums.all_reduce(sums, result, group, replicas, divisor), result, title)
+    return reducer.submit(
+        lambda group: subtree_sums.all_reduce(sums, result, group, replicas, divisor), result, title
+    )
 
 
 def _add_up(sums: list[Array], result: Array) -> None:

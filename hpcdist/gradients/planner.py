@@ -95,11 +95,15 @@ class Planner:
             with torch_hooks.on_built(self._see, self._see_parameter, self._see_optimizer):
                 yield
         finally:  # plan again if a parameter has become trainable since the plan was made
-            if any(p.requires_grad and p not in self._managed.trained for p in self._managed.modules.parameters()):
+            if any(
+                p.requires_grad and p not in self._managed.trained
+                for p in self._managed.modules.parameters()
+            ):
                 self._plan_at_next_forward()
 
     def _see(self, module: nn.Module) -> None:
-        if self._scheduler.is_running:  # a replica's own, such as a loss or a copy; `step` refuses its parameters
+        # a replica's own, such as a loss or a copy; `step` refuses its parameters
+        if self._scheduler.is_running:
             return
         self._managed.modules.add(module)
         owners.live_with(module, self)
@@ -115,7 +119,12 @@ class Planner:
         """Plan again if a module of the scope gets a new buffer after its first use, such as a mask for pruning."""
         is_late = self.has_plan and (id(module), name) not in self._planned_buffers
         is_known = id(module) in self._planned_modules
-        if is_late and is_known and not self._scheduler.is_running and not torch_hooks.is_in_forward():
+        if (
+            is_late
+            and is_known
+            and not self._scheduler.is_running
+            and not torch_hooks.is_in_forward()
+        ):
             self._plan_at_next_forward()  # what a forward keeps for its inputs is each rank's own
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
@@ -130,7 +139,9 @@ class Planner:
     def _plan_at_next_forward(self) -> None:
         """Prepare at the next forward of a managed module."""
         if self._end_forward_watch is None:
-            handle = torch_hooks.before_any_forward(functools.partial(_prepare_for, weakref.ref(self)))
+            handle = torch_hooks.before_any_forward(
+                functools.partial(_prepare_for, weakref.ref(self))
+            )
             self._end_forward_watch = weakref.finalize(self, handle.remove)
 
     def prepare_module(self, module: nn.Module, batch: Any) -> None:
@@ -161,7 +172,8 @@ class Planner:
         Raises:
             DesyncError, ConfigurationError: on every rank alike, when the models differ or cannot be summed.
         """
-        is_in_backward = torch_hooks.is_in_backward()  # activation checkpointing runs a forward again
+        # activation checkpointing runs a forward again
+        is_in_backward = torch_hooks.is_in_backward()
         if self._end_forward_watch is None or is_in_backward:
             return
         self._end_forward_watch()
@@ -198,7 +210,8 @@ class Planner:
         self._broadcast(plan)
         storage = self._managed.storage
         named: Sequence[tuple[str, nn.Parameter]] = plan.parameters
-        if storage.is_divided:  # in the order of buckets, so that shares of parameters lie side by side as gradients do
+        # in the order of buckets, so that shares of parameters lie side by side as gradients do
+        if storage.is_divided:
             named = _stepped_by(sharded, plan)[::-1]
         storage.adopt(named, plan.sparse)
         self._start_generators()
@@ -221,7 +234,9 @@ class Planner:
             plan = plan_model(modules.roots(), modules.bare_parameters(), self._n_replicas > 1)
         self._require_same_tensors(plan.describe())
         settings = f"comm hook {self._hook_name}\n{describe_settings(self._managed.optimizers)}"
-        self._world.require_same(settings, self._comm, lambda chiefs: explain_settings(settings, chiefs))
+        self._world.require_same(
+            settings, self._comm, lambda chiefs: explain_settings(settings, chiefs)
+        )
         return plan
 
     def _sharded_optimizers(self, plan: ModelPlan) -> list[ZeroRedundancyOptimizer]:
@@ -231,7 +246,11 @@ class Planner:
             UsageError: when the strategy cannot sum by shares; on every rank alike.
         """
         managed = self._managed
-        sharded = [optimizer for optimizer in managed.optimizers if isinstance(optimizer, ZeroRedundancyOptimizer)]
+        sharded = [
+            optimizer
+            for optimizer in managed.optimizers
+            if isinstance(optimizer, ZeroRedundancyOptimizer)
+        ]
         if not sharded or self._n_replicas == 1:
             return []
         obstacles: list[str] = []
@@ -242,7 +261,9 @@ class Planner:
         if self._hook_name is not None:
             obstacles.append("a comm hook")
         reducer = self._reducer
-        error = why_not(managed.optimizers, plan, reducer.group, reducer.route, self._n_replicas, obstacles)
+        error = why_not(
+            managed.optimizers, plan, reducer.group, reducer.route, self._n_replicas, obstacles
+        )
         if error is None and managed.storage.is_private and managed.slots:
             error = UsageError(
                 f"ZeroRedundancyOptimizer: expected it to be made before the first use of any model of the "
@@ -256,17 +277,22 @@ class Planner:
 
     def _require_same_tensors(self, description: str) -> None:
         """Raise DesyncError on all ranks unless all describe their tensors alike, one a line."""
-        self._world.require_same(description, self._comm, lambda chiefs: explain_difference(description, chiefs))
+        self._world.require_same(
+            description, self._comm, lambda chiefs: explain_difference(description, chiefs)
+        )
 
     @torch.no_grad()
     def _broadcast(self, plan: ModelPlan) -> None:
         """Give all ranks the chief's values of what was not planned before. Collective: all ranks."""
         if self._comm.size == 1:
             return
-        for tensor in [tensor for tensor in plan.tensors() if tensor not in self._broadcast_already]:
+        for tensor in [
+            tensor for tensor in plan.tensors() if tensor not in self._broadcast_already
+        ]:
             array, dtype = to_array(tensor)
             self._reducer.broadcast(array)
-            if self._comm.rank != 0:  # unseen by autograd, as the chief's is: a graph may hold the tensor already
+            # unseen by autograd, as the chief's is: a graph may hold the tensor already
+            if self._comm.rank != 0:
                 tensor.data.copy_(from_array(array, dtype))
             self._broadcast_already.add(tensor)
 
@@ -278,9 +304,13 @@ class Planner:
     def _plan_slots(self, plan: ModelPlan) -> None:
         """Give each trained parameter a slot, and plan their sums. Collective: all ranks."""
         alive = self._slots_of(plan)
-        self._require_same_tensors("\n".join(f"{slot.name} {layout(parameter)}" for slot, parameter in alive))
+        self._require_same_tensors(
+            "\n".join(f"{slot.name} {layout(parameter)}" for slot, parameter in alive)
+        )
         slots = [slot for slot, _ in alive]
-        self._managed.use_slots({id(parameter): slot for slot, parameter in alive}, {slot.shape for slot in slots})
+        self._managed.use_slots(
+            {id(parameter): slot for slot, parameter in alive}, {slot.shape for slot in slots}
+        )
         self._sums.plan(slots, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged])
         self._backward.require_host(self._sums.slots)
         self._state.watch(slots, plan.buffers)
@@ -319,7 +349,9 @@ class Planner:
             logger.info("all parameters are compared within %d sums", states.n_sums_of_rotation)
         writes = self._managed.writes
         if writes is not None:
-            shared = [pair for pair in plan.parameters if not storage.is_divided or storage.holds(pair[1])]
+            shared = [
+                pair for pair in plan.parameters if not storage.is_divided or storage.holds(pair[1])
+            ]
             writes.watch(shared)
 
     # -- comm hooks -------------------------------------------------------------------------------------------------
@@ -338,13 +370,21 @@ class Planner:
                 f"register_comm_hook: expected hook(state, bucket), got {type(hook).__name__}; pass a function."
             )
         if self._hook_name is not None or self._sums.slots:
-            reason = "a planned model" if self._hook_name is None else f"{self._hook_name} registered already"
+            reason = (
+                "a planned model"
+                if self._hook_name is None
+                else f"{self._hook_name} registered already"
+            )
             return UsageError(
                 f"register_comm_hook: expected one call before the first use of a model, got {reason}; register it "
                 f"right after the strategy is made."
             )
         if self._n_replicas != self._comm.size or self._reducer.route.wire_dtype is not None:
-            reason = "wire_dtype" if self._n_replicas == self._comm.size else f"{self._n_replicas} replicas"
+            reason = (
+                "wire_dtype"
+                if self._n_replicas == self._comm.size
+                else f"{self._n_replicas} replicas"
+            )
             return UsageError(
                 f"register_comm_hook: expected one replica on each of {self._comm.size} ranks, and no wire_dtype, got "
                 f"{reason}; leave num_replicas and wire_dtype out."
@@ -357,7 +397,9 @@ class Planner:
         return self._hook_name
 
 
-def _stepped_by(optimizers: Iterable[Optimizer], plan: ModelPlan) -> Sequence[tuple[str, nn.Parameter]]:
+def _stepped_by(
+    optimizers: Iterable[Optimizer], plan: ModelPlan
+) -> Sequence[tuple[str, nn.Parameter]]:
     """Return the parameters of a plan, with their names, that optimizers step."""
     stepped: set[int] = set()
     for optimizer in optimizers:
@@ -365,7 +407,9 @@ def _stepped_by(optimizers: Iterable[Optimizer], plan: ModelPlan) -> Sequence[tu
     return [(name, parameter) for name, parameter in plan.parameters if id(parameter) in stepped]
 
 
-def _prepare_for(reference: "weakref.ref[Planner]", module: nn.Module, args: tuple[Any, ...]) -> None:
+def _prepare_for(
+    reference: "weakref.ref[Planner]", module: nn.Module, args: tuple[Any, ...]
+) -> None:
     """Plan before the forward of a module, if it was made in the scope."""
     planner = reference()
     if planner is not None:

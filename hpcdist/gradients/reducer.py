@@ -78,7 +78,9 @@ class Reducer:
         implementation = getattr(implementation, "stands_for", implementation)
         if implementation is Implementation.NCCL and not nccl_setup.has_gpu(group):
             if group.rank == 0:
-                logger.warning("strategy: expected a GPU for NCCL, got none on any rank: sums go by AUTO.")
+                logger.warning(
+                    "strategy: expected a GPU for NCCL, got none on any rank: sums go by AUTO."
+                )
             self._options = replace(self._options, implementation=Implementation.AUTO)
         is_on_gpu = device is not None and device.type == "cuda"
         are_on_gpus = bool(group.world.all_reduce_int(int(is_on_gpu), MPI.MIN, group.comm))
@@ -93,7 +95,11 @@ class Reducer:
             group.facts, self._options, SUM, 0, "any" if are_on_gpus else None, self.replicas
         )
         by_subtrees = functools.partial(_reduce_by_subtrees, self.replicas)
-        self._reduce = by_subtrees if self.route.by_subtrees else functools.partial(_reduce_by_route, self.route)
+        self._reduce = (
+            by_subtrees
+            if self.route.by_subtrees
+            else functools.partial(_reduce_by_route, self.route)
+        )
         self._thread: CommunicationThread | None = None
         self._wire: Wire = PLAIN
         if self.route.is_on_device and not is_on_gpu:
@@ -147,12 +153,18 @@ class Reducer:
         if self._staging is not None and isinstance(array, torch.Tensor):
             run_staged = self._staging.behind_producer(array)
             return self.submit(
-                lambda group: run_staged(lambda host: self._reduce(host, group, wire, bucket, divisor)), array, title
+                lambda group: run_staged(
+                    lambda host: self._reduce(host, group, wire, bucket, divisor)
+                ),
+                array,
+                title,
             )
         buffer = array
         if self._thread is not None and self.route.is_on_device:
             buffer = nccl.hand_over(array, self._group)
-        return self.submit(lambda group: self._reduce(buffer, group, wire, bucket, divisor), array, title)
+        return self.submit(
+            lambda group: self._reduce(buffer, group, wire, bucket, divisor), array, title
+        )
 
     def submit(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> Handle | None:
         """Call reduce(group), recorded as the collective `title` on `buffer`, in the thread if there is one."""
@@ -217,7 +229,9 @@ class Reducer:
             self._thread = thread_of(self._group)
         self._wire = PLAIN if self.route.wire_dtype is None else HalfWire(self.route.wire_dtype)
         if self._options.bytes_per_pack:
-            return Limits(self._options.bytes_per_pack, DIRECT_BYTES, self._options.bytes_per_pack // 4)
+            return Limits(
+                self._options.bytes_per_pack, DIRECT_BYTES, self._options.bytes_per_pack // 4
+            )
         if not self.route.is_overlapped:
             return Limits(LOCAL_BUCKET_BYTES, DIRECT_BYTES)
         if len(self._group.placement.hosts) == 1:
@@ -225,7 +239,9 @@ class Reducer:
         best = best_bucket_bytes(total_bytes, *self._group.keep("link", self._measure_link))
         bucket_bytes = min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
         if self._group.rank == 0:
-            logger.info("strategy: buckets of %d bytes for %d bytes of gradients", bucket_bytes, total_bytes)
+            logger.info(
+                "strategy: buckets of %d bytes for %d bytes of gradients", bucket_bytes, total_bytes
+            )
         return Limits(bucket_bytes, DIRECT_BYTES, bucket_bytes // 4)
 
     def describe(self) -> dict[str, str | None]:
@@ -241,7 +257,9 @@ class Reducer:
         per_byte_s = max(large_s - small_s, 1e-9) / (_PROBE_BYTES[1] - _PROBE_BYTES[0])
         nanoseconds = [int(1e9 * small_s), int(1e15 * per_byte_s)]
         chiefs = [
-            self._group.world.all_reduce_int(value if self._group.rank == 0 else 0, MPI.MAX, self._group.comm)
+            self._group.world.all_reduce_int(
+                value if self._group.rank == 0 else 0, MPI.MAX, self._group.comm
+            )
             for value in nanoseconds
         ]
         return max(chiefs[0], 1000) / 1e9, max(chiefs[1], 1) / 1e15
@@ -268,7 +286,9 @@ class Reducer:
         return min(times)
 
 
-def _reduce_by_route(route: Route, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None) -> None:
+def _reduce_by_route(
+    route: Route, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None
+) -> None:
     algorithms.run(route, array, group, SUM, wire, bucket, divisor)
 
 
@@ -276,5 +296,7 @@ def _reduce_by_subtrees(
     replicas: ReplicaPlan, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None
 ) -> None:
     """Sum where other ranks hold several replicas, and this one a single one: its value is its only subtree's sum."""
-    assert len(replicas.subtrees[group.rank]) == 1, "a rank with more subtrees goes by replicas/local_sums.py"
+    assert len(replicas.subtrees[group.rank]) == 1, (
+        "a rank with more subtrees goes by replicas/local_sums.py"
+    )
     subtree_sums.all_reduce([array], array, group, replicas, divisor)

@@ -55,7 +55,8 @@ class ReplicaState:
         self._buffers: Sequence[ModelBuffer] = ()
         self._saved: dict[int, Snapshot] = {}
         self._start: Snapshot | None = None
-        self._common: list[Tensor | None] = []  # buffers that all replicas had at the start or the last sum
+        # buffers that all replicas had at the start or the last sum
+        self._common: list[Tensor | None] = []
         self._diverged_names: set[str] = set()  # names of buffers that replicas have changed since
         # the parameter whose gradient each replica's copy is
         self._copies: MutableMapping[Tensor, Slot] = WeakTensorKeyDictionary()
@@ -122,7 +123,9 @@ class ReplicaState:
             if tensor is not None and values is not None:
                 tensor.data.copy_(values)
 
-    def _gradient_of(self, replica: int, slot: Slot, gradient: Tensor | None, saved: Snapshot) -> Tensor | None:
+    def _gradient_of(
+        self, replica: int, slot: Slot, gradient: Tensor | None, saved: Snapshot
+    ) -> Tensor | None:
         """Return what `parameter.grad` becomes for a replica that resumes with a snapshot."""
         accumulated = self.local.of(replica, slot)
         if saved is self._start and accumulated is not None:
@@ -153,7 +156,11 @@ class ReplicaState:
         now = self._snapshot()
         written = self._written_buffers(marks, before, now)
         if any(written):
-            names = {buffer.name for buffer, is_written in zip(self._buffers, written, strict=True) if is_written}
+            names = {
+                buffer.name
+                for buffer, is_written in zip(self._buffers, written, strict=True)
+                if is_written
+            }
             self._agree(_refusal(sorted(self._diverged_names & names)))
             self._common = _choose(self._common, now.buffers, written)
         changed = _changed_gradients(before, values, now)
@@ -164,9 +171,13 @@ class ReplicaState:
             )
         for replica, snapshot in self._saved.items():
             gradients = self._copies_of_changed(snapshot.gradients, now.gradients, changed)
-            self._saved[replica] = Snapshot(gradients, _choose(snapshot.buffers, now.buffers, written))
+            self._saved[replica] = Snapshot(
+                gradients, _choose(snapshot.buffers, now.buffers, written)
+            )
 
-    def _written_buffers(self, marks: Sequence[tuple[int, int]], before: Snapshot, now: Snapshot) -> list[bool]:
+    def _written_buffers(
+        self, marks: Sequence[tuple[int, int]], before: Snapshot, now: Snapshot
+    ) -> list[bool]:
         """Return which buffers a merge has written into."""
         written: list[bool] = []
         for number, buffer in enumerate(self._buffers):
@@ -175,13 +186,18 @@ class ReplicaState:
         return written
 
     def _copies_of_changed(
-        self, gradients: Sequence[Tensor | None], new_gradients: Sequence[Tensor | None], changed: Sequence[bool]
+        self,
+        gradients: Sequence[Tensor | None],
+        new_gradients: Sequence[Tensor | None],
+        changed: Sequence[bool],
     ) -> list[Tensor | None]:
         """Return a replica's gradients, with copies of the new ones where the last replica's were changed."""
         copies = list(gradients)
         for number, gradient in enumerate(new_gradients):
             if changed[number]:
-                copies[number] = None if gradient is None else self._copy(self._slots[number], gradient)
+                copies[number] = (
+                    None if gradient is None else self._copy(self._slots[number], gradient)
+                )
         return copies
 
     def _copy(self, slot: Slot, gradient: Tensor) -> Tensor:
@@ -203,7 +219,9 @@ class ReplicaState:
         )
 
 
-def _changed_gradients(before: Snapshot, values: Sequence[Tensor | None], now: Snapshot) -> list[bool]:
+def _changed_gradients(
+    before: Snapshot, values: Sequence[Tensor | None], now: Snapshot
+) -> list[bool]:
     """Return which gradients were replaced, or written into, since a snapshot; `values`: copies of what they were."""
     changed: list[bool] = []
     for number, gradient in enumerate(now.gradients):
@@ -215,7 +233,9 @@ def _changed_gradients(before: Snapshot, values: Sequence[Tensor | None], now: S
 def _choose(
     tensors: Sequence[Tensor | None], new_tensors: Sequence[Tensor | None], is_new: Sequence[bool]
 ) -> list[Tensor | None]:
-    return [new_tensors[number] if is_new[number] else tensor for number, tensor in enumerate(tensors)]
+    return [
+        new_tensors[number] if is_new[number] else tensor for number, tensor in enumerate(tensors)
+    ]
 
 
 def _mark(tensor: Tensor | None) -> tuple[int, int]:

@@ -44,7 +44,9 @@ class ShardedSlot(Slot):
         self.ranges: Sequence[tuple[int, int]] = ()
         self._parts: list[_ShardedPart] = []
 
-    def assign(self, bucket: int, parts: Sequence[Tensor], ranges: Sequence[tuple[int, int]], owner: int) -> None:
+    def assign(
+        self, bucket: int, parts: Sequence[Tensor], ranges: Sequence[tuple[int, int]], owner: int
+    ) -> None:
         """Take two parts of a bucket, used in turn, or none, and the shares of all owners.
 
         Args:
@@ -91,7 +93,9 @@ class ShardedSlot(Slot):
 
     def has_zeros(self, stashed: Tensor) -> bool:
         """Return whether a gradient from before the backward is zero everywhere."""
-        return stashed.is_zero if isinstance(stashed, ShardedGradient) else super().has_zeros(stashed)
+        return (
+            stashed.is_zero if isinstance(stashed, ShardedGradient) else super().has_zeros(stashed)
+        )
 
     def require_published(self, gradient: Tensor) -> None:
         """Raise GradientError for a gradient from before the backward that was set by hand; on this rank only."""

@@ -65,7 +65,9 @@ class SharedBuckets(Buckets):
         is_started: whether sums have begun that have not ended.
     """
 
-    def __init__(self, slots: Sequence[DenseSlot], n_counts: int, reducer: Reducer, limits: Limits) -> None:
+    def __init__(
+        self, slots: Sequence[DenseSlot], n_counts: int, reducer: Reducer, limits: Limits
+    ) -> None:
         self._group = reducer.group
         self._rank = self._group.node_comm.rank
         self._n_counts = n_counts
@@ -85,7 +87,9 @@ class SharedBuckets(Buckets):
             memories: list[_Memory] = []
             for shape, nbytes in zip(self._plan.buckets, sizes, strict=True):
                 rows = _cut_rows(window.pieces, start, shape)
-                memories.append(_Memory(rows, Bucket(torch.from_numpy(rows[self._rank]) if rows else None)))
+                memories.append(
+                    _Memory(rows, Bucket(torch.from_numpy(rows[self._rank]) if rows else None))
+                )
                 start += nbytes
             for number, (slot, place) in enumerate(zip(slots, self._plan.slots[1:], strict=True)):
                 bucket = memories[place.bucket].bucket
@@ -114,7 +118,9 @@ class SharedBuckets(Buckets):
         memories = self._sets[self._written]
         self._written = 1 - self._written
         place = self._plan.slots[0]
-        rows = [row[place.offset : place.offset + self._n_counts] for row in memories[place.bucket].rows]
+        rows = [
+            row[place.offset : place.offset + self._n_counts] for row in memories[place.bucket].rows
+        ]
         rows[self._rank][:] = counts
         with self._group.recorded("gradients", self._recorded):
             require_same(rows[self._rank], SUM, self._group)
@@ -155,7 +161,8 @@ class WholeSums(SharedBuckets):
 
     def __init__(self, slots: Sequence[DenseSlot], n_counts: int, reducer: Reducer) -> None:
         limits = reducer.begin_buckets(sum(entry_of(slot, reducer.device).nbytes for slot in slots))
-        super().__init__(slots, n_counts, reducer, replace(limits, last_bytes=1))  # the counts alone in their bucket
+        # the counts alone in their bucket
+        super().__init__(slots, n_counts, reducer, replace(limits, last_bytes=1))
         self._route = reducer.route
         self._additions = plan_row_additions(self._group.size)
         self._totals = [np.zeros(shape.n_elements, shape.dtype) for shape in self._plan.buckets]
@@ -217,7 +224,9 @@ class ShareSums(SharedBuckets):
         for number in range(len(self._plan.buckets)):
             self._share_bucket(number)
         for which in (0, 1):
-            self._parts.append([self._owned_rows(which, number) for number in range(len(self._plan.buckets))])
+            self._parts.append(
+                [self._owned_rows(which, number) for number in range(len(self._plan.buckets))]
+            )
 
     @property
     def _recorded(self) -> None:
@@ -228,7 +237,8 @@ class ShareSums(SharedBuckets):
         places = self._plan.slots[1:]
         members = [index for index in range(len(places)) if places[index].bucket == number]
         members.sort(key=lambda index: places[index].offset)
-        new = [index for index in members if not self._slots[index].ranges]  # others keep what they own
+        # others keep what they own
+        new = [index for index in members if not self._slots[index].ranges]
         shares = plan_shards([places[index].n_elements for index in new], self._sums.n_owners)
         ranges: dict[int, list[tuple[int, int]]] = {}
         for tensor_number, index in enumerate(new):
@@ -245,7 +255,9 @@ class ShareSums(SharedBuckets):
         padding = _ALIGNMENT_BYTES // np.dtype(self._plan.buckets[number].dtype).itemsize
         places = self._plan.slots[1:]
         regions: list[tuple[int, int]] = []
-        for part in sorted(self._sets[which][number].bucket.parts, key=lambda part: places[part.number].offset):
+        for part in sorted(
+            self._sets[which][number].bucket.parts, key=lambda part: places[part.number].offset
+        ):
             start, stop = self._slots[part.number].owned_range
             offset = places[part.number].offset
             if rows and start < stop:
@@ -282,7 +294,9 @@ def _padded_bytes(shape: BucketShape) -> int:
     """Return the bytes of a bucket in shared memory; 0 for a gradient that stays where torch made it."""
     if shape.is_direct:
         return 0
-    return -(-shape.n_elements * np.dtype(shape.dtype).itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return (
+        -(-shape.n_elements * np.dtype(shape.dtype).itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    )
 
 
 def _cut_rows(pieces: Sequence[memoryview], start: int, shape: BucketShape) -> list[Array]:
@@ -297,7 +311,9 @@ def _cut(flat: Tensor, place: Slot) -> Tensor:
     return flat[place.offset : place.offset + place.n_elements]
 
 
-def _joined(regions: list[tuple[int, int]], start: int, stop: int, padding: int) -> list[tuple[int, int]]:
+def _joined(
+    regions: list[tuple[int, int]], start: int, stop: int, padding: int
+) -> list[tuple[int, int]]:
     """Return regions with one more, joined to the last one if only padding, of fewer elements, lies between."""
     if regions and start - regions[-1][1] < padding:
         return [*regions[:-1], (regions[-1][0], stop)]

@@ -66,7 +66,8 @@ class SparseSlot(Slot):
             return gradient
         if scale:
             return gradient * scale
-        return self.empty() if gradient.is_sparse else torch.zeros_like(gradient)  # there may be a NaN
+        # there may be a NaN
+        return self.empty() if gradient.is_sparse else torch.zeros_like(gradient)
 
     def publish(self, parameter: nn.Parameter, earlier: Tensor | None, is_copied: bool) -> None:
         """Make `parameter.grad` the sum over all replicas; see `Slot.publish`."""
@@ -87,11 +88,15 @@ class SparseSlot(Slot):
 
     def empty(self) -> Tensor:
         """Return a sparse gradient without rows."""
-        return self.of_rows(torch.empty(0, dtype=torch.int64), torch.empty(0, *self.shape[1:], dtype=self.sum_dtype))
+        return self.of_rows(
+            torch.empty(0, dtype=torch.int64), torch.empty(0, *self.shape[1:], dtype=self.sum_dtype)
+        )
 
     def of_rows(self, numbers: Tensor, rows: Tensor) -> Tensor:
         """Return the sparse gradient with these rows, in ascending order and each there once."""
-        return torch.sparse_coo_tensor(numbers[None], rows, self.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            numbers[None], rows, self.shape, is_coalesced=True, check_invariants=False
+        )
 
 
 def sum_sparse(
@@ -118,7 +123,9 @@ def sum_sparse(
     sparse_numbers: list[int] = []
     for number, slot in enumerate(slots):
         if n_dense[number]:
-            slot.total = _sum_dense(slot, [gradients[number] for gradients in contributions], reducer)
+            slot.total = _sum_dense(
+                slot, [gradients[number] for gradients in contributions], reducer
+            )
         else:
             sparse_numbers.append(number)
     if not sparse_numbers:
@@ -167,10 +174,14 @@ def _gather(
             coalesced.append((slot.empty() if gradient is None else gradient).coalesce())
     n_replicas = [len(reducer.replicas.of_rank(rank)) for rank in range(reducer.group.size)]
     own_row_counts = np.array([gradient._nnz() for gradient in coalesced], np.int64)
-    row_counts = reducer.gather(own_row_counts, [n * len(slots) for n in n_replicas], "rows of sparse gradients")
+    row_counts = reducer.gather(
+        own_row_counts, [n * len(slots) for n in n_replicas], "rows of sparse gradients"
+    )
     counts_of_replicas = row_counts.reshape(-1, len(slots))
     sizes = (counts_of_replicas @ [row_bytes(slot) for slot in slots]).tolist()
-    bytes_of_ranks = [sum(sizes[start:stop]) for start, stop in pairwise(np.cumsum([0, *n_replicas]))]
+    bytes_of_ranks = [
+        sum(sizes[start:stop]) for start, stop in pairwise(np.cumsum([0, *n_replicas]))
+    ]
     packed = np.concatenate([_pack(gradient) for gradient in coalesced])
     joined = reducer.gather(packed, bytes_of_ranks, "sparse gradients")
     by_replica = list(_unpack(slots, counts_of_replicas, joined))
@@ -183,11 +194,16 @@ def row_bytes(slot: SparseSlot) -> int:
 
 
 def _pack(gradient: Tensor) -> Bytes:
-    arrays: list[npt.NDArray[Any]] = [gradient.indices().numpy(), gradient.values().contiguous().numpy()]
+    arrays: list[npt.NDArray[Any]] = [
+        gradient.indices().numpy(),
+        gradient.values().contiguous().numpy(),
+    ]
     return np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
 
 
-def _unpack(slots: Sequence[SparseSlot], n_rows: npt.NDArray[np.int64], joined: Bytes) -> Iterator[list[Tensor]]:
+def _unpack(
+    slots: Sequence[SparseSlot], n_rows: npt.NDArray[np.int64], joined: Bytes
+) -> Iterator[list[Tensor]]:
     """Yield the gradients of each replica, one for each slot, from what the replicas have packed."""
     memory = torch.from_numpy(joined)
     start = 0

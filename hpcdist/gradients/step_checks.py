@@ -98,9 +98,13 @@ class StepChecks:
         if self._managed.writes is not None:
             self._managed.writes.end()
         storage.begin_step(optimizer, parameters)
-        return None if closure is None else functools.partial(self._call_closure, closure, optimizer)
+        return (
+            None if closure is None else functools.partial(self._call_closure, closure, optimizer)
+        )
 
-    def _may_step(self, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure | None) -> bool:
+    def _may_step(
+        self, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure | None
+    ) -> bool:
         """Return whether this replica makes a step, and not another one of this process.
 
         Raises:
@@ -109,7 +113,11 @@ class StepChecks:
         if self._sums.is_local:
             _require_averageable(optimizer)
         n_ranks = self._group.size
-        if closure is not None and self._scheduler.replica is not None and self._n_replicas > n_ranks:
+        if (
+            closure is not None
+            and self._scheduler.replica is not None
+            and self._n_replicas > n_ranks
+        ):
             raise GradientError(
                 f"step: expected a step without a closure in strategy.run, as {self._n_replicas} replicas on "
                 f"{n_ranks} ranks take it together, got one; call backward before optimizer.step(), or start "
@@ -206,9 +214,15 @@ class StepChecks:
 
     def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Return which tensors are gradients as a synchronized backward has left them."""
-        if self._n_replicas == 1 or not any(tensor.shape in self._managed.shapes for tensor in tensors):
+        if self._n_replicas == 1 or not any(
+            tensor.shape in self._managed.shapes for tensor in tensors
+        ):
             return [False] * len(tensors)
-        slots = {id(p.grad): slot for slot in self._managed.slots.values() if (p := slot.parameter) is not None}
+        slots = {
+            id(p.grad): slot
+            for slot in self._managed.slots.values()
+            if (p := slot.parameter) is not None
+        }
         return [self._is_sum(slots.get(id(tensor)), tensor) for tensor in tensors]
 
     def _is_sum(self, slot: Slot | None, gradient: Tensor) -> bool:
@@ -218,7 +232,9 @@ class StepChecks:
 
     def note_batch(self, is_over: bool) -> None:
         """Note that this rank got its part of a global batch, which a step will be made of, or that a pass is over."""
-        self._n_collectives = None if is_over else (self._group.journal.n_entered, self._n_in_thread())
+        self._n_collectives = (
+            None if is_over else (self._group.journal.n_entered, self._n_in_thread())
+        )
 
     def _n_in_thread(self) -> int:
         """Return how many collectives the communication thread of the group has entered; 0 without one."""
@@ -286,7 +302,11 @@ class StepChecks:
             self._sums.states.note_step(optimizer)
             self._group.world.note_step(self._generators.step)
             self._group.world.step_flags.count_step(optimizer, self._sums.number)
-            if is_local and self._sums.rounds is not None and self._sums.rounds.count_step(optimizer):
+            if (
+                is_local
+                and self._sums.rounds is not None
+                and self._sums.rounds.count_step(optimizer)
+            ):
                 self._sums.average_round()
         elif self._n_replicas > 1 and optimizer not in self._foreign_optimizers:
             self._note_other(optimizer, parameters)
@@ -302,7 +322,9 @@ class StepChecks:
         shapes = [parameter.shape for _, parameter in self._sums.states.parameters()]
         if shapes and [parameter.shape for parameter in parameters] == shapes:
             copies = self._sums.copies.parameters()
-            copies += [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
+            copies += [
+                (f"parameter {number}", parameter) for number, parameter in enumerate(parameters)
+            ]
             self._sums.copies.watch(copies)
 
 

@@ -124,7 +124,9 @@ class GradientSums:
         n_counts = len(slots) + len(buffers) + len(self.sparse_slots) + N_BEHIND_COUNTS
         self._buckets = self._make_buckets(in_buckets, n_counts)
         if self._has_several:
-            assert isinstance(self._buckets, PrivateBuckets), "memory is shared by ranks of one replica each"
+            assert isinstance(self._buckets, PrivateBuckets), (
+                "memory is shared by ranks of one replica each"
+            )
             self._local_sums = LocalSums(self._buckets, self.reducer)
 
     def _make_buckets(self, slots: Sequence[Slot], n_counts: int) -> Buckets:
@@ -135,7 +137,9 @@ class GradientSums:
         dense = [slot for slot in slots if isinstance(slot, DenseSlot)]
         route = self.reducer.route
         has_one_each = self.n_replicas == self.reducer.group.size
-        is_shared = route.algorithm is CommunicationImplementation.SHARED_MEMORY and not route.by_subtrees
+        is_shared = (
+            route.algorithm is CommunicationImplementation.SHARED_MEMORY and not route.by_subtrees
+        )
         is_on_host = self.reducer.device.type == "cpu"
         if is_shared and has_one_each and is_on_host and self._comm_hook is None:
             return WholeSums(dense, n_counts, self.reducer)
@@ -172,7 +176,8 @@ class GradientSums:
             slot.take(gradient, scale)
         contribution = self._contribution(is_touched, weight, has_crossed)
         if not self._contributions:
-            self.n_sums += 1  # with the first contribution, by which `drop` knows that it was counted
+            # with the first contribution, by which `drop` knows that it was counted
+            self.n_sums += 1
         self._contributions.append(contribution)
         self.last_weight = weight.rows
         facts = encode_facts(contribution, self.n_sums, self._state_digest())
@@ -181,12 +186,16 @@ class GradientSums:
             self._local_sums.add(replica, counts)
         return counts
 
-    def _contribution(self, is_touched: Sequence[bool], weight: Weight, has_crossed: bool) -> Contribution:
+    def _contribution(
+        self, is_touched: Sequence[bool], weight: Weight, has_crossed: bool
+    ) -> Contribution:
         is_mean = bool(self.op.is_mean)
         doubtful_rows = weight.doubtful_rows if is_mean else None
         if doubtful_rows is None and is_mean and has_crossed:
             doubtful_rows = int(weight.rows)
-        changed_buffers = find_changed(self.buffers) if weight.rows > 0 else [False] * len(self.buffers)
+        changed_buffers = (
+            find_changed(self.buffers) if weight.rows > 0 else [False] * len(self.buffers)
+        )
         loop = self._step_flags.loop
         return Contribution(
             is_touched=is_touched,
@@ -237,7 +246,9 @@ class GradientSums:
         n_touched = counted[:n_slots]
         if self.sparse_slots:
             n_dense = counted[n_slots + len(self.buffers) :]
-            self._sum_sparse(n_touched[self._n_in_buckets :], n_dense, contributions, self._divisor_of(totals))
+            self._sum_sparse(
+                n_touched[self._n_in_buckets :], n_dense, contributions, self._divisor_of(totals)
+            )
         self._publish(parameters, n_touched, earlier)
         if self.buffers:
             n_changed = counted[n_slots : n_slots + len(self.buffers)]
@@ -261,19 +272,30 @@ class GradientSums:
         self._step_flags.loop.share(is_entered, facts.n_peeked > 0, key, MODULI)
         if facts.n_refused:
             self.is_broken = True
-            refusals = [contribution.refusal for contribution in contributions if contribution.refusal is not None]
+            refusals = [
+                contribution.refusal
+                for contribution in contributions
+                if contribution.refusal is not None
+            ]
             raise agreed(GradientError(refusals[0] if refusals else _REFUSED_ELSEWHERE))
         if facts.n_doubtful:
             self._require_equal_rows(contributions)
 
     def _publish(
-        self, parameters: Sequence[nn.Parameter | None], n_touched: Sequence[float], earlier: Mapping[Slot, Tensor]
+        self,
+        parameters: Sequence[nn.Parameter | None],
+        n_touched: Sequence[float],
+        earlier: Mapping[Slot, Tensor],
     ) -> None:
         is_plain = not earlier and not self._has_several
         for slot, parameter, n_replicas in zip(self.slots, parameters, n_touched, strict=True):
             if parameter is None or not n_replicas:
                 slot.leave(parameter, earlier.get(slot))
-            elif is_plain and slot.held_gradient is not None and slot.held_gradient.data_ptr() == slot.address:
+            elif (
+                is_plain
+                and slot.held_gradient is not None
+                and slot.held_gradient.data_ptr() == slot.address
+            ):
                 try:
                     parameter.grad = slot.held_gradient
                 except RuntimeError:
@@ -306,7 +328,13 @@ class GradientSums:
         number = self.n_sums
         of_settings, of_slice = self.states.last_digests
         of_copies = self.copies.digest_at(number)
-        of_rank = [of_settings, of_slice, of_copies, self.states.n_compared, self.copies.n_parameters]
+        of_rank = [
+            of_settings,
+            of_slice,
+            of_copies,
+            self.states.n_compared,
+            self.copies.n_parameters,
+        ]
         everyones = np.empty((group.size, len(of_rank)), np.int64)
         group.wait([group.comm.Iallgather(np.array(of_rank, np.int64), everyones)])
         has_freed = self._forget_freed(self.states)
@@ -408,7 +436,8 @@ class GradientSums:
     def drop(self) -> None:
         """Forget sums that have begun and will not end, because something has raised."""
         if self._contributions and self._has_several and not self.buckets.is_started:
-            self.n_sums -= 1  # begun here, but not summed: ranks with one replica have not counted it
+            # begun here, but not summed: ranks with one replica have not counted it
+            self.n_sums -= 1
         self._contributions = []
         if self._local_sums is not None:
             self._local_sums.drop()

@@ -98,7 +98,9 @@ class RowWeights:
         n_rows = self._row_counts[local_index]
         if n_rows is not None:
             return Weight(float(n_rows), is_planned=True)
-        weight = weigh(self._loop.candidates(self._owner), local_index, self._loop.uses().likely_rows)
+        weight = weigh(
+            self._loop.candidates(self._owner), local_index, self._loop.uses().likely_rows
+        )
         if self._op.is_mean and not weight.is_planned:
             self._loop.keep_watching()  # to notice replicas that have other numbers of rows
         return weight

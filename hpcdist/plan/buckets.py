@@ -83,7 +83,9 @@ def plan_buckets(entries: Sequence[Entry], limits: Limits) -> BucketPlan:
     n_last = _n_within(entries, limits.last_bytes)
     buckets: list[BucketShape] = []
     slots = [
-        slot for part in (entries[n_last:], entries[:n_last]) for slot in _fill(list(reversed(part)), limits, buckets)
+        slot
+        for part in (entries[n_last:], entries[:n_last])
+        for slot in _fill(list(reversed(part)), limits, buckets)
     ]
     return BucketPlan(tuple(buckets), tuple(reversed(slots)))
 
@@ -113,7 +115,10 @@ def _fill(entries: Sequence[Entry], limits: Limits, buckets: list[BucketShape]) 
         padded = _padded(entry)
         item_bytes = _ITEM_BYTES[entry.dtype]
         bucket = open_buckets.get(entry.dtype)
-        if bucket is None or (buckets[bucket].n_elements + padded) * item_bytes > limits.bucket_bytes:
+        if (
+            bucket is None
+            or (buckets[bucket].n_elements + padded) * item_bytes > limits.bucket_bytes
+        ):
             bucket = open_buckets[entry.dtype] = len(buckets)
             buckets.append(BucketShape(entry.dtype, 0))
         slots.append(Slot(bucket, buckets[bucket].n_elements, entry.n_elements))

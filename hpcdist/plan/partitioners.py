@@ -22,7 +22,9 @@ class Partitioner:
             dtype: of the variable, of numpy or torch.
             axis: the dimension that is split.
         """
-        raise NotImplementedError(f"{type(self).__name__}: expected __call__(shape, dtype, axis=0); define it.")
+        raise NotImplementedError(
+            f"{type(self).__name__}: expected __call__(shape, dtype, axis=0); define it."
+        )
 
 
 class FixedShardsPartitioner(Partitioner):
@@ -52,7 +54,9 @@ class MinSizePartitioner(Partitioner):
         bytes_per_string: estimate for variables of texts.
     """
 
-    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
+    def __init__(
+        self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
+    ) -> None:
         self._min_shard_bytes = _positive("min_shard_bytes", min_shard_bytes)
         self._max_shards = _positive("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
@@ -76,7 +80,9 @@ class MaxSizePartitioner(Partitioner):
         bytes_per_string: estimate for variables of texts.
     """
 
-    def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
+    def __init__(
+        self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
+    ) -> None:
         self._max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
         self._max_shards = None if max_shards is None else _positive("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
@@ -93,7 +99,9 @@ class MaxSizePartitioner(Partitioner):
             )
         row_bytes = math.prod(shape) // shape[axis] * _itemsize(dtype, self._bytes_per_string)
         n_shards = math.ceil(shape[axis] / max(1, self._max_shard_bytes // row_bytes))
-        return _along(shape, axis, n_shards if self._max_shards is None else min(n_shards, self._max_shards))
+        return _along(
+            shape, axis, n_shards if self._max_shards is None else min(n_shards, self._max_shards)
+        )
 
 
 @dataclass(frozen=True)
@@ -171,12 +179,18 @@ def place(
     return shards
 
 
-def rows_of_shards(variable: VariableSpec, partitioner: Callable[..., Any] | None) -> list[tuple[int, int]]:
+def rows_of_shards(
+    variable: VariableSpec, partitioner: Callable[..., Any] | None
+) -> list[tuple[int, int]]:
     """Return (start, stop) of each shard of a variable: of equal sizes, the first ones a row longer."""
     if partitioner is None or not variable.shape:
         return [(0, _n_rows(variable))]
     counts = partitioner(shape=variable.shape, dtype=variable.dtype)
-    is_list = isinstance(counts, (list, tuple)) and len(counts) > 0 and all(isinstance(count, int) for count in counts)
+    is_list = (
+        isinstance(counts, (list, tuple))
+        and len(counts) > 0
+        and all(isinstance(count, int) for count in counts)
+    )
     if not is_list or counts[0] < 1 or any(count != 1 for count in counts[1:]):
         raise UsageError(
             f"variable_partitioner: expected a list of numbers of shards, the first at least 1, the others 1, got "
@@ -196,10 +210,16 @@ def _along(shape: Sequence[int], axis: int, n_shards: int) -> list[int]:
 
 def _itemsize(dtype: Any, bytes_per_string: int) -> int:
     resolved_dtype = np.dtype(dtype) if isinstance(dtype, (str, type)) else dtype
-    return bytes_per_string if getattr(resolved_dtype, "kind", "") in ("O", "S", "U") else int(resolved_dtype.itemsize)
+    return (
+        bytes_per_string
+        if getattr(resolved_dtype, "kind", "") in ("O", "S", "U")
+        else int(resolved_dtype.itemsize)
+    )
 
 
 def _positive(name: str, value: int) -> int:
     if value < 1:
-        raise UsageError(f"Partitioner: expected {name} of at least 1, got {value}; leave it out for its default.")
+        raise UsageError(
+            f"Partitioner: expected {name} of at least 1, got {value}; leave it out for its default."
+        )
     return value

@@ -54,7 +54,9 @@ class Placement:
         (True, False)
         """
         blocks = [(ranks[0], ranks[-1] + 1, len(ranks)) for ranks in self.hosts]
-        return all(stop - start == n and is_subtree(start, stop, self.size) for start, stop, n in blocks)
+        return all(
+            stop - start == n and is_subtree(start, stop, self.size) for start, stop, n in blocks
+        )
 
 
 def plan_placement(lowest: Sequence[int]) -> Placement:
@@ -96,7 +98,9 @@ def plan_lanes(placement: Placement, host: int, is_ordered: bool) -> LanePlan:
     if is_ordered:
         subtrees = _subtrees_of_hosts(placement)
         groups = [range(start, stop) for start, stop in subtrees[host]]
-        positions = [[placement.hosts[host].index(replica) for replica in group] for group in groups]
+        positions = [
+            [placement.hosts[host].index(replica) for replica in group] for group in groups
+        ]
     else:
         subtrees = [[(number, number + 1)] for number in range(len(placement.hosts))]
         positions = [list(range(len(placement.hosts[host])))]

@@ -23,7 +23,8 @@ def plan_subtrees(replicas: Iterable[int], n_replicas: int) -> list[Subtree]:
     [(4, 7)]
     """
     parts = {replica: replica + 1 for replica in replicas}
-    for distance in _distances(min(n_replicas, 2 * len(parts))):  # a part of more than that is none of theirs
+    # a part of more than that is none of theirs
+    for distance in _distances(min(n_replicas, 2 * len(parts))):
         for start in [start for start in parts if start % (2 * distance) == 0]:
             middle = min(start + distance, n_replicas)
             right = min(start + 2 * distance, n_replicas)
@@ -92,7 +93,10 @@ class ReplicaPlan:
     @cached_property
     def subtrees(self) -> tuple[tuple[Subtree, ...], ...]:
         """The subtrees that each rank sums by itself."""
-        return tuple(tuple(plan_subtrees(self.of_rank(rank), self.n_replicas)) for rank in range(self.n_ranks))
+        return tuple(
+            tuple(plan_subtrees(self.of_rank(rank), self.n_replicas))
+            for rank in range(self.n_ranks)
+        )
 
     @cached_property
     def additions(self) -> tuple[tuple[int, int], ...]:

@@ -95,7 +95,13 @@ def _may_follow(last: Place, place: Place) -> bool:
     is_adjacent = last.address + last.n_elements * last.item_bytes == place.address
     has_elements = last.n_elements > 0 and place.n_elements > 0
     is_whole = last.n_elements % JOINED_ELEMENTS == 0 and place.n_elements % JOINED_ELEMENTS == 0
-    return last.kind is not None and last.kind == place.kind and is_adjacent and has_elements and is_whole
+    return (
+        last.kind is not None
+        and last.kind == place.kind
+        and is_adjacent
+        and has_elements
+        and is_whole
+    )
 
 
 def _joined(run: Run, number: int, place: Place) -> Run | None:

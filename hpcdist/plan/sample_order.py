@@ -57,7 +57,9 @@ def permutation(seed: int, epoch: int, n_rows: int, mixing: Mixing | None = None
         chunks = np.argsort(bits.random_raw(-(-n_rows // mixing.chunk_rows)), kind="stable")
         windows = np.empty_like(chunks)
         windows[chunks] = np.arange(len(chunks)) // mixing.n_chunks
-        order = np.lexsort((bits.random_raw(n_rows), windows[np.arange(n_rows) // mixing.chunk_rows]))
+        order = np.lexsort(
+            (bits.random_raw(n_rows), windows[np.arange(n_rows) // mixing.chunk_rows])
+        )
     rows: Rows = order.astype(np.int64)
     rows.setflags(write=False)
     return rows
@@ -113,9 +115,12 @@ class SampleOrder:
         """Batches of one pass, which must end."""
         run = self.run_rows
         rows = self.batch_rows or 1
-        n_runs, remaining_rows = divmod(self.n_samples, run) if run and not math.isinf(run) else (0, self.n_samples)
+        n_runs, remaining_rows = (
+            divmod(self.n_samples, run) if run and not math.isinf(run) else (0, self.n_samples)
+        )
         counts = (
-            int(n_rows // rows) if self.drop_remainder else -(-int(n_rows) // rows) for n_rows in (run, remaining_rows)
+            int(n_rows // rows) if self.drop_remainder else -(-int(n_rows) // rows)
+            for n_rows in (run, remaining_rows)
         )
         per_run, last = (0, -(-int(remaining_rows) // rows)) if math.isinf(run) else counts
         return int(n_runs) * per_run + last
@@ -179,7 +184,9 @@ class SampleOrder:
         epochs, rows = self._epochs_and_rows(np.arange(start, stop, dtype=np.int64))
         if self.seed is None:
             return rows
-        parts = [self._permutation(int(epoch))[rows[epochs == epoch]] for epoch in np.unique(epochs)]
+        parts = [
+            self._permutation(int(epoch))[rows[epochs == epoch]] for epoch in np.unique(epochs)
+        ]
         return np.concatenate(parts) if parts else rows
 
     def shuffle_epoch(self, epoch: int) -> int:

@@ -48,7 +48,11 @@ def _full(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 def n_elements_sent(schedule: Schedule) -> int:
     """Return the elements that a rank sends in a schedule."""
-    return sum(message.stop - message.start for planned_round in schedule for message in planned_round.sends)
+    return sum(
+        message.stop - message.start
+        for planned_round in schedule
+        for message in planned_round.sends
+    )
 
 
 def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
@@ -134,7 +138,9 @@ def _owner(subtree: tuple[int, int], element: int, n_elements: int) -> tuple[int
         distance = 1
         while distance < size:
             middle = (start + stop) // 2
-            start, stop, first = (start, middle, first) if element < middle else (middle, stop, first + distance)
+            start, stop, first = (
+                (start, middle, first) if element < middle else (middle, stop, first + distance)
+            )
             distance *= 2
         return first, start, stop
     n_left = 1 << (size.bit_length() - 1)

@@ -27,9 +27,15 @@ def plan_shards(sizes: Sequence[int], n_owners: int) -> list[dict[int, tuple[int
     cuts = [_cut(starts, number * starts[-1] / n_owners) for number in range(n_owners)]
     shares: list[dict[int, tuple[int, int]]] = []
     for first, last in pairwise([*cuts, starts[-1]]):
-        bounds = [(max(first, start) - start, min(last, stop) - start) for start, stop in pairwise(starts)]
+        bounds = [
+            (max(first, start) - start, min(last, stop) - start) for start, stop in pairwise(starts)
+        ]
         shares.append(
-            {tensor: owned_range for tensor, owned_range in enumerate(bounds) if owned_range[0] < owned_range[1]}
+            {
+                tensor: owned_range
+                for tensor, owned_range in enumerate(bounds)
+                if owned_range[0] < owned_range[1]
+            }
         )
     return shares
 

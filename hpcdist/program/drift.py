@@ -108,7 +108,10 @@ class StateDigests:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that are compared and still exist, by name."""
-        pairs = [(name, reference()) for name, reference in zip(self._names, self._parameters, strict=True)]
+        pairs = [
+            (name, reference())
+            for name, reference in zip(self._names, self._parameters, strict=True)
+        ]
         return [(name, parameter) for name, parameter in pairs if parameter is not None]
 
     @property

@@ -14,7 +14,9 @@ from hpcdist.runtime.world import World
 logger = logging.getLogger("hpcdist")
 
 #: What is compared at the end, for each world.
-_watched: "weakref.WeakKeyDictionary[World, weakref.WeakSet[StateDigests]]" = weakref.WeakKeyDictionary()
+_watched: "weakref.WeakKeyDictionary[World, weakref.WeakSet[StateDigests]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def watch(world: World, states: StateDigests) -> None:
@@ -53,7 +55,8 @@ class _Comparison:
         # where ranks have freed other objects, sums say nothing
         if not np.ptp(everyones[:, 0]):
             _warn("the settings of optimizers", odd_ranks(everyones[:, 1].tolist()))
-        is_any_changed = everyones[:, 4].any()  # somebody may have loaded the best weights for a last evaluation
+        # somebody may have loaded the best weights for a last evaluation
+        is_any_changed = everyones[:, 4].any()
         if not np.ptp(everyones[:, 2]) and not is_any_changed:
             _warn("parameters", odd_ranks(everyones[:, 3].tolist()))
 

@@ -18,7 +18,12 @@ _COMPARED_BYTES = 1 << 20
 
 def digest_of_batch(batch: Any) -> str:
     """Return a digest of the first tensor with rows in a batch; empty text when there is none."""
-    if type(batch) is Tensor and batch.layout is torch.strided and batch.dim() > 0 and batch.numel() > 0:
+    if (
+        type(batch) is Tensor
+        and batch.layout is torch.strided
+        and batch.dim() > 0
+        and batch.numel() > 0
+    ):
         array = to_array(batch)[0].reshape(-1).view("u1")
         return xxhash.xxh3_64_hexdigest(array[:_COMPARED_BYTES].tobytes())
     items: Any = ()

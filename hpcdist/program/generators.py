@@ -49,7 +49,9 @@ class StepGenerators:
         Where they are set for it already, sequences continue: the same numbers must not come twice. Not if the
         program has set a seed since.
         """
-        is_running = bool(self._states) or (self.seed is not None and torch.initial_seed() == self._key)
+        is_running = bool(self._states) or (
+            self.seed is not None and torch.initial_seed() == self._key
+        )
         if not self._is_agreed:
             self.seed = seed
             self._is_agreed = True
@@ -62,7 +64,9 @@ class StepGenerators:
         self.seed = torch.initial_seed()
         self._set()
 
-    def restore(self, seed: int | None, step: int, libraries: list[dict[str, Any]] | None = None) -> None:
+    def restore(
+        self, seed: int | None, step: int, libraries: list[dict[str, Any]] | None = None
+    ) -> None:
         """Resume at `step` with the seed of a checkpoint, and what it stores of the libraries."""
         self.seed = seed
         self.step = step

@@ -15,7 +15,9 @@ def hide_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     return gradients
 
 
-def restore_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+def restore_gradients(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
+) -> None:
     """Put hidden gradients back.
 
     Raises:

@@ -47,7 +47,9 @@ class _LibraryKey:
         """
         self._begin_training()
         if self._origin is None:
-            self._origin = self._library.origin if self._n_seeds else _digest_of(seed, self._library.name)
+            self._origin = (
+                self._library.origin if self._n_seeds else _digest_of(seed, self._library.name)
+            )
 
     def _begin_training(self) -> None:
         """Count seeds from here on as those that the program sets later."""
@@ -77,7 +79,10 @@ class _LibraryKey:
         if self._is_restored:
             self._is_restored = False
             self._mark = None
-            is_other = self._library.n_seeds != self._n_seeds and self._library.origin != self._restored_origin
+            is_other = (
+                self._library.n_seeds != self._n_seeds
+                and self._library.origin != self._restored_origin
+            )
             if self._restored_state is not None and not is_other:
                 self._n_seeds = self._library.n_seeds
                 self._library.set_state(self._restored_state)
@@ -98,9 +103,16 @@ class _LibraryKey:
         if is_programs:
             sequence = self._library.state()
             sequence["words"] = sequence["words"].tolist()
-        has_drawn = self._has_drawn or (self._mark is not None and self._library.mark() != self._mark)
+        has_drawn = self._has_drawn or (
+            self._mark is not None and self._library.mark() != self._mark
+        )
         seeded = self._library.origin if is_programs else None
-        return {"origin": self._origin, "has_drawn": has_drawn, "sequence": sequence, "seeded": seeded}
+        return {
+            "origin": self._origin,
+            "has_drawn": has_drawn,
+            "sequence": sequence,
+            "seeded": seeded,
+        }
 
     def restore(self, state: dict[str, Any], place: str) -> None:
         """Resume from what a checkpoint stores."""
@@ -131,7 +143,9 @@ class _LibraryKey:
 
     def resume(self, replica: int | str) -> None:
         """Continue a replica's sequence; from the beginning of the run, where it has not drawn."""
-        if self._run_state is not None and (replica in self._states or self._library.mark() != self._run_mark):
+        if self._run_state is not None and (
+            replica in self._states or self._library.mark() != self._run_mark
+        ):
             self._library.set_state(self._states.get(replica, self._run_state))
 
     def end_run(self) -> None:

@@ -16,7 +16,9 @@ def local_metrics() -> list[Any]:
     Cost: nothing in a program without torchmetrics, else a walk over all objects of the process.
     """
     torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if torchmetrics is None or (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    ):
         return []
     metrics: list[Any] = []
     wrapped_ids: set[int] = set()
@@ -26,7 +28,11 @@ def local_metrics() -> list[Any]:
             metrics.append(item)
         elif kind.__name__ == "TorchMetric":
             wrapped_ids.update(map(id, vars(item)["_metric"].modules()))
-    return [metric for metric in metrics if id(metric) not in wrapped_ids and metric.dist_sync_fn is None]
+    return [
+        metric
+        for metric in metrics
+        if id(metric) not in wrapped_ids and metric.dist_sync_fn is None
+    ]
 
 
 def warn_of_local_metrics() -> None:

@@ -46,8 +46,12 @@ class LoopWatch:
         self._flags = weakref.proxy(flags)
         self._handle: Handle | None = None
         self._newest: tuple[Part, list[Callable[[], Any]]] | None = None
-        self._generators: weakref.WeakValueDictionary[int, StepGenerators] = weakref.WeakValueDictionary()
-        self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = weakref.WeakKeyDictionary()
+        self._generators: weakref.WeakValueDictionary[int, StepGenerators] = (
+            weakref.WeakValueDictionary()
+        )
+        self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = (
+            weakref.WeakKeyDictionary()
+        )
         torch_hooks.around_any_backward(self)
         torch_hooks.around_loaders(self)
         torch_hooks.after_any_step(self._after_step)
@@ -153,13 +157,18 @@ class LoopWatch:
         if before is None:
             return
         parts = before.parts
-        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        outputs = [
+            leaf
+            for leaf in leaves_of(output)
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        ]
         if torch.is_grad_enabled() and outputs:
             reach = _Reach(self._flags.loop.uses_of_thread(), parts, before.likely_rows)
             for tensor in outputs:
                 torch_hooks.call_at_gradient_of(tensor, reach)
             self._flags.loop.note_forward(parts)
-        elif parts and module.training and _has_parameters(module):  # others may be made on one rank alone
+        elif parts and module.training and _has_parameters(module):
+            # others may be made on one rank alone
             self._flags.loop.note_forward()
 
 

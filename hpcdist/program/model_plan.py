@@ -93,7 +93,9 @@ class ModuleSet(IdentitySet[nn.Module]):
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter of the scope, or a buffer of one of the modules."""
         module_tensors = [
-            module_tensor for module in self for module_tensor in (*module.parameters(), *module.buffers())
+            module_tensor
+            for module in self
+            for module_tensor in (*module.parameters(), *module.buffers())
         ]
         return any(candidate is tensor for candidate in (*module_tensors, *self._parameters))
 
@@ -107,7 +109,9 @@ class ModuleSet(IdentitySet[nn.Module]):
     def roots(self) -> list[nn.Module]:
         """Return the modules that are alive and no other one's child."""
         alive = list(self)
-        children = {id(child) for module in alive for child in module.modules() if child is not module}
+        children = {
+            id(child) for module in alive for child in module.modules() if child is not module
+        }
         return [module for module in alive if id(module) not in children]
 
 
@@ -133,10 +137,16 @@ class ModelPlan:
     @property
     def averaged(self) -> list[tuple[ModelBuffer, Tensor]]:
         """Buffers of floats, such as BatchNorm's running statistics."""
-        return [(buffer, tensor) for buffer, tensor in self._buffer_tensors() if dtype_name(tensor) in SUM_DTYPES]
+        return [
+            (buffer, tensor)
+            for buffer, tensor in self._buffer_tensors()
+            if dtype_name(tensor) in SUM_DTYPES
+        ]
 
     def _buffer_tensors(self) -> list[tuple[ModelBuffer, Tensor]]:
-        return [(buffer, tensor) for buffer in self.buffers if (tensor := buffer.tensor) is not None]
+        return [
+            (buffer, tensor) for buffer in self.buffers if (tensor := buffer.tensor) is not None
+        ]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor."""
@@ -149,7 +159,13 @@ class ModelPlan:
             f"{name} {layout(tensor)} {tensor.requires_grad}{' sparse' if tensor in self.sparse else ''}"
             for name, tensor in self.parameters
         ]
-        return "\n".join(rows + [f"{buffer.name} {layout(tensor)} buffer" for buffer, tensor in self._buffer_tensors()])
+        return "\n".join(
+            rows
+            + [
+                f"{buffer.name} {layout(tensor)} buffer"
+                for buffer, tensor in self._buffer_tensors()
+            ]
+        )
 
 
 def plan_model(
@@ -184,8 +200,15 @@ def plan_model(
     for number, parameter in enumerate(bare):
         _check_parameter(f"parameter {number}", parameter)
         parameters.append((f"parameter {number}", parameter))
-    modules = [module for root in roots for module in root.modules() if getattr(module, "sparse", False) is True]
-    sparse = IdentitySet(parameter for module in modules for parameter in module.parameters(recurse=False))
+    modules = [
+        module
+        for root in roots
+        for module in root.modules()
+        if getattr(module, "sparse", False) is True
+    ]
+    sparse = IdentitySet(
+        parameter for module in modules for parameter in module.parameters(recurse=False)
+    )
     return ModelPlan(tuple(parameters), tuple(buffers), sparse)
 
 
@@ -207,7 +230,9 @@ def _check_buffer(name: str, buffer: Tensor) -> None:
         kind = str(buffer.layout).removeprefix("torch.")
     elif not is_storable(buffer.dtype):
         kind = dtype_name(buffer)
-    elif any(not stride and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+    elif any(
+        not stride and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+    ):
         kind = "expanded"  # torch does not restore it either
     else:
         return
@@ -229,7 +254,11 @@ def explain_difference(own_model: str, roots: str) -> DesyncError:
     """Return the error for a rank whose model is described by `own_model` where the chief's is described by `roots`."""
     own_rows = own_model.splitlines()
     root_rows = roots.splitlines()
-    first = next((own_row, root_row) for own_row, root_row in zip_longest(own_rows, root_rows) if own_row != root_row)
+    first = next(
+        (own_row, root_row)
+        for own_row, root_row in zip_longest(own_rows, root_rows)
+        if own_row != root_row
+    )
     own_row, root_row = (row or "nothing" for row in first)
     return DesyncError(
         f"strategy: expected the chief's model of {len(root_rows)} tensors, got {len(own_rows)}, first difference "

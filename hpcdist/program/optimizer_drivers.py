@@ -25,7 +25,9 @@ _schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 #: The optimizers that each enabled scaler has stepped.
 _scaled: "weakref.WeakKeyDictionary[GradScaler, weakref.WeakSet[Any]]" = weakref.WeakKeyDictionary()
 #: The model that each average is of.
-_averaged: "weakref.WeakKeyDictionary[AveragedModel, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
+_averaged: "weakref.WeakKeyDictionary[AveragedModel, weakref.ref[nn.Module]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _remember_schedulers_of(kind: Any) -> None:
@@ -92,7 +94,9 @@ def schedulers_of(optimizers: Sequence[Any], is_thorough: bool) -> list[Any]:
     members: list[Any] = []
     for scheduler in schedulers:
         members += members_of(scheduler)
-    return [scheduler for scheduler in schedulers if not any(scheduler is member for member in members)]
+    return [
+        scheduler for scheduler in schedulers if not any(scheduler is member for member in members)
+    ]
 
 
 def _holders_of(optimizer: Any) -> list[Any]:
@@ -100,7 +104,11 @@ def _holders_of(optimizer: Any) -> list[Any]:
     holders: list[Any] = []
     for referrer in gc.get_referrers(optimizer):
         if isinstance(referrer, dict):  # the attributes of an object, before Python 3.11 always
-            holders += [owner for owner in gc.get_referrers(referrer) if getattr(owner, "__dict__", None) is referrer]
+            holders += [
+                owner
+                for owner in gc.get_referrers(referrer)
+                if getattr(owner, "__dict__", None) is referrer
+            ]
         else:
             holders.append(referrer)
     return holders
@@ -109,7 +117,9 @@ def _holders_of(optimizer: Any) -> list[Any]:
 def _is_scheduler(holder: Any) -> bool:
     if isinstance(holder, (LRScheduler, ReduceLROnPlateau)):
         return True
-    has_state = all(callable(getattr(holder, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+    has_state = all(
+        callable(getattr(holder, name, None)) for name in ("step", "state_dict", "load_state_dict")
+    )
     return has_state and any(hasattr(holder, sign) for sign in _SIGNS_OF_SCHEDULER)
 
 
@@ -119,7 +129,9 @@ def members_of(scheduler: Any) -> list[Any]:
     for value in vars(scheduler).values():
         values = value if isinstance(value, (list, tuple)) else [value]
         for member in values:
-            if _is_scheduler(member) and not any(member is visited for visited in [scheduler, *members]):
+            if _is_scheduler(member) and not any(
+                member is visited for visited in [scheduler, *members]
+            ):
                 members.append(member)
                 members += members_of(member)
     return members
@@ -142,7 +154,9 @@ def averages_of(models: Sequence[nn.Module]) -> list[AveragedModel]:
     averages: list[AveragedModel] = []
     for average, reference in list(_averaged.items()):
         model_of_average = reference()
-        if model_of_average is not None and any(id(item) in parameters for item in model_of_average.parameters()):
+        if model_of_average is not None and any(
+            id(item) in parameters for item in model_of_average.parameters()
+        ):
             averages.append(average)
     return averages
 

@@ -61,7 +61,11 @@ class OwnLoader:
             self._require_end()
         self._n_batches = 0
         self._n_complete_at_begin = self._source.n_complete
-        if self._sampler is not None and self._flags.requester is not None and not self._is_following:
+        if (
+            self._sampler is not None
+            and self._flags.requester is not None
+            and not self._is_following
+        ):
             # only here: another world, without a handler, may watch the loader too
             self._is_following = self._sampler.follow(self._source)
             if not self._is_following:  # another loader draws by the same sampler
@@ -78,7 +82,12 @@ class OwnLoader:
 
     def _require_end(self) -> None:
         is_trained = self._source.n_complete > self._n_complete_at_begin
-        if self._flags.requester is None or self._sampler is None or not is_trained or self._has_all_rows:
+        if (
+            self._flags.requester is None
+            or self._sampler is None
+            or not is_trained
+            or self._has_all_rows
+        ):
             return
         raise agreed(
             DataError(
@@ -132,7 +141,8 @@ class OwnLoader:
     def end_pass(self) -> None:
         """Note that there were no more batches."""
         self._source.end_pass()
-        if not self._source.is_trained:  # read for something else, such as its mean; tensors still name their part
+        # read for something else, such as its mean; tensors still name their part
+        if not self._source.is_trained:
             self._source.drop_open()
         if self._is_following:
             self._source.move(self._sampler.end_pass())

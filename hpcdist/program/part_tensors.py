@@ -134,7 +134,9 @@ def _nbytes(tensor: Tensor) -> int:
     """Return how many bytes lie between the first element of a tensor and its last."""
     if tensor.numel() == 0:
         return 0
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    steps = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return (steps + 1) * tensor.element_size()
 
 
@@ -153,7 +155,11 @@ def leaves_of(nest: Any) -> list[Any]:
     waiting = [(nest, 0)]
     while waiting and len(leaves) < _MAX_LEAVES:
         node, depth = waiting.pop()
-        children = None if depth == _MAX_DEPTH or isinstance(node, (Tensor, np.ndarray)) else _children_of(node)
+        children = (
+            None
+            if depth == _MAX_DEPTH or isinstance(node, (Tensor, np.ndarray))
+            else _children_of(node)
+        )
         if children is None:
             leaves.append(node)
         else:

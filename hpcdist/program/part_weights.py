@@ -58,7 +58,8 @@ def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = Non
     if all(weights[0].has_fraction_of(weight) for weight in weights):
         if len(planned) < len(parts):  # the others may have another fraction, which nobody knows
             return weights[0]._replace(key=None, doubtful_rows=int(weights[0].rows))
-        key = weights[0].key if len(weights) == 1 else None  # parts are used in their order, most probably
+        # parts are used in their order, most probably
+        key = weights[0].key if len(weights) == 1 else None
         return Weight(weights[0].rows, True, weights[0].total_rows, key)
     is_known = all(weight.total_rows is not None for weight in weights)
     if not is_known and len({part.source.number for part in planned}) == len(planned):
@@ -77,7 +78,9 @@ def _weight_of(part: Part, local_index: int) -> Weight:
 
 
 def _refusal(weights: Sequence[Weight]) -> str:
-    sizes = sorted({f"{weight.rows:g} of {weight.total_rows or 'an unknown number of'}" for weight in weights})
+    sizes = sorted(
+        {f"{weight.rows:g} of {weight.total_rows or 'an unknown number of'}" for weight in weights}
+    )
     return (
         f"backward: expected one part of a global batch since the last backward with ReduceOp.MEAN, got parts of "
         f"{', '.join(sizes)} rows, any of which may be meant; draw a batch when the last one is trained on, give the "

@@ -16,7 +16,11 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each group; a tensor, as a learning rate may be, as numbers."""
     return [
-        {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        {
+            key: value.tolist() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
         for group in optimizer.param_groups
     ]
 

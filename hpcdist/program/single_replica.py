@@ -35,7 +35,9 @@ class SingleReplicaSteps:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch every module, parameter and optimizer that is built in the block."""
-        with torch_hooks.on_built(self.modules.add, self.modules.add_parameter, self._see_optimizer):
+        with torch_hooks.on_built(
+            self.modules.add, self.modules.add_parameter, self._see_optimizer
+        ):
             yield
         if self.generators.seed is None:
             self.generators.start(torch.initial_seed())
@@ -51,4 +53,8 @@ class SingleReplicaSteps:
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
         scope_parameters = self.modules.parameters()
-        return any(parameter in scope_parameters for group in optimizer.param_groups for parameter in group["params"])
+        return any(
+            parameter in scope_parameters
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )

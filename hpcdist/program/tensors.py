@@ -57,7 +57,11 @@ def have_same_bits(first: Tensor | None, second: Tensor | None) -> bool:
 
 def is_alike(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and layout."""
-    return first.dtype == second.dtype and first.shape == second.shape and first.layout is second.layout
+    return (
+        first.dtype == second.dtype
+        and first.shape == second.shape
+        and first.layout is second.layout
+    )
 
 
 def differ_in_bits(first: Tensor, second: Tensor) -> Tensor:

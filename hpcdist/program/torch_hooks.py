@@ -103,7 +103,11 @@ def on_built(
     """
     handles = on_module_built(see_module)
     try:
-        with _on_copied(see_module), _on_parameter_made(see_parameter), on_optimizer_built(see_optimizer):
+        with (
+            _on_copied(see_module),
+            _on_parameter_made(see_parameter),
+            on_optimizer_built(see_optimizer),
+        ):
             yield
     finally:
         for handle in handles:
@@ -281,9 +285,15 @@ def around_outer_calls(watcher: OuterWatcher) -> Handle:
 
 
 def _call_shown(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    watchers = [watcher for watcher in (reference() for reference in _outer_watchers.values()) if watcher is not None]
+    watchers = [
+        watcher
+        for watcher in (reference() for reference in _outer_watchers.values())
+        if watcher is not None
+    ]
     inner_module = getattr(module, "_orig_mod", module)
-    seen_before = [(watcher, watcher.before_call(inner_module, (args, kwargs))) for watcher in watchers]
+    seen_before = [
+        (watcher, watcher.before_call(inner_module, (args, kwargs))) for watcher in watchers
+    ]
     _outer_call.is_running = True
     try:
         output = _module_call(module, *args, **kwargs)
@@ -324,7 +334,9 @@ def around_any_backward(watcher: BackwardWatcher) -> None:
 def around_gradients(watcher: BackwardWatcher) -> None:
     """Show each `backward` to a watcher who begins after those of `around_any_backward`, and ends before them."""
     number = next(_watcher_numbers)
-    _gradient_watchers[number] = weakref.ref(watcher, lambda reference: _gradient_watchers.pop(number, None))
+    _gradient_watchers[number] = weakref.ref(
+        watcher, lambda reference: _gradient_watchers.pop(number, None)
+    )
     vars(torch.autograd)[_ENGINE] = _watched_backward
 
 
@@ -479,7 +491,8 @@ def unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -
 
 def n_holders(tensor: Tensor) -> int:
     """Return how many objects hold a tensor's memory: tensors, and the storage object that is asked."""
-    storage = tensor.untyped_storage()  # alive while it counts, so that it is counted in every release of torch
+    # alive while it counts, so that it is counted in every release of torch
+    storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -500,7 +513,9 @@ def move_mean_squares(means: list[Tensor], values: list[Tensor], factor: float) 
     torch._foreach_addcmul_(means, values, values, 1 - factor)
 
 
-def move_maxima(maxima: list[Tensor], values: list[Tensor], factor: float, epsilon: float) -> list[Tensor]:
+def move_maxima(
+    maxima: list[Tensor], values: list[Tensor], factor: float, epsilon: float
+) -> list[Tensor]:
     """Replace each maximum by the larger of factor * maximum and the absolute value; return them plus epsilon."""
     torch._foreach_mul_(maxima, factor)
     torch._foreach_maximum_(maxima, torch._foreach_abs(values))
@@ -514,7 +529,9 @@ def roots_of(values: list[Tensor], epsilon: float) -> list[Tensor]:
     return roots
 
 
-def subtract_quotients(targets: list[Any], dividends: list[Tensor], divisors: list[Tensor], factor: float) -> None:
+def subtract_quotients(
+    targets: list[Any], dividends: list[Tensor], divisors: list[Tensor], factor: float
+) -> None:
     """Subtract factor * dividend / divisor from each target."""
     torch._foreach_addcdiv_(targets, dividends, divisors, -factor)
 
@@ -535,7 +552,9 @@ def is_step_of_scaler() -> bool:
     return frame is not None and bool(frame.f_locals["self"].is_enabled())
 
 
-_compiler_of_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+_compiler_of_frames: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
 
 
 def is_compiled() -> bool:
@@ -646,7 +665,9 @@ class LoaderWatcher(Protocol):
 #: Who sees DataLoaders, by number, held weakly.
 _loader_watchers: "dict[int, weakref.ref[LoaderWatcher]]" = {}
 #: The loader of each of their iterators.
-_loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]" = weakref.WeakKeyDictionary()
+_loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]" = (
+    weakref.WeakKeyDictionary()
+)
 #: Iterators of loaders whose class has an `__iter__` of its own, before the first batch of a pass.
 _unseen: "weakref.WeakSet[_BaseDataLoaderIter]" = weakref.WeakSet()
 _call_of_module = nn.Module._call_impl.__code__
@@ -714,7 +735,8 @@ def _watched_next(iterator: _BaseDataLoaderIter) -> Any:
     except StopIteration:
         for watcher in watchers:
             watcher.after_pass(loader)
-        if type(loader).__iter__ is not _watched_iterator:  # the iterator may be used for another pass
+        # the iterator may be used for another pass
+        if type(loader).__iter__ is not _watched_iterator:
             _unseen.add(iterator)
         raise
     for watcher in watchers:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.errors import DesyncError, GradientError, HpcdistError, PSUnavailable, UsageError, error_class
+from hpcdist.errors import (
+    DesyncError,
+    GradientError,
+    HpcdistError,
+    PSUnavailable,
+    UsageError,
+    error_class,
+)
 from hpcdist.ps import pickles
 from hpcdist.ps.layout import (
     NOTHING,
@@ -106,7 +113,8 @@ class Client:
         self._sequence = self.clock = 0
         self._packers = [mailbox.packer(rank) for rank in servers]
         self._batches: list[list[int]] = [[] for _ in servers]  # shards of each adoption
-        self._paths: list[list[str]] = [[] for _ in servers]  # of the memory where a server has them
+        # of the memory where a server has them
+        self._paths: list[list[str]] = [[] for _ in servers]
         self._values: list[list[Values]] = [[] for _ in servers]
         self._optimizers: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
         self._members: dict[int, list[list[int]]] = {}
@@ -122,7 +130,9 @@ class Client:
 
     # -- variables and optimizers ---------------------------------------------------------------------------------
 
-    def adopt(self, specs: dict[int, list[ShardSpec]], variables: Sequence[nn.Parameter], is_first: bool) -> None:
+    def adopt(
+        self, specs: dict[int, list[ShardSpec]], variables: Sequence[nn.Parameter], is_first: bool
+    ) -> None:
         """Let servers hold variables from now on; all workers have the same values.
 
         Args:
@@ -136,7 +146,9 @@ class Client:
             self._shards[server] += shards
             self._batches[server].append(len(shards))
             if is_first:
-                payload = self._packers[server].pack([shard.part_of(shard.variable.detach()) for shard in shards])
+                payload = self._packers[server].pack(
+                    [shard.part_of(shard.variable.detach()) for shard in shards]
+                )
                 requests[server] = {"text": specs_to_text(new), "payload": payload}
         if requests:
             self._ask("adopt", Kind.ADOPT, list(requests.items()))
@@ -154,16 +166,29 @@ class Client:
                 )
         number = max(self._optimizers, default=-1) + 1
         numbers = {variable for _, members in groups for variable in members}
-        shards = {shard.spec.key for server in self._shards for shard in server if shard.spec.variable in numbers}
+        shards = {
+            shard.spec.key
+            for server in self._shards
+            for shard in server
+            if shard.spec.variable in numbers
+        }
         check_optimizer(type(optimizer), is_split=len(shards) > len(numbers))
         requests = {}
         for server, server_shards in enumerate(self._shards):
             server_groups = [
-                (settings, [index for index, shard in enumerate(server_shards) if shard.spec.variable in members])
+                (
+                    settings,
+                    [
+                        index
+                        for index, shard in enumerate(server_shards)
+                        if shard.spec.variable in members
+                    ],
+                )
                 for settings, members in groups
             ]
             pickle = pickles.dumps((type(optimizer), optimizer.defaults, server_groups))
-            text, tensors = self._states_on(server, {number: optimizer})  # of a checkpoint that every worker has loaded
+            # of a checkpoint that every worker has loaded
+            text, tensors = self._states_on(server, {number: optimizer})
             payload = self._packers[server].pack([torch.from_numpy(pickle.copy()), *tensors])
             requests[server] = {
                 "numbers": np.array([number, len(pickle)], np.int64),
@@ -202,26 +227,40 @@ class Client:
         has_new_settings = settings != sent
         self._optimizers[number] = (optimizer, settings)
         self.clock += 1
-        parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameter_ids = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
         part_bytes = self.chunk_bytes if is_elementwise(type(optimizer)) else None
         text = json.dumps(settings) if has_new_settings else ""
         requests: list[tuple[int, dict[str, Any]]] = []
         for server, shards in enumerate(self._shards):
             gradients = [
-                _gradient_of(shard) if id(shard.variable) in parameter_ids else (NOTHING, 0, []) for shard in shards
+                _gradient_of(shard) if id(shard.variable) in parameter_ids else (NOTHING, 0, [])
+                for shard in shards
             ]
-            payload = self._packers[server].pack([tensor for _, _, tensors in gradients for tensor in tensors])
+            payload = self._packers[server].pack(
+                [tensor for _, _, tensors in gradients for tensor in tensors]
+            )
             offset = 0
             for begin, end in parts_of([shard.spec for shard in shards], part_bytes):
                 numbers = [number, begin, int(end == len(shards))]
                 first = offset
-                for shard, (kind, n_rows, tensors) in zip(shards[begin:end], gradients[begin:end], strict=True):
+                for shard, (kind, n_rows, tensors) in zip(
+                    shards[begin:end], gradients[begin:end], strict=True
+                ):
                     numbers += [kind, n_rows, shard.version]
                     offset += sum(padded(tensor.numel() * tensor.itemsize) for tensor in tensors)
-                fields = {"numbers": np.array(numbers, np.int64), "text": text, "payload": payload[first:offset]}
+                fields = {
+                    "numbers": np.array(numbers, np.int64),
+                    "text": text,
+                    "payload": payload[first:offset],
+                }
                 asks = server == 0 and end == len(shards)
-                requests.append((server, {**fields, "request": int(request if asks else Request.NONE)}))
-        requests.sort(key=lambda request: int(request[1]["numbers"][1]))  # all servers have something to do at once
+                requests.append(
+                    (server, {**fields, "request": int(request if asks else Request.NONE)})
+                )
+        # all servers have something to do at once
+        requests.sort(key=lambda request: int(request[1]["numbers"][1]))
         before = [shards[0].version for shards in self._shards if shards]
         due = self._take(self._answers("step", Kind.STEP, requests))
         after = [shards[0].version for shards in self._shards if shards]
@@ -236,9 +275,13 @@ class Client:
             number: COPY: values come in messages, also inside a node.
         """
         all_numbers = [
-            [number, 0, 1, *(n for shard in shards for n in (NOTHING, 0, shard.version))] for shards in self._shards
+            [number, 0, 1, *(n for shard in shards for n in (NOTHING, 0, shard.version))]
+            for shards in self._shards
         ]
-        requests = [(server, {"numbers": np.array(numbers, np.int64)}) for server, numbers in enumerate(all_numbers)]
+        requests = [
+            (server, {"numbers": np.array(numbers, np.int64)})
+            for server, numbers in enumerate(all_numbers)
+        ]
         self._take(self._answers("pull", Kind.PULL, requests))
 
     def forget_values(self) -> None:
@@ -279,7 +322,9 @@ class Client:
     def _values_here(self, server: int) -> list[Values]:
         """Return the values that a server of this node has, mapped at their first use, as far as they are known."""
         mapped_values = self._values[server]
-        for path, n_shards in list(zip(self._paths[server], self._batches[server], strict=False))[len(mapped_values) :]:
+        for path, n_shards in list(zip(self._paths[server], self._batches[server], strict=False))[
+            len(mapped_values) :
+        ]:
             begin = sum(len(values.tensors) for values in mapped_values)
             specs = [shard.spec for shard in self._shards[server][begin : begin + n_shards]]
             mapped_values.append(Values(map_memory(path), specs))
@@ -319,10 +364,19 @@ class Client:
 
     def fetch_state(self, optimizer: Optimizer) -> None:
         """Fill an optimizer's state with that of the servers, of whole variables. Nothing before its first step."""
-        number = next((number for number, (candidate, _) in self._optimizers.items() if candidate is optimizer), None)
+        number = next(
+            (
+                number
+                for number, (candidate, _) in self._optimizers.items()
+                if candidate is optimizer
+            ),
+            None,
+        )
         if number is None:
             return
-        requests = [(server, {"numbers": np.array([number], np.int64)}) for server in range(self.n_servers)]
+        requests = [
+            (server, {"numbers": np.array([number], np.int64)}) for server in range(self.n_servers)
+        ]
         answers = self._ask("save", Kind.STATE, requests)
         parts: dict[int, list[tuple[_Known, dict[str, Any]]]] = {}
         for server, message in answers:
@@ -332,7 +386,9 @@ class Client:
         for owned in parts.values():
             owned.sort(key=lambda pair: pair[0].spec.start)
             variable = owned[0][0].variable
-            optimizer.state[variable] = {name: _joined(owned, name, variable) for name in owned[0][1]}
+            optimizer.state[variable] = {
+                name: _joined(owned, name, variable) for name in owned[0][1]
+            }
 
     def assign(self, variables: Collection[int], optimizers: Sequence[Optimizer]) -> None:
         """Make the values of some variables, and the states of some optimizers, those of the servers.
@@ -348,7 +404,9 @@ class Client:
         }
         requests: dict[int, dict[str, Any]] = {}
         for server, shards in enumerate(self._shards):
-            chosen = [index for index, shard in enumerate(shards) if shard.spec.variable in variables]
+            chosen = [
+                index for index, shard in enumerate(shards) if shard.spec.variable in variables
+            ]
             values = [shards[index].part_of(shards[index].variable.detach()) for index in chosen]
             text, tensors = self._states_on(server, numbered)
             requests[server] = {
@@ -358,7 +416,9 @@ class Client:
             }
         self._ask("restore", Kind.ASSIGN, list(requests.items()))
 
-    def _states_on(self, server: int, optimizers: Mapping[int, Optimizer]) -> tuple[str, list[Tensor]]:
+    def _states_on(
+        self, server: int, optimizers: Mapping[int, Optimizer]
+    ) -> tuple[str, list[Tensor]]:
         """Return the states of optimizers, as far as they have any, for the shards of a server."""
         states: States = {}
         for number, optimizer in optimizers.items():
@@ -368,13 +428,18 @@ class Client:
                 firsts.add(shard.spec.key)
                 for name, value in optimizer.state.get(shard.variable, {}).items():
                     is_of_rows = isinstance(value, Tensor) and value.shape == shard.variable.shape
-                    if is_of_rows or is_first:  # of chunks that servers have as a whole the first one has the rest
-                        states.setdefault((number, index), {})[name] = shard.part_of(value) if is_of_rows else value
+                    # of chunks that servers have as a whole the first one has the rest
+                    if is_of_rows or is_first:
+                        states.setdefault((number, index), {})[name] = (
+                            shard.part_of(value) if is_of_rows else value
+                        )
         return state_to_text(states)
 
     def statistics(self) -> list[dict[str, Any]]:
         """Return the statistics of each server."""
-        answers = self._ask("statistics", Kind.STATISTICS, [(server, {}) for server in range(self.n_servers)])
+        answers = self._ask(
+            "statistics", Kind.STATISTICS, [(server, {}) for server in range(self.n_servers)]
+        )
         return [json.loads(message.text) for _, message in answers]
 
     def leave(self, code: int = -1) -> None:
@@ -386,12 +451,18 @@ class Client:
         if not self.has_left and os.getpid() == self._pid:  # a forked child is no worker
             self.has_left = True
             numbers = np.array([code], np.int64)
-            self._ask("leave", Kind.LEAVE, [(server, {"numbers": numbers}) for server in range(self.n_servers)])
+            self._ask(
+                "leave",
+                Kind.LEAVE,
+                [(server, {"numbers": numbers}) for server in range(self.n_servers)],
+            )
             for shards in self._shards:
                 shards.clear()  # so that the strategy, which variables keep alive, can go
             self._optimizers.clear()
 
-    def _ask(self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, Message]]:
+    def _ask(
+        self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]
+    ) -> list[tuple[int, Message]]:
         """Send requests to servers and return their answers, each with its server; raises as `_answers`."""
         return list(self._answers(call, kind, requests))
 
@@ -407,7 +478,9 @@ class Client:
         messages = []
         for server, fields in requests:
             self._sequence += 1
-            message = Message(kind, self._worker, sequence=self._sequence, clock=self.clock, **fields)
+            message = Message(
+                kind, self._worker, sequence=self._sequence, clock=self.clock, **fields
+            )
             messages.append((self._servers[server], message))
         n_answers = 0
         error = None
@@ -435,7 +508,9 @@ def _unpack(message: Message, shards: list[_Known], rows: list[list[int]]) -> No
             shard.write(payload.take(shard.spec.shape, shard.spec.torch_dtype))
         elif kind == ROWS:
             indices = payload.take((n_rows,), torch.int64)
-            shard.write(payload.take((n_rows, *shard.spec.row_shape), shard.spec.torch_dtype), indices)
+            shard.write(
+                payload.take((n_rows, *shard.spec.row_shape), shard.spec.torch_dtype), indices
+            )
 
 
 def _gradient_of(shard: _Known) -> tuple[int, int, list[Tensor]]:
@@ -461,7 +536,8 @@ def _joined(owned: list[tuple[_Known, dict[str, Any]]], name: str, variable: Ten
     parts = [state[name] for _, state in owned]
     shapes = [tuple(shard.spec.shape) for shard, _ in owned]
     is_of_rows = len(parts) > 1 and all(
-        isinstance(part, Tensor) and tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True)
+        isinstance(part, Tensor) and tuple(part.shape) == shape
+        for part, shape in zip(parts, shapes, strict=True)
     )
     return torch.cat(parts).to(variable.device) if is_of_rows else parts[0]
 

@@ -57,7 +57,9 @@ class Clocks:
         """
         if self._max_staleness is None:
             return []
-        return [worker for worker, pushed in self._pushed.items() if pushed < step - self._max_staleness]
+        return [
+            worker for worker, pushed in self._pushed.items() if pushed < step - self._max_staleness
+        ]
 
 
 class RequestClock:
@@ -79,7 +81,8 @@ class RequestClock:
             latest: of the worker that is ahead.
         """
         for kind in (Request.STOP, Request.SAVE):
-            if kind in requests and clock > self._due.get(kind, -1):  # else it is what all will do, or have just done
+            # else it is what all will do, or have just done
+            if kind in requests and clock > self._due.get(kind, -1):
                 self._due[kind] = latest + 1
 
     def due(self, clock: int) -> Request:

@@ -68,7 +68,8 @@ class EntryParameters(ServedParameters):
         super().__init__(world, client, partitioner, is_by_bytes, skips_non_finite, needs_sum=True)
         self._comm = comm
         group_of(comm, None, world)  # which the collectives below find by the communicator
-        self._shared: list[int] = []  # version counters of the variables when all replicas last had the same values
+        # version counters of the variables when all replicas last had the same values
+        self._shared: list[int] = []
 
     def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Make one step of the entry on the servers, and hide the gradients from the optimizer here."""
@@ -90,7 +91,9 @@ class EntryParameters(ServedParameters):
 
         Sparse where any is; its rows follow each other in the order of the replicas.
         """
-        kinds = np.array([_kind_of(local_parameter.grad) for local_parameter in parameters], np.int64)
+        kinds = np.array(
+            [_kind_of(local_parameter.grad) for local_parameter in parameters], np.int64
+        )
         all_reduce(kinds, "max", comm=self._comm)
         totals: list[Tensor | None] = []
         for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
@@ -102,7 +105,10 @@ class EntryParameters(ServedParameters):
             else:
                 blank = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
                 totals.append(blank if gradient is None else blank.copy_(gradient))
-        grouped_all_reduce([total for total in totals if total is not None and not total.is_sparse], comm=self._comm)
+        grouped_all_reduce(
+            [total for total in totals if total is not None and not total.is_sparse],
+            comm=self._comm,
+        )
         return totals
 
     def _joined(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
@@ -110,13 +116,19 @@ class EntryParameters(ServedParameters):
         if gradient is None:
             none = torch.empty((1, 0), dtype=torch.int64)
             rows = parameter.new_empty((0, *parameter.shape[1:]))
-            gradient = torch.sparse_coo_tensor(none.to(rows.device), rows, parameter.shape, check_invariants=False)
+            gradient = torch.sparse_coo_tensor(
+                none.to(rows.device), rows, parameter.shape, check_invariants=False
+            )
         gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
         indices = all_gather(gradient._indices()[0], comm=self._comm)
         values = all_gather(gradient._values(), comm=self._comm)
-        return torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices[None], values, parameter.shape, check_invariants=False
+        )
 
-    def _push(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request) -> Request:
+    def _push(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request
+    ) -> Request:
         requests = np.array([request], np.int64)
         all_reduce(requests, "max", comm=self._comm)
         due = Request.NONE
@@ -132,7 +144,9 @@ class EntryParameters(ServedParameters):
         request = self._comm.Ibarrier()
         limit_s = self._world.timeout_s + _LATE_S
         if not wait_until(request.Test, limit_s):
-            raise late("step", limit_s, "the first rank of this worker entry", self._world.describe())
+            raise late(
+                "step", limit_s, "the first rank of this worker entry", self._world.describe()
+            )
 
     def _pull(self) -> None:
         with self._world.agreed(self._comm):
@@ -144,13 +158,27 @@ class EntryParameters(ServedParameters):
         """Take the first replica's values of the variables that it has new ones of; return what is due there."""
         before = [*self._shared, *([-1] * len(self._variables))]
         news = np.array(
-            [due, *(variable._version != count for variable, count in zip(self._variables, before, strict=False))],
+            [
+                due,
+                *(
+                    variable._version != count
+                    for variable, count in zip(self._variables, before, strict=False)
+                ),
+            ],
             np.int64,
         )
         broadcast(news, comm=self._comm)
-        changed = [variable for variable, is_new in zip(self._variables, news[1:].tolist(), strict=True) if is_new]
+        changed = [
+            variable
+            for variable, is_new in zip(self._variables, news[1:].tolist(), strict=True)
+            if is_new
+        ]
         for kind in sorted({(str(variable.dtype), str(variable.device)) for variable in changed}):
-            bucket = [variable for variable in changed if (str(variable.dtype), str(variable.device)) == kind]
+            bucket = [
+                variable
+                for variable in changed
+                if (str(variable.dtype), str(variable.device)) == kind
+            ]
             flat = torch.cat([variable.detach().reshape(-1) for variable in bucket])
             broadcast(flat, comm=self._comm)
             for variable, values in zip(

@@ -68,7 +68,10 @@ class ShardSpec:
 
 
 def specs_of(
-    variables: Sequence[VariableSpec], shards: Iterable[Shard], sparse: frozenset[int], chunk_bytes: int | None = None
+    variables: Sequence[VariableSpec],
+    shards: Iterable[Shard],
+    sparse: frozenset[int],
+    chunk_bytes: int | None = None,
 ) -> dict[int, list[ShardSpec]]:
     """Return the shards of each server, in their order.
 
@@ -84,7 +87,9 @@ def specs_of(
         shape = (shard.stop - shard.start, *variable.shape[1:]) if variable.shape else ()
         dtype = str(variable.dtype).removeprefix("torch.")
         is_sparse = shard.variable in sparse
-        spec = ShardSpec(variable.name, shard.variable, shard.start, shard.stop, shape, dtype, is_sparse)
+        spec = ShardSpec(
+            variable.name, shard.variable, shard.start, shard.stop, shape, dtype, is_sparse
+        )
         chunks = [spec] if chunk_bytes is None or is_sparse else chunks_of(spec, chunk_bytes)
         specs_by_server.setdefault(shard.server, []).extend(chunks)
     return specs_by_server
@@ -214,7 +219,9 @@ class Packer:
 
     def pack(self, tensors: Sequence[Tensor]) -> Bytes:
         """Return a payload of tensors, which holds until the next call."""
-        arrays = [bytes_of(tensor) if tensor.numel() else np.empty(0, np.uint8) for tensor in tensors]
+        arrays = [
+            bytes_of(tensor) if tensor.numel() else np.empty(0, np.uint8) for tensor in tensors
+        ]
         total = sum(padded(len(array)) for array in arrays)
         if total > len(self._memory):
             self._memory = self._allocate(total)
@@ -246,11 +253,17 @@ class Unpacker:
         tensors: list[Tensor] = []
         for _, group in itertools.groupby(specs, lambda spec: spec.key):
             chunks = list(group)
-            shape = (sum(chunk.shape[0] for chunk in chunks), *chunks[0].row_shape) if chunks[0].shape else ()
+            shape = (
+                (sum(chunk.shape[0] for chunk in chunks), *chunks[0].row_shape)
+                if chunks[0].shape
+                else ()
+            )
             whole = self.take(shape, chunks[0].torch_dtype)
             first = chunks[0].start
             tensors += [
-                whole[chunk_spec.start - first : chunk_spec.stop - first] if chunk_spec.shape else whole
+                whole[chunk_spec.start - first : chunk_spec.stop - first]
+                if chunk_spec.shape
+                else whole
                 for chunk_spec in chunks
             ]
         return tensors
@@ -268,7 +281,15 @@ def state_to_text(states: States) -> tuple[str, list[Tensor]]:
         for name, value in state.items():
             if isinstance(value, Tensor):
                 tensors.append(value)
-                rows.append([*numbers, name, list(value.shape), str(value.dtype).removeprefix("torch."), None])
+                rows.append(
+                    [
+                        *numbers,
+                        name,
+                        list(value.shape),
+                        str(value.dtype).removeprefix("torch."),
+                        None,
+                    ]
+                )
             else:
                 rows.append([*numbers, name, None, None, value])
     return json.dumps(rows), tensors

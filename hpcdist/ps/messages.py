@@ -64,10 +64,14 @@ class Message:
         text = self.text.encode()
         head = [self.kind, self.worker, self.incarnation, self.sequence, self.clock, self.request]
         header = np.array([*head, len(self.numbers), len(self.payload), len(text)], np.int64)
-        return np.frombuffer(header.tobytes() + self.numbers.tobytes() + text + path.encode(), np.uint8)
+        return np.frombuffer(
+            header.tobytes() + self.numbers.tobytes() + text + path.encode(), np.uint8
+        )
 
     @classmethod
-    def of_envelope(cls, envelope: Bytes, memory_for: Callable[[int, str], Bytes] | None = None) -> "Message":
+    def of_envelope(
+        cls, envelope: Bytes, memory_for: Callable[[int, str], Bytes] | None = None
+    ) -> "Message":
         """Return the message of an envelope.
 
         Args:
@@ -75,10 +79,14 @@ class Message:
             memory_for: returns the payload's memory, given its bytes and the path in the envelope; default: new one.
         """
         header = envelope[: 8 * _N_HEADER].view(np.int64)
-        kind, worker, incarnation, sequence, clock, request, n_numbers, n_payload, n_text = map(int, header)
+        kind, worker, incarnation, sequence, clock, request, n_numbers, n_payload, n_text = map(
+            int, header
+        )
         stop = 8 * (_N_HEADER + n_numbers)
         path = envelope[stop + n_text :].tobytes().decode()
-        payload = np.empty(n_payload, np.uint8) if memory_for is None else memory_for(n_payload, path)
+        payload = (
+            np.empty(n_payload, np.uint8) if memory_for is None else memory_for(n_payload, path)
+        )
         return cls(
             Kind(kind),
             worker,
@@ -93,7 +101,10 @@ class Message:
 
     def pieces(self) -> list[Bytes]:
         """Return the payload in pieces."""
-        return [self.payload[start : start + PIECE_BYTES] for start in range(0, len(self.payload), PIECE_BYTES)]
+        return [
+            self.payload[start : start + PIECE_BYTES]
+            for start in range(0, len(self.payload), PIECE_BYTES)
+        ]
 
 
 def answer(to: Message, kind: Kind, **fields: Any) -> Message:

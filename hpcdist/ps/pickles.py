@@ -33,11 +33,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 _FLOATS = (torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 #: The dtypes that numpy has.
-_ARRAYS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_FLOATS))
+_ARRAYS = frozenset(
+    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_FLOATS)
+)
 
 
 def _is_array(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in _ARRAYS
+    return (
+        tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in _ARRAYS
+    )
 
 
 class _Unpickler(pickle.Unpickler):

@@ -94,7 +94,9 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
         yields = CROWDED_YIELDS if world.is_crowded else YIELDS
         while not server.is_done:
             received: list[tuple[int, Message]] = []
-            wait_until(functools.partial(_receive, mailbox, received), _LOOK_S, yields, _MAX_SLEEP_S)
+            wait_until(
+                functools.partial(_receive, mailbox, received), _LOOK_S, yields, _MAX_SLEEP_S
+            )
             if signals.last:
                 name = signals.last
                 signals.last = ""
@@ -122,7 +124,10 @@ def wait_for_end(world: World, mailbox: Mailbox, code: int) -> int:
     """
     has_code = code >= 0
     is_over = wait_until(
-        lambda: mailbox.is_sent and (has_code or end_of_training() is not None), world.timeout_s, 0, 0.01
+        lambda: mailbox.is_sent and (has_code or end_of_training() is not None),
+        world.timeout_s,
+        0,
+        0.01,
     )
     if not is_over:
         raise CollectiveTimeoutError(

@@ -88,7 +88,9 @@ class ServedParameters:
         number = self._numbers.get(id(tensor))
         return number is not None and self._variables[number] is tensor
 
-    def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter]) -> None:
+    def adopt(
+        self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter]
+    ) -> None:
         """Let the servers hold parameters that are trained, and equal on all workers.
 
         Collective where there are new ones: the workers.
@@ -100,7 +102,11 @@ class ServedParameters:
         Raises:
             UsageError: when the partitioner returns nonsense; on every worker alike.
         """
-        new = [(name, parameter) for name, parameter in named if parameter.requires_grad and not self.holds(parameter)]
+        new = [
+            (name, parameter)
+            for name, parameter in named
+            if parameter.requires_grad and not self.holds(parameter)
+        ]
         if not new:
             return
         self.require_unwritten()
@@ -108,16 +114,24 @@ class ServedParameters:
         of_rows = {id(parameter) for parameter in sparse}
         specs = [
             *self._specs,
-            *(VariableSpec(name, tuple(parameter.shape), parameter.dtype) for name, parameter in new),
+            *(
+                VariableSpec(name, tuple(parameter.shape), parameter.dtype)
+                for name, parameter in new
+            ),
         ]
         with self._world.agreed(self._world.role_comm):
             shards = place(specs, self.client.n_servers, self._partitioner, self._is_by_bytes)
         self._specs = specs
         self._variables += [parameter for _, parameter in new]
         self._numbers = {id(variable): number for number, variable in enumerate(self._variables)}
-        sparse_numbers = frozenset(number for number, variable in enumerate(self._variables) if id(variable) in of_rows)
+        sparse_numbers = frozenset(
+            number for number, variable in enumerate(self._variables) if id(variable) in of_rows
+        )
         specs_by_server = specs_of(
-            specs, (shard for shard in shards if shard.variable >= first), sparse_numbers, self.client.chunk_bytes
+            specs,
+            (shard for shard in shards if shard.variable >= first),
+            sparse_numbers,
+            self.client.chunk_bytes,
         )
         self.client.adopt(specs_by_server, self._variables, self._world.is_chief)
         self.layouts.append(Layout(tuple(specs[first:]), specs_by_server))
@@ -138,7 +152,9 @@ class ServedParameters:
 
     def learn_optimizer(self, number: int, optimizer: Optimizer) -> None:
         """Take an optimizer that another client of the servers has given them. Not collective."""
-        self.client.note_optimizer(number, optimizer, [members for _, members in self._groups_of(optimizer)])
+        self.client.note_optimizer(
+            number, optimizer, [members for _, members in self._groups_of(optimizer)]
+        )
 
     def number_of(self, optimizer: Optimizer) -> int:
         """Return the number of an optimizer, which servers get at the first call."""
@@ -182,7 +198,9 @@ class ServedParameters:
 
     def require_unwritten(self) -> None:
         """Raise GradientError if anybody but the servers has written to a variable here."""
-        for name, variable, counter in zip(self._specs, self._variables, self._counters, strict=True):
+        for name, variable, counter in zip(
+            self._specs, self._variables, self._counters, strict=True
+        ):
             if variable._version != counter:
                 raise GradientError(
                     f"step: expected {name.name!r} as the parameter servers gave it, got it written to on "
@@ -216,14 +234,20 @@ class ServedParameters:
     def _check_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise GradientError unless servers hold the parameters of a step, as they are here."""
         self.require_unwritten()
-        foreign = [parameter for parameter in parameters if parameter.requires_grad and not self.holds(parameter)]
+        foreign = [
+            parameter
+            for parameter in parameters
+            if parameter.requires_grad and not self.holds(parameter)
+        ]
         if foreign:
             raise GradientError(
                 f"step: expected parameters made in strategy.scope() and in use since, got one of shape "
                 f"{tuple(foreign[0].shape)} that no server holds; build it in the scope, and call the model itself."
             )
 
-    def _push(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request) -> Request:
+    def _push(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request
+    ) -> Request:
         """Push gradients with what this rank requests of all; return what is due on all after this step."""
         number = self.number_of(optimizer)
         if not self._are_finite([parameter.grad for parameter in parameters]):
@@ -248,10 +272,13 @@ class ServedParameters:
 
     def _are_finite(self, gradients: Sequence[Tensor | None]) -> bool:
         present_values = [
-            gradient._values() if gradient.is_sparse else gradient for gradient in gradients if gradient is not None
+            gradient._values() if gradient.is_sparse else gradient
+            for gradient in gradients
+            if gradient is not None
         ]
         is_finite = all(
-            bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()) for values in present_values
+            bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+            for values in present_values
         )
         if not is_finite and not self._skips_non_finite:
             raise NotFiniteError(
@@ -266,7 +293,8 @@ class ServedParameters:
             for group in optimizer.param_groups
         ]
         all_settings = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
         ]
         return list(zip(all_settings, members, strict=True))
 
@@ -280,7 +308,8 @@ class ServedParameters:
         self.require_unwritten()
         self._meet()
         self._pull()
-        if self._world.is_chief or self._world.node_comm.rank == 0:  # which makes its node's copy in memory
+        # which makes its node's copy in memory
+        if self._world.is_chief or self._world.node_comm.rank == 0:
             for optimizer in optimizers:
                 self.client.fetch_state(optimizer)
         self._meet()
@@ -312,7 +341,11 @@ class ServedParameters:
 
     def _optimizers_of(self, objects: Iterable[Any]) -> list[Optimizer]:
         """Return the optimizers among some objects that step one of the variables."""
-        return [item for item in objects if isinstance(item, Optimizer) and any(map(self.holds, parameters_of(item)))]
+        return [
+            item
+            for item in objects
+            if isinstance(item, Optimizer) and any(map(self.holds, parameters_of(item)))
+        ]
 
     def changing(self) -> AbstractContextManager[bool]:
         """Let each worker change its copies of the variables; the next step refuses what it finds changed."""
@@ -323,14 +356,17 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each group that may change from step to step, such as a learning rate."""
 
     def plain(value: Any) -> Any:
-        is_number = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+        is_number = isinstance(value, np.generic) or (
+            isinstance(value, Tensor) and value.numel() == 1
+        )
         return value.item() if is_number else value
 
     return [
         {
             name: plain(value)
             for name, value in group.items()
-            if isinstance(plain(value), _PLAIN) or (isinstance(value, (tuple, list)) and name != "params")
+            if isinstance(plain(value), _PLAIN)
+            or (isinstance(value, (tuple, list)) and name != "params")
         }
         for group in optimizer.param_groups
     ]

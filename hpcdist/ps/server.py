@@ -149,7 +149,9 @@ class Server:
         exit_code: with which to leave once all workers have, as one of them said; -1: with the chief's.
     """
 
-    def __init__(self, packers: Mapping[int, Packer], rules: Rules, neighbours: Neighbours | None = None) -> None:
+    def __init__(
+        self, packers: Mapping[int, Packer], rules: Rules, neighbours: Neighbours | None = None
+    ) -> None:
         self.clocks = Clocks(packers, rules.max_staleness)
         self.exit_code = -1
         self._rules = rules
@@ -157,7 +159,8 @@ class Server:
         self._updaters: dict[int, Updater] = {}
         self._received: dict[int, _Received] = {}
         self._parked: dict[tuple[int, int], Message] = {}  # by worker and first shard
-        self._ages: dict[tuple[int, int], int] = {}  # of pushes of which parts have come, by worker and clock
+        # of pushes of which parts have come, by worker and clock
+        self._ages: dict[tuple[int, int], int] = {}
         # by clock and first shard: what came of each worker
         self._rounds: dict[tuple[int, int], dict[int, Message]] = {}
         self._requests = RequestClock()
@@ -215,12 +218,21 @@ class Server:
 
     def _repeat(self, message: Message) -> list[Message]:
         """Answer a request that came before, without applying it again."""
-        waiting = [*self._parked.values(), *(push for pushes in self._rounds.values() for push in pushes.values())]
-        if any((push.worker, push.sequence) == (message.worker, message.sequence) for push in waiting):
+        waiting = [
+            *self._parked.values(),
+            *(push for pushes in self._rounds.values() for push in pushes.values()),
+        ]
+        if any(
+            (push.worker, push.sequence) == (message.worker, message.sequence) for push in waiting
+        ):
             return []  # the answer is still to come
         if message.kind in (Kind.STEP, Kind.PULL):
             return [self._values(message)]
-        return self._take(message) if message.kind in (Kind.STATE, Kind.STATISTICS) else [answer(message, Kind.DONE)]
+        return (
+            self._take(message)
+            if message.kind in (Kind.STATE, Kind.STATISTICS)
+            else [answer(message, Kind.DONE)]
+        )
 
     # -- variables and optimizers ---------------------------------------------------------------------------------
 
@@ -231,7 +243,9 @@ class Server:
             rows = np.zeros(spec.shape[0], np.int64) if spec.is_sparse else None
             self._shards.append(_Served(spec, nn.Parameter(values), row_versions=rows))
 
-    def _stored_tensors(self, specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _stored_tensors(
+        self, specs: Sequence[ShardSpec], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Return tensors for the values of shards, filled: in memory that neighbours can read, if there are any."""
         if self._neighbours is None or not self._neighbours.workers:
             memory: Bytes = np.empty(Values.nbytes_of(specs), np.uint8)
@@ -273,7 +287,10 @@ class Server:
         """Return the parameters of an optimizer of some shards, each with the numbers of what it consists of."""
         if is_elementwise(kind):
             return [(self._shards[number].values, [number]) for number in shards]
-        groups = [list(group) for _, group in itertools.groupby(shards, lambda number: self._shards[number].spec.key)]
+        groups = [
+            list(group)
+            for _, group in itertools.groupby(shards, lambda number: self._shards[number].spec.key)
+        ]
         return [(self._joined(group), group) for group in groups]
 
     def _joined(self, chunks: Sequence[int]) -> nn.Parameter:
@@ -287,7 +304,9 @@ class Server:
 
     def _set_states(self, states: States) -> None:
         for number in {optimizer for optimizer, _ in states}:
-            shard_states = {shard: state for (optimizer, shard), state in states.items() if optimizer == number}
+            shard_states = {
+                shard: state for (optimizer, shard), state in states.items() if optimizer == number
+            }
             self._updaters[number].set_states(shard_states)
 
     def _assign(self, message: Message) -> None:
@@ -309,7 +328,9 @@ class Server:
         shard_states = {} if updater is None else updater.states()
         states = {(number, shard): state for shard, state in shard_states.items()}
         text, tensors = state_to_text(states)
-        return answer(message, Kind.DONE, text=text, payload=self._packers[message.worker].pack(tensors))
+        return answer(
+            message, Kind.DONE, text=text, payload=self._packers[message.worker].pack(tensors)
+        )
 
     def statistics(self) -> dict[str, Any]:
         """Return counts of this server: pushes, duplicates, versions, and the staleness of pushes."""
@@ -398,10 +419,17 @@ class Server:
         updater = self._updaters[numbers.pop()]
         for part, message in zip(parts, messages, strict=True):
             self._note_age(part, message)
-        gradients = [self._gradients_of(part, message) for part, message in zip(parts, messages, strict=True)]
+        gradients = [
+            self._gradients_of(part, message) for part, message in zip(parts, messages, strict=True)
+        ]
         totals = {
-            number: sum_of([push_gradients.get(number) for push_gradients in gradients], self._shards[number].values)
-            for number in sorted({number for push_gradients in gradients for number in push_gradients})
+            number: sum_of(
+                [push_gradients.get(number) for push_gradients in gradients],
+                self._shards[number].values,
+            )
+            for number in sorted(
+                {number for push_gradients in gradients for number in push_gradients}
+            )
         }
         with self._writing():
             changed = updater.step(totals, messages[0].worker)
@@ -438,7 +466,9 @@ class Server:
             elif spec is not None and kind == ROWS:
                 indices = payload.take((1, n_rows), torch.int64)
                 values = payload.take((n_rows, *spec.row_shape), spec.torch_dtype)
-                gradients[number] = torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=False)
+                gradients[number] = torch.sparse_coo_tensor(
+                    indices, values, spec.shape, check_invariants=False
+                )
         return gradients
 
     def _values(self, message: Message) -> Message:
@@ -453,7 +483,10 @@ class Server:
             elif shard.row_versions is not None and version >= 0:
                 rows = np.flatnonzero(shard.row_versions > version)
                 numbers += [ROWS_HERE if is_here else ROWS, len(rows), shard.version]
-                parts += [torch.from_numpy(rows), *([] if is_here else [shard.values.detach()[rows]])]
+                parts += [
+                    torch.from_numpy(rows),
+                    *([] if is_here else [shard.values.detach()[rows]]),
+                ]
             else:
                 numbers += [WHOLE_HERE if is_here else WHOLE, 0, shard.version]
                 parts += [] if is_here else [shard.values.detach()]
@@ -482,7 +515,11 @@ class Server:
         # this worker asks all others to stop
         signal = self._signal
         self._signal = ""
-        paths = [memory.path for memory, _ in self._memories[self._n_sent.get(worker, 0) :]] if is_here else []
+        paths = (
+            [memory.path for memory, _ in self._memories[self._n_sent.get(worker, 0) :]]
+            if is_here
+            else []
+        )
         if is_here:
             self._n_sent[worker] = len(self._memories)
         return json.dumps({"signal": signal, "paths": paths}) if signal or paths else ""

@@ -40,7 +40,11 @@ class _Outbox:
         """
         offset = payload.ctypes.data - self._memory.ctypes.data if len(payload) else -1
         is_here = self._own_memory is not None and 0 <= offset < len(self._memory)
-        return f"{self._own_memory.path}#{self._n_made}@{offset}" if is_here and self._own_memory is not None else ""
+        return (
+            f"{self._own_memory.path}#{self._n_made}@{offset}"
+            if is_here and self._own_memory is not None
+            else ""
+        )
 
 
 class Mailbox:
@@ -77,7 +81,9 @@ class Mailbox:
     @property
     def is_sent(self) -> bool:
         """Whether everything that was sent has left its memory."""
-        self._sending = [transfer for transfer in self._sending if not MPI.Request.Testall(transfer[0])]
+        self._sending = [
+            transfer for transfer in self._sending if not MPI.Request.Testall(transfer[0])
+        ]
         return not self._sending
 
     def receive(self) -> list[tuple[int, Message]]:
@@ -109,20 +115,31 @@ class Mailbox:
             nonlocal is_here
             is_here = bool(path)
             name, _, offset = path.partition("@")
-            return self._map(rank, name)[int(offset) :][:n_payload] if path else np.empty(n_payload, np.uint8)
+            return (
+                self._map(rank, name)[int(offset) :][:n_payload]
+                if path
+                else np.empty(n_payload, np.uint8)
+            )
 
         message = Message.of_envelope(envelope, memory_for)
         pieces = [] if is_here else message.pieces()
-        self._coming.append((rank, [self._comm.Irecv(piece, rank, _PIECE) for piece in pieces], message))
+        self._coming.append(
+            (rank, [self._comm.Irecv(piece, rank, _PIECE) for piece in pieces], message)
+        )
 
     def _map(self, rank: int, path: str) -> Bytes:
         """Return another rank's memory, mapped at its first use."""
         mapping = self._mapped.get(rank)
         if mapping is None or mapping[0] != path:
-            mapping = self._mapped[rank] = (path, np.frombuffer(map_memory(path.partition("#")[0]), np.uint8))
+            mapping = self._mapped[rank] = (
+                path,
+                np.frombuffer(map_memory(path.partition("#")[0]), np.uint8),
+            )
         return mapping[1]
 
-    def exchange(self, requests: Sequence[tuple[int, Message]], timeout_s: float) -> Iterator[tuple[int, Message]]:
+    def exchange(
+        self, requests: Sequence[tuple[int, Message]], timeout_s: float
+    ) -> Iterator[tuple[int, Message]]:
         """Send requests, and yield answers as they come, each with the number of its request; fewer when some are late.
 
         Args:
@@ -131,7 +148,9 @@ class Mailbox:
         """
         for rank, message in requests:
             self.send(rank, message)
-        awaited = {(rank, message.sequence): number for number, (rank, message) in enumerate(requests)}
+        awaited = {
+            (rank, message.sequence): number for number, (rank, message) in enumerate(requests)
+        }
         received: list[tuple[int, Message]] = []
 
         def has_some() -> bool:

@@ -53,7 +53,9 @@ def check_optimizer(kind: type[Optimizer], is_split: bool) -> None:
         is_split: whether it updates a variable that is in several shards.
     """
     if issubclass(kind, torch.optim.LBFGS):
-        raise UsageError("step: expected an optimizer without a closure on parameter servers, got LBFGS; use another.")
+        raise UsageError(
+            "step: expected an optimizer without a closure on parameter servers, got LBFGS; use another."
+        )
     if is_split and not is_elementwise(kind):
         names = ", ".join(sorted(optimizer_class.__name__ for optimizer_class in ELEMENTWISE))
         raise UsageError(
@@ -87,32 +89,47 @@ class Updater:
         """Return one of a class, given its defaults, and the settings and parameters of its groups."""
         all_groups = list(groups)
         optimizer = kind.__new__(kind)
-        chosen = [{**settings, "params": [parameter for parameter, _ in parts]} for settings, parts in all_groups]
-        optimizer.__setstate__({"defaults": defaults, "state": collections.defaultdict(dict), "param_groups": chosen})
+        chosen = [
+            {**settings, "params": [parameter for parameter, _ in parts]}
+            for settings, parts in all_groups
+        ]
+        optimizer.__setstate__(
+            {"defaults": defaults, "state": collections.defaultdict(dict), "param_groups": chosen}
+        )
         return cls(optimizer, [part for _, parts in all_groups for part in parts])
 
     @functools.cached_property
     def _places(self) -> dict[int, int]:
         """The place among the parameters of the one that a shard or chunk belongs to."""
-        return {number: place for place, (_, chunks) in enumerate(self.parameters) for number in chunks}
+        return {
+            number: place for place, (_, chunks) in enumerate(self.parameters) for number in chunks
+        }
 
     def note_settings(self, worker: int, groups: Iterable[dict[str, Any]]) -> None:
         """Note the settings of the groups that a worker steps with from now on: as JSON has them, without tuples."""
         self._settings[worker] = [
-            {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+            {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in group.items()
+            }
             for group in groups
         ]
 
     def states(self) -> dict[int, dict[str, Any]]:
         """Return the state of each parameter, by the number of the first shard or chunk in it."""
-        return {chunks[0]: dict(self.optimizer.state[parameter]) for parameter, chunks in self.parameters}
+        return {
+            chunks[0]: dict(self.optimizer.state[parameter])
+            for parameter, chunks in self.parameters
+        }
 
     def set_states(self, states: Mapping[int, dict[str, Any]]) -> None:
         """Set states; those of chunks are joined where the optimizer has their shard as a whole."""
         for parameter, chunks in self.parameters:
             chunk_states = [states[chunk] for chunk in chunks if chunk in states]
             if chunk_states:
-                self.optimizer.state[parameter] = chunk_states[0] if len(chunk_states) == 1 else _join(chunk_states)
+                self.optimizer.state[parameter] = (
+                    chunk_states[0] if len(chunk_states) == 1 else _join(chunk_states)
+                )
 
     def step(self, totals: Mapping[int, Tensor | None], worker: int) -> dict[int, Tensor | None]:
         """Make a step on gradients of some shards or chunks.
@@ -124,11 +141,15 @@ class Updater:
         Returns:
             The rows that have changed of each; None: all.
         """
-        for group, settings in zip(self.optimizer.param_groups, self._settings.get(worker, []), strict=False):
+        for group, settings in zip(
+            self.optimizer.param_groups, self._settings.get(worker, []), strict=False
+        ):
             group.update(settings)
         stepped_parameters = [
             self.parameters[place]
-            for place in sorted({self._places[number] for number in totals if number in self._places})
+            for place in sorted(
+                {self._places[number] for number in totals if number in self._places}
+            )
         ]
         changed: dict[int, Tensor | None] = {}
         try:
@@ -136,7 +157,9 @@ class Updater:
                 parts = [total for chunk in chunks if (total := totals[chunk]) is not None]
                 parameter.grad = parts[0] if len(chunks) == 1 else torch.cat(parts)
                 is_of_rows = parameter.grad.is_sparse and self._changes_rows_alone
-                changed |= {chunk: parts[0]._indices()[0] if is_of_rows else None for chunk in chunks}
+                changed |= {
+                    chunk: parts[0]._indices()[0] if is_of_rows else None for chunk in chunks
+                }
             self.optimizer.step()
         finally:
             for parameter, _ in stepped_parameters:
@@ -147,7 +170,9 @@ class Updater:
     def _changes_rows_alone(self) -> bool:
         settings = _CHANGES_ROWS_ALONE.get(type(self.optimizer))
         groups = self.optimizer.param_groups
-        return settings is not None and not any(group.get(name) for name in settings for group in groups)
+        return settings is not None and not any(
+            group.get(name) for name in settings for group in groups
+        )
 
 
 def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
@@ -157,11 +182,19 @@ def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
     """
     gradients = [gradient for gradient in pushed if gradient is not None]
     if len(gradients) < 2 or len(pushed) < 2:
-        return gradients[0].coalesce() if gradients and gradients[0].is_sparse else gradients[0] if gradients else None
+        return (
+            gradients[0].coalesce()
+            if gradients and gradients[0].is_sparse
+            else gradients[0]
+            if gradients
+            else None
+        )
     if all(gradient.is_sparse for gradient in gradients):
         indices = torch.cat([gradient._indices() for gradient in gradients], 1)
         values = torch.cat([gradient._values() for gradient in gradients])
-        return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            indices, values, like.shape, check_invariants=False
+        ).coalesce()
     wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
     rows = [
         torch.zeros_like(like, dtype=wide)

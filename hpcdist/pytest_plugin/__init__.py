@@ -11,14 +11,18 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the time limit of a test."""
     parser.addini(
-        "mpi_timeout", "seconds after which a test under MPI ends the run; a timeout mark goes first", default="60"
+        "mpi_timeout",
+        "seconds after which a test under MPI ends the run; a timeout mark goes first",
+        default="60",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Start MPI, and let ranks report together, where pytest-mpi is asked for it."""
-    if config.getoption("--with-mpi", default=False) or config.getoption("--only-mpi", default=False):
+    if config.getoption("--with-mpi", default=False) or config.getoption(
+        "--only-mpi", default=False
+    ):
         from hpcdist.pytest_plugin.ranks import RankReports
 
         config.pluginmanager.register(RankReports(config), "hpcdist-ranks")

@@ -76,8 +76,12 @@ class RankReports:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Give every rank the same outcome."""
         report = yield
-        outcomes = self._comm.allgather((report.outcome, report.longreprtext if report.failed else ""))
-        failed = [(rank, text) for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"]
+        outcomes = self._comm.allgather(
+            (report.outcome, report.longreprtext if report.failed else "")
+        )
+        failed = [
+            (rank, text) for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"
+        ]
         if failed:
             ranks = ", ".join(str(rank) for rank, _ in failed)
             report.outcome = "failed"
@@ -119,7 +123,8 @@ class RankReports:
             capture.suspend_global_capture()
             time.sleep(self._comm.rank * _TURN_S)  # so that the reports of ranks do not mix
             os.write(2, self._report_of_hang(item, limit_s).encode())
-            time.sleep(self._comm.size * _TURN_S)  # the first rank that ends lets the launcher kill the others
+            # the first rank that ends lets the launcher kill the others
+            time.sleep(self._comm.size * _TURN_S)
             os._exit(_TOO_LATE)
 
         self._stop()
@@ -129,11 +134,19 @@ class RankReports:
 
     def _report_of_hang(self, item: pytest.Item, limit_s: float) -> str:
         """Return where this rank is; on rank 0 also what has failed before, as the run ends without a summary."""
-        lines = [f"\n{name} failed before:\n{text}\n" for name, text in self._failed] if self._comm.rank == 0 else []
-        lines += [f"\n{item.nodeid}: more than {limit_s:g} s on rank {self._comm.rank}, which is here:\n"]
+        lines = (
+            [f"\n{name} failed before:\n{text}\n" for name, text in self._failed]
+            if self._comm.rank == 0
+            else []
+        )
+        lines += [
+            f"\n{item.nodeid}: more than {limit_s:g} s on rank {self._comm.rank}, which is here:\n"
+        ]
         main_thread = threading.main_thread().ident
         frames = traceback.extract_stack(sys._current_frames()[main_thread or 0])
-        first = next((number for number, frame in enumerate(frames) if frame.filename == str(item.path)), 0)
+        first = next(
+            (number for number, frame in enumerate(frames) if frame.filename == str(item.path)), 0
+        )
         return "".join([*lines, *traceback.format_list(frames[first:])])
 
     def _stop(self) -> None:

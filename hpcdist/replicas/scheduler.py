@@ -88,7 +88,9 @@ class ReplicaScheduler:
             What a replica raised, once the others are stopped. DesyncError: when they arrive at different barriers.
         """
         if self._is_running and (len(self.replicas) > 1 or self._switched):
-            raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
+            raise RuntimeError(
+                "run: expected a call outside strategy.run, got one inside; call the function itself."
+            )
         was_running = self._is_running
         self._is_running = True
         for state in self._switched:
@@ -145,9 +147,8 @@ class ReplicaScheduler:
         try:
             result = call()
         except BaseException:
-            with suppress(
-                UsageError
-            ):  # of the look at shared parameters, which comes last: the program's own error goes on
+            with suppress(UsageError):
+                # of the look at shared parameters, which comes last: the program's own error is raised
                 self._suspend(replica)
             raise
         else:
@@ -156,7 +157,9 @@ class ReplicaScheduler:
             self._local.replica = None
         return result
 
-    def _thread(self, round_: "_Round", index: int, call: Callable[[], Any], context: contextvars.Context) -> None:
+    def _thread(
+        self, round_: "_Round", index: int, call: Callable[[], Any], context: contextvars.Context
+    ) -> None:
         replica = self._local.replica = self.replicas[index]
         try:
             round_.wait_for_turn(index)
@@ -192,7 +195,9 @@ class ReplicaScheduler:
         if len(self.replicas) > 1 and self.is_last:
             self._wait(self.local_index)
 
-    def merge(self, point: str, contributed: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def merge(
+        self, point: str, contributed: Any, combine: Callable[[list[Any]], Sequence[Any]]
+    ) -> Any:
         """Return this replica's part of combine(what all local replicas contributed), which is called once.
 
         A single replica may call it anywhere: outside `run`, and in the threads that autograd has for devices.
@@ -226,7 +231,9 @@ class ReplicaScheduler:
                 stack.enter_context(state.merging())
             yield
 
-    def _outside(self, combine: Callable[[list[Any]], Sequence[Any]], contributions: list[Any]) -> Sequence[Any]:
+    def _outside(
+        self, combine: Callable[[list[Any]], Sequence[Any]], contributions: list[Any]
+    ) -> Sequence[Any]:
         """Return combine(contributions), which belongs to no replica."""
         replica = self.replica
         self._local.replica = None
@@ -254,7 +261,8 @@ class ReplicaScheduler:
 
     def _suspend_failed(self, replica: int) -> None:
         """Save the state of a replica that has raised: it must not draw the same numbers again."""
-        with suppress(UsageError):  # of `SharedWrites`, which comes last: the program's own error is raised
+        # of `SharedWrites`, which comes last: the program's own error is raised
+        with suppress(UsageError):
             self._suspend(replica)
 
     def _resume(self, replica: int) -> None:

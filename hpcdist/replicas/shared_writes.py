@@ -115,7 +115,9 @@ class SharedWrites:
     def begin(self) -> None:
         """Look at what there is when a replica's turn begins, or goes on."""
         self._marks = self._read_marks()
-        self._settings = [(weakref.ref(optimizer), settings_of(optimizer)) for optimizer in self._optimizers]
+        self._settings = [
+            (weakref.ref(optimizer), settings_of(optimizer)) for optimizer in self._optimizers
+        ]
 
     def end(self) -> None:
         """Compare what there is with what there was; in nobody's turn, do nothing.
@@ -137,7 +139,9 @@ class SharedWrites:
             for group, current in zip(groups, settings_of(optimizer), strict=False):
                 changed = [key for key, value in group.items() if current.get(key) != value]
                 if changed:
-                    raise _refusal(f"an optimizer's {changed[0]!r}, as a scheduler's step makes it,")
+                    raise _refusal(
+                        f"an optimizer's {changed[0]!r}, as a scheduler's step makes it,"
+                    )
 
     def _require_equal(self, before: _Marks, now: _Marks) -> None:
         """Raise UsageError if a parameter was written to; one that the garbage collector has taken was not."""
@@ -148,7 +152,11 @@ class SharedWrites:
             is_counted = is_counted or before.versions[number] != now.versions[number]
             ends = slice(2 * number, 2 * number + 2)
             has_other_ends = before.ends[ends] != now.ends[ends]
-            if is_counted or has_other_ends or before.digests.get(number) != now.digests.get(number):
+            if (
+                is_counted
+                or has_other_ends
+                or before.digests.get(number) != now.digests.get(number)
+            ):
                 raise _refusal(f"parameter {name!r}")
 
     def _read_marks(self) -> _Marks:
@@ -196,7 +204,12 @@ _NO_BYTES = ctypes.create_string_buffer(0)
 
 def _ends_of(tensor: Tensor | None) -> tuple[_Bytes, _Bytes]:
     """Return views of the first and last bytes of a host tensor in one piece; of another one, of no bytes."""
-    if tensor is None or tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.data_ptr():
+    if (
+        tensor is None
+        or tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+        or not tensor.data_ptr()
+    ):
         return _NO_BYTES, _NO_BYTES
     n_bytes = min(_END_BYTES, tensor.nbytes)
     address = tensor.data_ptr()

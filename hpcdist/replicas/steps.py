@@ -20,7 +20,8 @@ class ReplicaSteps:
     def __init__(self, scheduler: ReplicaScheduler) -> None:
         self._scheduler = scheduler
         self._hidden: dict[int, list[Tensor | None]] = {}  # by replica
-        self._brought: dict[int, list[Tensor | None]] = {}  # gradients of the replicas that wait at the step
+        # gradients of the replicas that wait at the step
+        self._brought: dict[int, list[Tensor | None]] = {}
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Wait until all local replicas are at the step; return whether the caller makes it, as outside of replicas.

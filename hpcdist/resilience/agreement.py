@@ -33,7 +33,10 @@ class Agreement:
     """
 
     def __init__(
-        self, world: World, requested: Callable[[], Request], clock: Callable[[], float] = time.monotonic
+        self,
+        world: World,
+        requested: Callable[[], Request],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._world = world
         self._requested = requested
@@ -91,8 +94,14 @@ class Agreement:
     def first_reason(self, local_reason: str | None) -> str | None:
         """Return, on all ranks, the reason of the lowest rank that has one. Collective: the ranks of the role."""
         comm = self._world.role_comm
-        lowest = self._world.all_reduce_int(comm.size if local_reason is None else comm.rank, MPI.MIN, comm)
-        return None if lowest == comm.size else self._world.broadcast_text(local_reason or "", lowest, comm)
+        lowest = self._world.all_reduce_int(
+            comm.size if local_reason is None else comm.rank, MPI.MIN, comm
+        )
+        return (
+            None
+            if lowest == comm.size
+            else self._world.broadcast_text(local_reason or "", lowest, comm)
+        )
 
     def any_rank(self, is_true: bool) -> bool:
         """Return whether `is_true` holds on any rank of the role. Collective: the ranks of the role."""
@@ -110,7 +119,9 @@ class Agreement:
         bits. A stop on one rank hides a save on another.
         """
         elapsed_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
-        local_request = int(self._requested()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)
+        local_request = int(self._requested()) << _TIME_BITS | min(
+            elapsed_us, (1 << _TIME_BITS) - 1
+        )
         agreed = self._world.all_reduce_int(local_request, MPI.MAX, self._world.role_comm)
         request = agreed >> _TIME_BITS
         poll_us = max(agreed & ((1 << _TIME_BITS) - 1), 1)

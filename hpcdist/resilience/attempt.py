@@ -14,7 +14,13 @@ from hpcdist.errors import (
     log,
 )
 from hpcdist.forks import make_lock
-from hpcdist.resilience.decision import Decision, DecisionFile, decide, has_progress, without_progress
+from hpcdist.resilience.decision import (
+    Decision,
+    DecisionFile,
+    decide,
+    has_progress,
+    without_progress,
+)
 from hpcdist.resilience.ledger import Launch, Ledger
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.side_errors import SideErrors
@@ -110,7 +116,9 @@ class RunAttempt:
         has_progress: whether the attempt is known to have made progress, or it does not matter; equal on all ranks.
     """
 
-    def __init__(self, world: World, manager: CheckpointManager, knows_progress: bool = True) -> None:
+    def __init__(
+        self, world: World, manager: CheckpointManager, knows_progress: bool = True
+    ) -> None:
         self._world = world
         self._manager = manager
         self.folder = Path(manager.directory).parent
@@ -145,7 +153,8 @@ class RunAttempt:
             attempts.append(self._launch.attempt(0))  # this one, as it would begin
         decision = decide(attempts, self._is_counted)
         if decision.exit_code is not None:
-            if self._manager.is_in_progress:  # it has begun with a restore before this: it is none that counts
+            # it has begun with a restore before this: it is none that counts
+            if self._manager.is_in_progress:
                 self._manager.ledger.end("refused", decision.reason)
             raise NoProgressError(
                 f"PreemptionCheckpointHandler: expected attempts that make progress, got {decision.reason}; fix what "
@@ -175,7 +184,9 @@ class RunAttempt:
         Not collective; a failed write is logged, as the error is about to be raised.
         """
         if self._world.is_chief and self._manager.attempt:
-            self._try_to_end("refused" if isinstance(error, CheckpointMismatch) else "failed", str(error))
+            self._try_to_end(
+                "refused" if isinstance(error, CheckpointMismatch) else "failed", str(error)
+            )
         self._manager.give_up_attempt()
 
     def committed(self, step: int) -> None:
@@ -204,7 +215,9 @@ class RunAttempt:
         """Return whether something holds on any rank. Collective: chief and workers."""
         return self._world.all_reduce_int(int(is_true), MPI.MAX, self._world.role_comm) > 0
 
-    def stopped(self, reason: str, step: int, is_excused: bool, is_late: bool) -> tuple[ExitCode, str]:
+    def stopped(
+        self, reason: str, step: int, is_excused: bool, is_late: bool
+    ) -> tuple[ExitCode, str]:
         """Record that the attempt was asked to stop; return the exit code for all ranks, and its reason.
 
         Args:
@@ -216,8 +229,14 @@ class RunAttempt:
         Raises:
             CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
-        decision = self._end("stopped", reason, step, is_excused and self._launch.job is not None, is_late)
-        code = decision.exit_code if decision is not None and decision.exit_code else ExitCode.RUN_AGAIN
+        decision = self._end(
+            "stopped", reason, step, is_excused and self._launch.job is not None, is_late
+        )
+        code = (
+            decision.exit_code
+            if decision is not None and decision.exit_code
+            else ExitCode.RUN_AGAIN
+        )
         text = f"{code.value} {decision.reason if decision else reason}"
         number, _, why = self._world.broadcast_text(text, 0, self._world.role_comm).partition(" ")
         return ExitCode(int(number)), why

@@ -19,7 +19,13 @@ from hpcdist.checkpoint.tree import Array, NamedArray, decode, encode, is_list_o
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.torch_source import is_loader
 from hpcdist.dtypes import dtype_name
-from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DataError, UsageError
+from hpcdist.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    DataError,
+    UsageError,
+)
 from hpcdist.program import owners
 from hpcdist.program.owners import Stepper
 from hpcdist.program.tensors import from_array, to_array
@@ -95,8 +101,12 @@ class Checkpoint:
         """
         current_value = self._objects.get(name)
         value = _plain(value)
-        if not isinstance(current_value, _PLAIN) or _plain_kind(value) != _plain_kind(current_value):
-            expected = ", ".join(f"{name!r}" for name, item in self._objects.items() if isinstance(item, _PLAIN))
+        if not isinstance(current_value, _PLAIN) or _plain_kind(value) != _plain_kind(
+            current_value
+        ):
+            expected = ", ".join(
+                f"{name!r}" for name, item in self._objects.items() if isinstance(item, _PLAIN)
+            )
             raise UsageError(
                 f"Checkpoint: expected a number or text under the name of one ({expected or 'there is none'}), got "
                 f"{type(value).__name__} for {name!r}; give it its first value when you make the Checkpoint."
@@ -106,7 +116,11 @@ class Checkpoint:
     @property
     def world(self) -> World:
         """The ranks that save and restore together: those of the strategy among the objects, else the default world."""
-        worlds = [item.world for item in self._objects.values() if isinstance(getattr(item, "world", None), World)]
+        worlds = [
+            item.world
+            for item in self._objects.values()
+            if isinstance(getattr(item, "world", None), World)
+        ]
         return worlds[0] if worlds else make_world()
 
     def digest_beside_tensors(self) -> str:
@@ -115,7 +129,10 @@ class Checkpoint:
         Modules, arrays, the strategy and sources of batches are left out. Not collective.
         """
         arrays: list[NamedArray] = []
-        nodes = {name: encode(_settings_of(item), name, to_array, arrays) for name, item in self._objects.items()}
+        nodes = {
+            name: encode(_settings_of(item), name, to_array, arrays)
+            for name, item in self._objects.items()
+        }
         digest = xxhash.xxh3_64(json.dumps(nodes, sort_keys=True, default=str).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(array.values).view(np.uint8).data)
@@ -134,7 +151,11 @@ class Checkpoint:
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers among the objects."""
-        return [item for item in self._objects.values() if hasattr(item, "param_groups") and hasattr(item, "step")]
+        return [
+            item
+            for item in self._objects.values()
+            if hasattr(item, "param_groups") and hasattr(item, "step")
+        ]
 
     def describe_sums(self) -> dict[str, Any]:
         """Return how the strategy among the objects sums gradients; empty without a strategy."""
@@ -149,7 +170,11 @@ class Checkpoint:
         Collective if the checkpoint holds such objects: all ranks.
         """
         self.refresh()
-        gathered = {name: item for name, item in self._objects.items() if getattr(item, "is_state_collective", False)}
+        gathered = {
+            name: item
+            for name, item in self._objects.items()
+            if getattr(item, "is_state_collective", False)
+        }
         return {name: item.state_dict() for name, item in gathered.items()}
 
     def refresh(self) -> None:
@@ -180,7 +205,10 @@ class Checkpoint:
             gathered: the result of `gather`.
         """
         arrays: list[NamedArray] = []
-        states = {name: gathered[name] if name in gathered else _state_of(item) for name, item in self._objects.items()}
+        states = {
+            name: gathered[name] if name in gathered else _state_of(item)
+            for name, item in self._objects.items()
+        }
         nodes = {name: encode(state, name, to_array, arrays) for name, state in states.items()}
         kinds = {name: _kind(item) for name, item in self._objects.items()}
         return {"objects": nodes, "kinds": kinds}, arrays
@@ -189,7 +217,9 @@ class Checkpoint:
         """Return the state of models and optimizers as nodes and arrays, without copying. Not collective."""
         arrays: list[NamedArray] = []
         equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
-        return {name: encode(_state_of(item), name, to_array, arrays) for name, item in equal.items()}, arrays
+        return {
+            name: encode(_state_of(item), name, to_array, arrays) for name, item in equal.items()
+        }, arrays
 
     def trained_parts(self, nodes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the nodes of trained parameters and of optimizers, which training keeps equal on all ranks.
@@ -205,8 +235,12 @@ class Checkpoint:
             if hasattr(item, "named_parameters"):
                 names = plain_parameter_names(item)
                 is_average = hasattr(item, "update_parameters")
-                if not is_average and any(parameter.requires_grad for parameter in item.parameters()):
-                    parts[name] = {"dict": [pair for pair in nodes[name]["dict"] if pair[0] in names]}
+                if not is_average and any(
+                    parameter.requires_grad for parameter in item.parameters()
+                ):
+                    parts[name] = {
+                        "dict": [pair for pair in nodes[name]["dict"] if pair[0] in names]
+                    }
             elif _is_equal_everywhere(item):
                 parts[name] = nodes[name]
         return parts
@@ -219,16 +253,24 @@ class Checkpoint:
         """
         modules = [item for item in self._objects.values() if hasattr(item, "named_parameters")]
         optimizers = [item for item in self._objects.values() if hasattr(item, "param_groups")]
-        all_tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        all_tensors = [
+            tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
+        ]
         all_tensors += [item for item in self._objects.values() if _is_tensor(item)]
         tensors = {id(tensor): tensor for tensor in all_tensors}.values()  # modules may share some
         state = sum(map(_nbytes, tensors))
         to_come = 0
         for optimizer in optimizers:
-            of_parameters = sum(_nbytes(tensor) for group in optimizer.param_groups for tensor in group["params"])
+            of_parameters = sum(
+                _nbytes(tensor) for group in optimizer.param_groups for tensor in group["params"]
+            )
             state += _n_values_of(optimizer) * of_parameters
-            to_come += 0 if getattr(optimizer, "state", None) else _n_values_of(optimizer) * of_parameters
-        to_come += sum(_nbytes(tensor) for tensor in tensors if tensor.requires_grad and tensor.grad is None)
+            to_come += (
+                0 if getattr(optimizer, "state", None) else _n_values_of(optimizer) * of_parameters
+            )
+        to_come += sum(
+            _nbytes(tensor) for tensor in tensors if tensor.requires_grad and tensor.grad is None
+        )
         is_on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         return int(n_images * state + (to_come if is_on_host else state))
 
@@ -296,7 +338,12 @@ class Checkpoint:
         with self.world.agreed(self.world.role_comm):
             if self.world.is_chief or self.world.task.type == "evaluator":
                 written = describe(self.world, self.describe_sums())
-                facts = {"step": self.step, "time_s": time.time(), "metrics": {}, "written": written}
+                facts = {
+                    "step": self.step,
+                    "time_s": time.time(),
+                    "metrics": {},
+                    "written": written,
+                }
                 lay_out(image, facts, *self.collect(gathered))
                 try:
                     durable.make_folders(Disk(), path.parent)
@@ -342,12 +389,18 @@ class Checkpoint:
             )
         return self._prepare(index, nodes, source)
 
-    def _prepare(self, index: Index, nodes: dict[str, Any], source: str, is_strict: bool = True) -> Prepared:
+    def _prepare(
+        self, index: Index, nodes: dict[str, Any], source: str, is_strict: bool = True
+    ) -> Prepared:
         memory_by_number = _memory_in_objects(self._objects, nodes)
         arrays = []
         for number, stored_array in enumerate(index.arrays):
             dtype, memory = memory_by_number.get(number, ("", None))
-            is_fit = memory is not None and dtype == stored_array.dtype and memory.shape == stored_array.shape
+            is_fit = (
+                memory is not None
+                and dtype == stored_array.dtype
+                and memory.shape == stored_array.shape
+            )
             arrays.append(
                 memory
                 if is_fit and memory is not None
@@ -355,15 +408,24 @@ class Checkpoint:
             )
         named = [
             NamedArray(
-                stored_array.name, stored_array.dtype, values.view(np.bool_) if stored_array.dtype == "bool" else values
+                stored_array.name,
+                stored_array.dtype,
+                values.view(np.bool_) if stored_array.dtype == "bool" else values,
             )
             for stored_array, values in zip(index.arrays, arrays, strict=True)
         ]
         loaded = {name: _decoded(name, node, named, source) for name, node in nodes.items()}
         for name, item in self._objects.items():
-            if not is_strict and hasattr(item, "named_parameters") and isinstance(loaded[name], Mapping):
+            if (
+                not is_strict
+                and hasattr(item, "named_parameters")
+                and isinstance(loaded[name], Mapping)
+            ):
                 state = plain_state(item)
-                loaded[name] = {**state, **{key: value for key, value in loaded[name].items() if key in state}}
+                loaded[name] = {
+                    **state,
+                    **{key: value for key, value in loaded[name].items() if key in state},
+                }
         for name, item in self._objects.items():
             _check_shape(name, item, loaded[name], source)
             _check_layout(name, item, loaded[name], source)
@@ -410,7 +472,9 @@ class _Part:
                 f"load_checkpoint: expected {wrong}, got {str(their_kinds)[:1000]} in {source}; pass the objects by "
                 f"the names that the checkpoint has, or strict=False to leave out what it lacks."
             )
-        self._checkpoint = Checkpoint(**{name: item for name, item in self._objects.items() if name not in wrong})
+        self._checkpoint = Checkpoint(
+            **{name: item for name, item in self._objects.items() if name not in wrong}
+        )
         chosen = {name: node for name, node in nodes.items() if name in kinds}
         return self._checkpoint._prepare(index, chosen, source, self._is_strict)
 
@@ -469,7 +533,9 @@ def _n_values_of(optimizer: Any) -> int:
     return 2 if "betas" in defaults else int(bool(defaults.get("momentum")))
 
 
-def _memory_in_objects(objects: dict[str, Any], nodes: dict[str, Any]) -> dict[int, tuple[str, Array]]:
+def _memory_in_objects(
+    objects: dict[str, Any], nodes: dict[str, Any]
+) -> dict[int, tuple[str, Array]]:
     """Return dtype and memory of modules' tensors and of arrays, by the numbers of the arrays that belong there.
 
     Args:
@@ -480,7 +546,9 @@ def _memory_in_objects(objects: dict[str, Any], nodes: dict[str, Any]) -> dict[i
     for name, item in objects.items():
         node = nodes[name] if isinstance(nodes[name], dict) else {}
         if _is_array(item):
-            memory_by_number[_number_in(node, "tensor" if _is_tensor(item) else "array")] = _memory_of(item)
+            memory_by_number[_number_in(node, "tensor" if _is_tensor(item) else "array")] = (
+                _memory_of(item)
+            )
         elif hasattr(item, "named_parameters") and is_list_of_pairs(node.get("dict")):
             state = plain_state(item)
             for key, part in node["dict"]:
@@ -517,7 +585,11 @@ def _settings_of(item: Any) -> Any:
     if hasattr(item, "named_buffers"):
         return dict(item.named_buffers())
     is_other = _is_array(item) or hasattr(item, "describe_sums")
-    if is_other or isinstance(item, DistributedInput) or getattr(item, "is_state_collective", False):
+    if (
+        is_other
+        or isinstance(item, DistributedInput)
+        or getattr(item, "is_state_collective", False)
+    ):
         return None
     return item.state_dict()
 
@@ -547,13 +619,19 @@ def _plain(item: Any) -> Any:
 
 
 def _plain_kind(value: Any) -> str:
-    return {bool: "number", int: "number", float: "number", str: "text"}.get(type(value), type(value).__name__)
+    return {bool: "number", int: "number", float: "number", str: "text"}.get(
+        type(value), type(value).__name__
+    )
 
 
 def _is_equal_everywhere(item: Any) -> bool:
     """Return whether all ranks hold the object: a module, a parameter, or an optimizer that every rank steps."""
     is_optimizer = hasattr(item, "param_groups") and owners.stepper_of(item) is Stepper.EVERY_RANK
-    return hasattr(item, "named_parameters") or is_optimizer or (_is_tensor(item) and item.requires_grad)
+    return (
+        hasattr(item, "named_parameters")
+        or is_optimizer
+        or (_is_tensor(item) and item.requires_grad)
+    )
 
 
 def _kind(item: Any) -> str:
@@ -572,12 +650,16 @@ def _kind(item: Any) -> str:
 
 
 def _damaged(expected: str, actual: Any, source: str) -> CheckpointDamaged:
-    return CheckpointDamaged(f"restore: expected {expected} in {source}, got {str(actual)[:60]!r}; use another.")
+    return CheckpointDamaged(
+        f"restore: expected {expected} in {source}, got {str(actual)[:60]!r}; use another."
+    )
 
 
 def _parts_of(state: Any, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the nodes and kinds of the objects in a state, which may be any JSON: a digest is not a signature."""
-    nodes, kinds = (state.get("objects"), state.get("kinds")) if isinstance(state, dict) else (None, None)
+    nodes, kinds = (
+        (state.get("objects"), state.get("kinds")) if isinstance(state, dict) else (None, None)
+    )
     if not isinstance(nodes, dict) or not isinstance(kinds, dict) or nodes.keys() != kinds.keys():
         raise _damaged("objects, each with its kind,", state, source)
     return nodes, kinds
@@ -593,8 +675,11 @@ def _decoded(name: str, node: Any, arrays: list[NamedArray], source: str) -> Any
 def _check_shape(name: str, item: Any, loaded: Any, source: str) -> None:
     """Raise CheckpointDamaged unless `loaded` has the structure of a module's or an optimizer's state."""
     if hasattr(item, "param_groups"):
-        if _is_optimizer_state(item.state_dict()) and not _is_optimizer_state(loaded):  # wrappers have their own
-            raise _damaged(f"groups of parameters and a dict for each parameter of {name!r}", loaded, source)
+        # wrappers have their own
+        if _is_optimizer_state(item.state_dict()) and not _is_optimizer_state(loaded):
+            raise _damaged(
+                f"groups of parameters and a dict for each parameter of {name!r}", loaded, source
+            )
     elif hasattr(item, "named_parameters") and not isinstance(loaded, Mapping):
         raise _damaged(f"a dict of arrays for {name!r}", loaded, source)
 
@@ -605,7 +690,10 @@ def _is_optimizer_state(loaded: Any) -> bool:
     states = parts.get("state")
     return (
         isinstance(groups, list)
-        and all(isinstance(group, Mapping) and _is_list_of_names(group.get("params")) for group in groups)
+        and all(
+            isinstance(group, Mapping) and _is_list_of_names(group.get("params"))
+            for group in groups
+        )
         and isinstance(states, Mapping)
         and all(isinstance(state, Mapping) for key, state in states.items() if isinstance(key, int))
     )
@@ -620,7 +708,8 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
     """Raise CheckpointMismatch unless `loaded` has the object's arrays or, for an optimizer, its parameter groups."""
     if hasattr(item, "param_groups"):
         state = item.state_dict()
-        if not _is_optimizer_state(state):  # a wrapper's state: only the wrapper can find the groups
+        # a wrapper's state: only the wrapper can find the groups
+        if not _is_optimizer_state(state):
             return
         current = _group_sizes(state)
         stored = _group_sizes(loaded)
@@ -652,17 +741,24 @@ def _prefix_between(current: Mapping[str, str], stored: Mapping[str, str]) -> st
         return ""
     their_first = str(next(iter(stored)))  # a damaged file may have numbers
     prefix = their_first.removesuffix(next(iter(current)))
-    has_prefix = all(their_name == prefix + name for their_name, name in zip(stored, current, strict=True))
+    has_prefix = all(
+        their_name == prefix + name for their_name, name in zip(stored, current, strict=True)
+    )
     return prefix if has_prefix else ""
 
 
 def _layouts(state: Mapping[str, Any]) -> dict[str, str]:
-    return {key: f"{tuple(value.shape)} {dtype_name(value)}" for key, value in state.items() if hasattr(value, "shape")}
+    return {
+        key: f"{tuple(value.shape)} {dtype_name(value)}"
+        for key, value in state.items()
+        if hasattr(value, "shape")
+    }
 
 
 def _group_sizes(state: Mapping[str, Any]) -> dict[str, str]:
     return {
-        f"group {number}": f"{len(group['params'])} parameters" for number, group in enumerate(state["param_groups"])
+        f"group {number}": f"{len(group['params'])} parameters"
+        for number, group in enumerate(state["param_groups"])
     }
 
 
@@ -680,7 +776,14 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
         raise
     except DataError as error:
         raise CheckpointMismatch(str(error)) from None
-    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except (
+        ValueError,
+        RuntimeError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         text = " ".join(str(error).split())
         raise CheckpointMismatch(
             f"restore: expected {source} to fit {name!r}, got {type(error).__name__} ({text}); build the same objects, "

@@ -53,9 +53,17 @@ def _versions() -> dict[str, str]:
 
 def warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
     """Log which facts have changed since a checkpoint was written, if the change may alter bits."""
-    has_fixed_replicas = now.get("replicas") is not None and written.get("replicas") == now["replicas"]
+    has_fixed_replicas = (
+        now.get("replicas") is not None and written.get("replicas") == now["replicas"]
+    )
     relevant = [key for key in _BITS_DEPEND_ON if not (has_fixed_replicas and key in _OF_PLACEMENT)]
-    shared_keys = [key for key in relevant if key in written and key in now]  # older files lack some
-    changes = [f"{key} {written[key]} -> {now[key]}" for key in shared_keys if written[key] != now[key]]
+    # older files lack some
+    shared_keys = [key for key in relevant if key in written and key in now]
+    changes = [
+        f"{key} {written[key]} -> {now[key]}" for key in shared_keys if written[key] != now[key]
+    ]
     if changes:
-        logger.warning("restore: bits may differ from an unbroken run, as these changed: %s", ", ".join(changes))
+        logger.warning(
+            "restore: bits may differ from an unbroken run, as these changed: %s",
+            ", ".join(changes),
+        )

@@ -85,7 +85,11 @@ class Calls:
         the time since it ended.
         """
         now = self._clock()
-        longer = [(other_s, until) for other_s, until in self._expected if other_s > seconds and until > now]
+        longer = [
+            (other_s, until)
+            for other_s, until in self._expected
+            if other_s > seconds and until > now
+        ]
         self._expected = [*longer, (seconds, now + EXPECTED_TIMES * seconds)]
 
     @property
@@ -110,7 +114,9 @@ def needed_s(step: Durations, save: Durations, n_saves: int = 1, call_s: float =
     return max(step.p99, call_s) + n_saves * save.p99 + slack_s(step, save)
 
 
-def must_stop(left_s: float, step: Durations, save: Durations, n_saves: int = 1, call_s: float = 0.0) -> bool:
+def must_stop(
+    left_s: float, step: Durations, save: Durations, n_saves: int = 1, call_s: float = 0.0
+) -> bool:
     """Return whether another step or call might leave too little time for `n_saves` saves."""
     return left_s <= needed_s(step, save, n_saves, call_s)
 
@@ -143,7 +149,9 @@ class BatchEnd:
         answer = self._answer
         self._answer = None
         if answer.exception() is not None:
-            logger.warning("expected the end of the job from the batch system, got %s", answer.exception())
+            logger.warning(
+                "expected the end of the job from the batch system, got %s", answer.exception()
+            )
             return None
         return answer.result()
 
@@ -209,5 +217,7 @@ class Deadline:
         if must_stop(self.left_s, self.step, self.save, n_saves, call_s):
             return f"{end}; too soon for a step and a save, so this attempt stops at once"
         before_s = needed_s(self.step, self.save, n_saves, call_s)
-        unmeasured = "" if self.save.is_measured else ", plus the time of a step and a save, once measured"
+        unmeasured = (
+            "" if self.save.is_measured else ", plus the time of a step and a save, once measured"
+        )
         return f"{end}; will save and stop about {before_s:.0f} s before that{unmeasured}"

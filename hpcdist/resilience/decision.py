@@ -82,7 +82,8 @@ def decide(attempts: Sequence[Attempt], is_counted: bool) -> Decision:
     if this.end:  # failed
         return Decision(Verdict.REQUEUE, this.reason)
     return Decision(
-        Verdict.REQUEUE, "died without notice" + (", after a newer checkpoint" if has_progress(this) else "")
+        Verdict.REQUEUE,
+        "died without notice" + (", after a newer checkpoint" if has_progress(this) else ""),
     )
 
 
@@ -90,7 +91,9 @@ def without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts that count as a row without progress, newest first, the last of `attempts` included."""
     stalled_attempts: list[Attempt] = []
     started_attempts = [attempt for attempt in attempts if attempt.has_begun]
-    for attempt, successor in reversed(list(itertools.zip_longest(started_attempts, started_attempts[1:]))):
+    for attempt, successor in reversed(
+        list(itertools.zip_longest(started_attempts, started_attempts[1:]))
+    ):
         if (
             attempt.program != started_attempts[-1].program
             or attempt.end == "finished"
@@ -112,8 +115,11 @@ def has_progress(attempt: Attempt, successor: Attempt | None = None) -> bool:
         attempt: the attempt.
         successor: the next one, if there is one: it may have resumed from a copy in memory, which is progress too.
     """
-    successors = -1 if successor is None or successor.resumed_step is None else successor.resumed_step
-    began_at = -1 if attempt.resumed_step is None else attempt.resumed_step  # beyond its base, if it was in memory
+    successors = (
+        -1 if successor is None or successor.resumed_step is None else successor.resumed_step
+    )
+    # beyond its base, if it was in memory
+    began_at = -1 if attempt.resumed_step is None else attempt.resumed_step
     return max(attempt.committed_step, successors) > max(attempt.base_step, began_at)
 
 
@@ -139,7 +145,9 @@ def suspects(attempts: Sequence[Attempt]) -> dict[int, list[Attempt]]:
 
 
 def _differ(first_attempt: Attempt, second_attempt: Attempt) -> bool:
-    return first_attempt.job != second_attempt.job or not set(first_attempt.nodes) & set(second_attempt.nodes)
+    return first_attempt.job != second_attempt.job or not set(first_attempt.nodes) & set(
+        second_attempt.nodes
+    )
 
 
 class DecisionFile:
@@ -173,7 +181,12 @@ class DecisionFile:
         Raises:
             CheckpointError: if the file cannot be written.
         """
-        content = {"decision": decision.verdict.value, "reason": decision.reason, "step": step, **facts}
+        content = {
+            "decision": decision.verdict.value,
+            "reason": decision.reason,
+            "step": step,
+            **facts,
+        }
         content["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
             durable.patiently(lambda: self._replace(json.dumps(content, indent=1) + "\n"))

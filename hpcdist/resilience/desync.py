@@ -27,7 +27,9 @@ def contents_of(arrays: Sequence[NamedArray]) -> list[Content]:
     return [np.ascontiguousarray(array.values).reshape(-1).view(np.uint8).data for array in arrays]
 
 
-def digest_of(parts: Mapping[str, Any], arrays: Sequence[NamedArray], contents: Sequence[Content]) -> int:
+def digest_of(
+    parts: Mapping[str, Any], arrays: Sequence[NamedArray], contents: Sequence[Content]
+) -> int:
     """Return a 63-bit digest of parts of a state. Cost: reads every byte of their arrays once, at memory speed.
 
     Args:
@@ -97,8 +99,12 @@ def digest_of_others(local_digest: int | None, world: World) -> int | None:
 
     Cost: two all-reduces of 8 bytes.
     """
-    highest = world.all_reduce_int(-1 if local_digest is None else local_digest, MPI.MAX, world.role_comm)
-    lowest = world.all_reduce_int(_NO_DIGEST if local_digest is None else local_digest, MPI.MIN, world.role_comm)
+    highest = world.all_reduce_int(
+        -1 if local_digest is None else local_digest, MPI.MAX, world.role_comm
+    )
+    lowest = world.all_reduce_int(
+        _NO_DIGEST if local_digest is None else local_digest, MPI.MIN, world.role_comm
+    )
     return lowest if lowest == highest else None
 
 
@@ -131,7 +137,9 @@ def gather_digests(local_digest: int, world: World) -> list[int]:
 def difference(digests: list[int]) -> DesyncError:
     """Return the error of ranks with these digests, which differ."""
     odd = odd_ranks(digests)
-    named = ", ".join(str(rank) for rank in odd[:_MAX_NAMED]) + (" and more" if len(odd) > _MAX_NAMED else "")
+    named = ", ".join(str(rank) for rank in odd[:_MAX_NAMED]) + (
+        " and more" if len(odd) > _MAX_NAMED else ""
+    )
     return DesyncError(
         f"desync check: expected equal models and optimizers on all {len(digests)} ranks, got different ones on rank "
         f"{named}; look for models made outside of strategy.scope(), settings such as a learning rate that differ "

@@ -51,7 +51,8 @@ class FastTier:
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str, attempt: int) -> None:
-        name = re.sub(r"\W", "-", name)  # a part was read from a file, which may hold any characters
+        # a part was read from a file, which may hold any characters
+        name = re.sub(r"\W", "-", name)
         self._path = Path(directory).absolute() / f"{_PREFIX}-{os.getuid()}-{name}"
         self._disk = Disk()
         self._store = Store(self._path, self._disk)
@@ -88,14 +89,18 @@ class FastTier:
                     try:
                         if _lock(descriptor, fcntl.LOCK_EX):
                             shutil.rmtree(path)
-                            logger.warning("fast tier: removed %s, the copies of a job that is gone.", path)
+                            logger.warning(
+                                "fast tier: removed %s, the copies of a job that is gone.", path
+                            )
                     finally:
                         os.close(descriptor)
 
     def _require_own(self) -> None:
         """Raise CheckpointError unless only this user can have written to the folder."""
         status = os.lstat(self._path)
-        is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & (
+            stat.S_IWGRP | stat.S_IWOTH
+        )
         if not is_closed or status.st_uid != os.getuid():
             raise CheckpointError(
                 f"fast tier: expected a folder that only user {os.getuid()} can write to at {self._path}, got "
@@ -110,7 +115,9 @@ class FastTier:
         except (CheckpointError, OSError, MemoryError) as error:
             if self.is_kept:
                 self.is_kept = False
-                logger.warning("fast tier: continues without copies in memory on this node: %s", error)
+                logger.warning(
+                    "fast tier: continues without copies in memory on this node: %s", error
+                )
 
     def commit(self, step: int, image: FileImage) -> None:
         """Make a file the copy of this step, in place of the last one, unless none are made any more.
@@ -126,7 +133,8 @@ class FastTier:
     def require_memory(self, nbytes: int) -> None:
         """Raise CheckpointError unless two copies of `nbytes` fit into memory: a new one is made beside the old one."""
         available = available_bytes()
-        earlier_bytes = sum(_size_of(path) for path in self._path.glob("step-*.h5"))  # of an earlier attempt
+        # of an earlier attempt
+        earlier_bytes = sum(_size_of(path) for path in self._path.glob("step-*.h5"))
         if available is not None and available + earlier_bytes < 2 * nbytes:
             raise CheckpointError(
                 f"fast tier: expected {2 * nbytes} bytes of memory for a copy and the next one, got {available} "
@@ -172,7 +180,8 @@ class FastTier:
 
 
 def _size_of(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):  # just removed by another node, which shares this memory
+    # just removed by another node, which shares this memory
+    with contextlib.suppress(FileNotFoundError):
         return path.lstat().st_size
     return 0
 

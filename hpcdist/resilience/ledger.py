@@ -77,7 +77,11 @@ class Attempt:
     @property
     def reached_step(self) -> int:
         """The highest step that this attempt or an earlier one is known to have reached."""
-        return max(self.base_step, self.committed_step, -1 if self.resumed_step is None else self.resumed_step)
+        return max(
+            self.base_step,
+            self.committed_step,
+            -1 if self.resumed_step is None else self.resumed_step,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,11 +132,20 @@ def _after(attempt: Attempt, event: str, record: dict[str, Any]) -> Attempt:
     """Return an attempt after one more event."""
     if event == "begin":
         nodes = tuple(str(node) for node in record["nodes"])
-        job, program = (None if record[name] is None else str(record[name]) for name in ("job", "program"))
-        attempt = replace(
-            attempt, has_begun=True, job=job, nodes=nodes, program=program, base_step=_step(record["base"])
+        job, program = (
+            None if record[name] is None else str(record[name]) for name in ("job", "program")
         )
-        return replace(attempt, is_new_try=bool(record["is_new_try"]), is_vouched=bool(record["is_vouched"]))
+        attempt = replace(
+            attempt,
+            has_begun=True,
+            job=job,
+            nodes=nodes,
+            program=program,
+            base_step=_step(record["base"]),
+        )
+        return replace(
+            attempt, is_new_try=bool(record["is_new_try"]), is_vouched=bool(record["is_vouched"])
+        )
     if event == "new try":
         return replace(attempt, is_new_try=True)
     if event == "restore":
@@ -190,7 +203,9 @@ class Ledger:
             for number in set(self._followed) - set(numbers):
                 del self._followed[number]
             with self._store.explained("restore", "a folder that can be read"):
-                return [durable.patiently(functools.partial(self._follow, number)) for number in numbers]
+                return [
+                    durable.patiently(functools.partial(self._follow, number)) for number in numbers
+                ]
 
     def _follow(self, number: int) -> Attempt:
         """Return an attempt, after what has been appended to its ledger."""
@@ -214,7 +229,9 @@ class Ledger:
         self._store.shorten_ledgers(_N_READ)
         earlier = [attempt for attempt in self.attempts() if attempt.has_begun]
         base = earlier[-1].reached_step if earlier else -1
-        self._store.note("begin", base=base, is_new_try=is_new_try, time_s=time.time(), **vars(launch))
+        self._store.note(
+            "begin", base=base, is_new_try=is_new_try, time_s=time.time(), **vars(launch)
+        )
 
     def try_again(self) -> None:
         """Record that a person wants another try, after this attempt has begun."""

@@ -94,7 +94,9 @@ class CheckpointManager:
         self._interval = checkpoint_interval or 0
         self._world = checkpoint.world
         self._comm = self._world.role_comm
-        self._retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode, n_best, keep_every_n_steps)
+        self._retention = Retention(
+            max_to_keep, keep_every_n_hours, keep_best, best_mode, n_best, keep_every_n_steps
+        )
         self._is_writer = self._world.is_chief
         prepare = functools.partial(make_durable, checkpoint.files())
         self._saver = Saver(self._world, Store(directory), self._retention, prepare)
@@ -146,7 +148,9 @@ class CheckpointManager:
         with self._world.agreed(self._comm):
             if self._is_writer:
                 run_id = self._saver.store.run_id()
-        run_id, attempt = self._world.broadcast_text(f"{run_id} {self.attempt}", 0, self._comm).split()
+        run_id, attempt = self._world.broadcast_text(
+            f"{run_id} {self.attempt}", 0, self._comm
+        ).split()
         if self._world.node_comm.rank > 0:
             return None
         job = job_id(read_environment()) or "0"  # scripts remove copies by it
@@ -168,7 +172,9 @@ class CheckpointManager:
 
         It is there once a checkpoint with that metric was saved.
         """
-        return None if self._retention.keep_best is None else str(self._saver.store.path / "best.h5")
+        return (
+            None if self._retention.keep_best is None else str(self._saver.store.path / "best.h5")
+        )
 
     @property
     def attempt(self) -> int:
@@ -227,8 +233,14 @@ class CheckpointManager:
         """
         step = operator.index(step)
         if not 0 <= step < 1 << 63:
-            raise UsageError(f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps.")
-        if check_interval and self.latest_path is not None and 0 <= step - self.saved_step < self._interval:
+            raise UsageError(
+                f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps."
+            )
+        if (
+            check_interval
+            and self.latest_path is not None
+            and 0 <= step - self.saved_step < self._interval
+        ):
             return None
         group = group_of(self._comm, None, self._world)
         with group.recorded("save", None):  # the watchdog names ranks that do not come
@@ -283,7 +295,9 @@ class CheckpointManager:
         if digest is not None:
             expected.set_result(digest)
             return
-        digests = gather_digests(self._digest_of_trained() if local_digest is None else local_digest, self._world)
+        digests = gather_digests(
+            self._digest_of_trained() if local_digest is None else local_digest, self._world
+        )
         expected.set_exception(difference(digests))
         self._wait(until_durable=True)  # raises that error on all ranks
 
@@ -409,7 +423,8 @@ class CheckpointManager:
         """Return whether records of metrics are in their file, on which copies count. Collective: chief and workers."""
         can_copy = True
         if self._is_writer:
-            for_s = 0 if self._is_behind else _PATIENCE_S  # a file server that hangs delays one copy only
+            # a file server that hangs delays one copy only
+            for_s = 0 if self._is_behind else _PATIENCE_S
             can_copy = all(file.is_written(for_s) for file in self.checkpoint.files())
             self._is_behind = not can_copy
         return self._world.all_reduce_int(int(can_copy), MPI.MIN, self._comm) == 1
@@ -485,7 +500,8 @@ class CheckpointManager:
             return chosen
         self.wait()
         restored = self._restore(self._suspects())
-        if restored is not None and restored.is_in_memory:  # to the disk, before the copies in memory can be removed
+        # to the disk, before the copies in memory can be removed
+        if restored is not None and restored.is_in_memory:
             self.save(self.checkpoint.step, blocking=False, check_interval=False)
         return None if restored is None else restored.path
 
@@ -511,7 +527,9 @@ class CheckpointManager:
 
         Collective: chief and workers.
         """
-        begin_config(self._world, self._saver.store.path.parent, self.attempt, program_end, self._written)
+        begin_config(
+            self._world, self._saver.store.path.parent, self.attempt, program_end, self._written
+        )
 
     def give_up_attempt(self) -> None:
         """Let what this manager does next be another attempt: this one was refused, or has failed. On all ranks."""
@@ -527,7 +545,11 @@ class CheckpointManager:
         self._saver.store.check_current(has_time=True)
 
     def end_attempt(
-        self, how: str = "finished", reason: str = "", is_excused: bool = False, is_late: bool = False
+        self,
+        how: str = "finished",
+        reason: str = "",
+        is_excused: bool = False,
+        is_late: bool = False,
     ) -> None:
         """Record that this attempt ends in an orderly way.
 
@@ -598,7 +620,8 @@ def _numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
                 raise TypeError
             plain = value.detach() if hasattr(value, "detach") else value
             numbers[name] = float(plain)
-        except (TypeError, ValueError, RuntimeError):  # of an array, a tensor of several numbers, or anything else
+        except (TypeError, ValueError, RuntimeError):
+            # of an array, a tensor of several numbers, or anything else
             raise UsageError(
                 f"save: expected a number for the metric {name!r}, got {type(value).__name__}; pass one, such as "
                 f"value.mean().item()."

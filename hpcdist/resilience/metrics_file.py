@@ -63,7 +63,9 @@ class MetricsFile:
         CheckpointError: from `flush` alone, if the file cannot be written; on the chief.
     """
 
-    def __init__(self, path: str | os.PathLike[str], world: World | None = None, *, disk: Disk | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], world: World | None = None, *, disk: Disk | None = None
+    ) -> None:
         self.path = Path(path).absolute()  # the program may change its folder
         self._disk = disk or Disk()
         world = world or make_world()
@@ -88,7 +90,8 @@ class MetricsFile:
         self._is_durable = True
         self.retries = Retries(f"metrics: writing records to {self.path}")
         self._unanswered: Future[Any] | None = None
-        if self._is_writer:  # for records that hooks of the program write, which run before this one
+        # for records that hooks of the program write, which run before this one
+        if self._is_writer:
             atexit.register(_flush_if_alive, weakref.ref(self))
 
     def __len__(self) -> int:
@@ -129,7 +132,8 @@ class MetricsFile:
     def _start_to_append(self) -> None:
         """Let the thread append what is queued, unless it will anyway. The caller holds the lock."""
         if not self._will_append:
-            atexit.register(self.flush_at_exit)  # also keeps this object alive until all is in the file
+            # also keeps this object alive until all is in the file
+            atexit.register(self.flush_at_exit)
             self._will_append = True
             self._appending = self._thread.submit(functools.partial(self._try, self._append_queued))
 
@@ -256,7 +260,8 @@ class MetricsFile:
         with self._lock:
             if self._resumed_step == resumed_step and (lines or resumed_step is None):
                 self._resumed_step = None
-            n_removed = self._n_removed - n_removed_before  # of these lines, the first ones or the last
+            # of these lines, the first ones or the last
+            n_removed = self._n_removed - n_removed_before
             del self._queue[: max(0, len(lines) - n_removed)]
             if not self._queue:
                 atexit.unregister(self.flush_at_exit)
@@ -279,7 +284,8 @@ class MetricsFile:
                 unwritten = unwritten[done:]
                 end = end + done
         except OSError:
-            with contextlib.suppress(OSError):  # the first error is raised; the next append cuts again
+            # the first error is raised; the next append cuts again
+            with contextlib.suppress(OSError):
                 self._cut(file, first - 1)
             raise
         self._is_cut = True
@@ -293,7 +299,8 @@ class MetricsFile:
             try:
                 self._disk.sync(self._file)
             except OSError:
-                self._forget_file()  # what was written may be lost, and a later sync would not tell: write it again
+                # what was written may be lost, and a later sync would not tell: write it again
+                self._forget_file()
                 raise
             self._is_durable = True
 
@@ -303,7 +310,9 @@ class MetricsFile:
         lines = _lines_in(_content_of(self.path))
         sound = _sound_among(lines)
         if len(sound) < len(lines):  # set them aside before the file is replaced without them
-            self._set_aside({number: line for number, line in enumerate(lines, 1) if number not in sound})
+            self._set_aside(
+                {number: line for number, line in enumerate(lines, 1) if number not in sound}
+            )
         self._replace(self.path, b"".join(sound.values()))
         self._forget_file()
         self._file = self._disk.open_end(self.path)
@@ -342,7 +351,9 @@ class MetricsFile:
         content = _content_in(file)
         n_going = sum((_step_of(line) or -1) >= step for line in _lines_in(content))
         if n_going:
-            backup_path = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
+            backup_path = self.path.with_name(
+                f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
+            )
             self._replace(backup_path, content)
             logger.warning(
                 "metrics: %s continues at step %d, but no checkpoint of its %d later records was restored; it was "
@@ -359,7 +370,9 @@ class MetricsFile:
         Truncates this attempt's open file and does not replace it: the path may belong to a later attempt by now.
         """
         lines = [(line, _step_of(line)) for line in _lines_in(_content_in(file))]
-        retained_lines = list(itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines))
+        retained_lines = list(
+            itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines)
+        )
         self._disk.truncate(file, sum(len(line) for line, _ in retained_lines))
         self._is_durable = False
         self._is_cut = True
@@ -426,7 +439,9 @@ def make_durable(files: Sequence[MetricsFile]) -> None:
 
 def _counts_in(state: Any, path: Path) -> tuple[int, int]:
     """Return the number of records and the last step; a negative number is refused, as it would drop all records."""
-    records, last_step = (state.get("records"), state.get("last_step")) if isinstance(state, dict) else (None, None)
+    records, last_step = (
+        (state.get("records"), state.get("last_step")) if isinstance(state, dict) else (None, None)
+    )
     if type(records) is not int or type(last_step) is not int or records < 0:
         raise CheckpointDamaged(
             f"metrics: expected a number of records and a step for {path}, got {str(state)[:60]!r}; use another "
@@ -457,14 +472,19 @@ def _sound_among(lines: list[bytes]) -> dict[int, bytes]:
 
     If steps do not increase, some were damaged; as few as possible are left out.
     """
-    records = [(number, step) for number, line in enumerate(lines, 1) if (step := _step_of(line)) is not None]
+    records = [
+        (number, step)
+        for number, line in enumerate(lines, 1)
+        if (step := _step_of(line)) is not None
+    ]
     sound = (records[index][0] for index in _longest_rise([step for _, step in records]))
     return {number: lines[number - 1] for number in sound}
 
 
 def _longest_rise(steps: list[int]) -> list[int]:
     """Return the indices of a longest increasing subsequence, found by patience sorting in O(n log n)."""
-    last_steps: list[int] = []  # for each length, the lowest step in which a rise of that length can end
+    # for each length, the lowest step in which a rise of that length can end
+    last_steps: list[int] = []
     rises: list[Any] = []  # for each length, (index of its last step, the rise before it)
     for index, step in enumerate(steps):
         length = bisect.bisect_left(last_steps, step)

@@ -16,7 +16,15 @@ from hpcdist.background import BackgroundThread
 from hpcdist.cluster.environment import job_end, launcher_of, read_environment
 from hpcdist.cluster.slurm import time_left_s
 from hpcdist.diagnostics.logs import FailureLog, log_file
-from hpcdist.errors import CheckpointError, DesyncError, ExitCode, HpcdistError, UsageError, agreed, log
+from hpcdist.errors import (
+    CheckpointError,
+    DesyncError,
+    ExitCode,
+    HpcdistError,
+    UsageError,
+    agreed,
+    log,
+)
 from hpcdist.program.loop_watch import watch_loop
 from hpcdist.program.torch_hooks import note_step
 from hpcdist.resilience.agreement import Agreement
@@ -114,13 +122,21 @@ class PreemptionCheckpointHandler:
         schedule = schedule or SaveSchedule()
         if save_every_steps is not None:
             schedule = replace(schedule, every_steps=save_every_steps)
-        self._attempt = RunAttempt(self._world, self._manager, knows_progress=self._config.save_fn is None)
+        self._attempt = RunAttempt(
+            self._world, self._manager, knows_progress=self._config.save_fn is None
+        )
         self._clock = RunningClock()
-        self._saves = AttemptSaves(self._manager, self._attempt, schedule, self._config.save_fn, self._clock)
+        self._saves = AttemptSaves(
+            self._manager, self._attempt, schedule, self._config.save_fn, self._clock
+        )
         self._step_times = Durations()
         self._calls = Calls(self._clock)
-        self._program_left_s = None if time_limit_s is None or time_limit_s > _FAR_S else time_limit_s
-        self._program_end_s = None if self._program_left_s is None else self._clock() + self._program_left_s
+        self._program_left_s = (
+            None if time_limit_s is None or time_limit_s > _FAR_S else time_limit_s
+        )
+        self._program_end_s = (
+            None if self._program_left_s is None else self._clock() + self._program_left_s
+        )
         self._batch_end: BatchEnd | None = None
         self.deadline = self._make_deadline()
         self._attempt.begin()
@@ -166,7 +182,9 @@ class PreemptionCheckpointHandler:
         if left_s is None or self.deadline is None:
             return
         end_s = self._clock() + left_s
-        self.deadline.end = end_s if self._program_end_s is None else min(end_s, self._program_end_s)
+        self.deadline.end = (
+            end_s if self._program_end_s is None else min(end_s, self._program_end_s)
+        )
         self._log(f"the job was suspended, or the clock was set: {self.deadline.describe()}")
 
     def _begin(self) -> None:
@@ -180,7 +198,9 @@ class PreemptionCheckpointHandler:
             for optimizer in self._manager.checkpoint.optimizers():
                 note_step(optimizer)  # a schedule may step before the first step of this attempt
         self._attempt.renew()
-        self._manager.begin_config(None if self._program_left_s is None else time.time() + self._program_left_s)
+        self._manager.begin_config(
+            None if self._program_left_s is None else time.time() + self._program_left_s
+        )
         failure_log = FailureLog(log_file(self._attempt.folder / "logs", self._world), self._world)
         side_errors = None
         if self._world.task.type == "evaluator":
@@ -188,10 +208,15 @@ class PreemptionCheckpointHandler:
         call_on_uncaught(functools.partial(_note_uncaught, failure_log, side_errors))
         self._first_step = self._manager.checkpoint.step
         self._times = begin_step_times(
-            self._world, self._attempt.folder, self._manager.attempt if self._world.is_chief else 0, self._first_step
+            self._world,
+            self._attempt.folder,
+            self._manager.attempt if self._world.is_chief else 0,
+            self._first_step,
         )
         self._steps = StepCount(self._world.step_flags, self._first_step)
-        self._is_busy = self._is_done = self._is_polled = self._is_long_since = self._saves_no_more = False
+        self._is_busy = self._is_done = self._is_polled = self._is_long_since = (
+            self._saves_no_more
+        ) = False
         self._countdown: Deadline | None = None
         self._is_counting_down = self._knows_of_end = False
         self._agreement = Agreement(self._world, self.requested)
@@ -275,8 +300,10 @@ class PreemptionCheckpointHandler:
             self._log_pace(self._times.leave())
         with self._steps.evaluation(), self._busy():
             result = fn(*args, **kwargs)
-        if self.step > self._first_step:  # else a call of half the time limit would prevent every step
-            self._calls.add(self._clock() - self._polled_at)  # including the time between the last poll and the call
+        # else a call of half the time limit would prevent every step
+        if self.step > self._first_step:
+            # including the time between the last poll and the call
+            self._calls.add(self._clock() - self._polled_at)
         self._is_long_since = True
         self._is_polled = False
         return result
@@ -291,7 +318,8 @@ class PreemptionCheckpointHandler:
             kwargs: likewise.
         """
         self._steps.count_reported(self._manager.saved_step)
-        if self._world.step_flags.n_steps == self._n_steps_at_begin:  # the program changes parameters by itself
+        # the program changes parameters by itself
+        if self._world.step_flags.n_steps == self._n_steps_at_begin:
             self._loop.note_step()
         self.poll(*args, **kwargs)
 
@@ -351,13 +379,19 @@ class PreemptionCheckpointHandler:
         The last save counts. Not collective.
         """
         self._is_done = True
-        log(f"{reason}: stopped without a save, as the work in progress does not end; the last one counts")
-        recording = BackgroundThread("hpcdist-stop").submit(functools.partial(self._record_stop, reason))
+        log(
+            f"{reason}: stopped without a save, as the work in progress does not end; the last one counts"
+        )
+        recording = BackgroundThread("hpcdist-stop").submit(
+            functools.partial(self._record_stop, reason)
+        )
         wait([recording], _RECORD_S)  # a file server that hangs must not keep the job
         if recording.done() and recording.exception() is None:
             reason = recording.result()
         time.sleep(_PRINT_S)
-        end_job("", int(ExitCode.DO_NOT_REQUEUE if reason.endswith(FOR_GOOD) else ExitCode.RUN_AGAIN))
+        end_job(
+            "", int(ExitCode.DO_NOT_REQUEUE if reason.endswith(FOR_GOOD) else ExitCode.RUN_AGAIN)
+        )
 
     def _record_stop(self, reason: str) -> str:
         """Record a stop without a save, and remove the stop file, so that the next attempt runs.
@@ -379,20 +413,34 @@ class PreemptionCheckpointHandler:
         if self._is_done:
             return Request.NONE
         self._follow_batch_end()
-        must_stop = self._is_end_near if self._is_counting_down else self._is_end_near or self._flag.reason is not None
-        is_late = (
-            self._world.is_chief and not self._saves_no_more and (self._saves.is_late(self.step) or self._needs_measure)
+        must_stop = (
+            self._is_end_near
+            if self._is_counting_down
+            else self._is_end_near or self._flag.reason is not None
         )
-        return (Request.STOP if must_stop else Request.NONE) | (Request.SAVE if is_late else Request.NONE)
+        is_late = (
+            self._world.is_chief
+            and not self._saves_no_more
+            and (self._saves.is_late(self.step) or self._needs_measure)
+        )
+        return (Request.STOP if must_stop else Request.NONE) | (
+            Request.SAVE if is_late else Request.NONE
+        )
 
     @property
     def _is_end_near(self) -> bool:
-        return any(deadline is not None and deadline.is_near for deadline in (self.deadline, self._countdown))
+        return any(
+            deadline is not None and deadline.is_near
+            for deadline in (self.deadline, self._countdown)
+        )
 
     @property
     def _is_too_late(self) -> bool:
         """Whether a save seems not to fit into the time left: it is tried, and not waited for."""
-        return any(deadline is not None and not deadline.can_save for deadline in (self.deadline, self._countdown))
+        return any(
+            deadline is not None and not deadline.can_save
+            for deadline in (self.deadline, self._countdown)
+        )
 
     @property
     def _needs_measure(self) -> bool:
@@ -441,7 +489,11 @@ class PreemptionCheckpointHandler:
 
     @property
     def _can_poll(self) -> bool:
-        return not (self._is_busy or self._is_done or threading.current_thread() is not threading.main_thread())
+        return not (
+            self._is_busy
+            or self._is_done
+            or threading.current_thread() is not threading.main_thread()
+        )
 
     def poll_between_batches(self, *args: Any, **kwargs: Any) -> None:
         """Poll like `poll`, but do not end an evaluator, whose evaluation is not over. Datasets call it."""
@@ -451,7 +503,8 @@ class PreemptionCheckpointHandler:
             self._state_at_end = self._manager.checkpoint.digest_beside_tensors()
         self._n_skipped_polls = 0
         has_stepped = self._measure()
-        if has_stepped and self._world.step_flags.n_steps == self._n_steps_at_begin:  # steps of the program's own
+        # steps of the program's own
+        if has_stepped and self._world.step_flags.n_steps == self._n_steps_at_begin:
             self._note_versions()
         if self._times is not None:
             self._times.arrive(self.step)
@@ -484,7 +537,10 @@ class PreemptionCheckpointHandler:
         if not self._can_poll:
             return
         self._polled_at = self._clock()
-        if Request.STOP not in self._agreement.poll(at_once=self._is_long_since) and not self._stop_waits:
+        if (
+            Request.STOP not in self._agreement.poll(at_once=self._is_long_since)
+            and not self._stop_waits
+        ):
             return
         self._is_long_since = False
         self._stop_waits = True
@@ -594,7 +650,10 @@ class PreemptionCheckpointHandler:
         self._agreement.require_same_step(self.step)
         self._agreement.require_same_positions(self._loop.describe_positions())
         is_end_near = self.deadline is not None and self.deadline.is_near
-        reason = self._agreement.first_reason(self._flag.reason or ("deadline" if is_end_near else None)) or "deadline"
+        reason = (
+            self._agreement.first_reason(self._flag.reason or ("deadline" if is_end_near else None))
+            or "deadline"
+        )
         is_urgent = self._agreement.any_rank(is_end_near)
         if self._config.grace_period and not self._is_counting_down and not is_urgent:
             self._log(
@@ -605,15 +664,21 @@ class PreemptionCheckpointHandler:
             self._count_down(self._config.grace_period)
             return
         self._is_done = True
-        is_too_late = self._agreement.any_rank(self._is_too_late)  # the chief knows what a save costs
+        # the chief knows what a save costs
+        is_too_late = self._agreement.any_rank(self._is_too_late)
         last_step = self._manager.saved_step
-        is_tried = is_too_late and not self._saves_no_more and not self._agreement.any_rank(self._manager.is_saving)
+        is_tried = (
+            is_too_late
+            and not self._saves_no_more
+            and not self._agreement.any_rank(self._manager.is_saving)
+        )
         if is_tried:
             is_tried = self._saves.try_to_save(self.step, *args, **kwargs)
         elif not is_too_late and not self._saves_no_more:
             self._saves.save(self.step, True, *args, **kwargs)
             last_step = self.step
-        if self._agreement.any_rank(self._flag.is_for_good()):  # asked now, as a save takes its time
+        # asked now, as a save takes its time
+        if self._agreement.any_rank(self._flag.is_for_good()):
             reason = _for_good(reason)
         self._remove_stop_file()
         is_excused = (
@@ -626,9 +691,13 @@ class PreemptionCheckpointHandler:
             saved = f"too late for a save{tries}; the last one is step {last_step}"
         self._log(f"{reason}: stopped after step {self.step}, {saved} in {self._manager.directory}")
         if reason.endswith(FOR_GOOD):
-            self._log("it is not run again, as a person has asked for; the same command, started again, goes on")
+            self._log(
+                "it is not run again, as a person has asked for; the same command, started again, goes on"
+            )
         elif code is ExitCode.DO_NOT_REQUEUE:
-            self._log(f"do not run again: {why}; allow time for a save, or look at what takes so long")
+            self._log(
+                f"do not run again: {why}; allow time for a save, or look at what takes so long"
+            )
         if self._config.exit_fn is not None:
             self._config.exit_fn()
         else:
@@ -680,11 +749,17 @@ class PreemptionCheckpointHandler:
         """
         steps = f"the steps from {self._manager.saved_step} to {self.step} are not saved"
         if self._manager.checkpoint.is_on_servers:
-            self._log(f"{steps}, as parameter servers have left: write `with handler:` around the loop")
+            self._log(
+                f"{steps}, as parameter servers have left: write `with handler:` around the loop"
+            )
             return
-        is_changed = self._versions_at_step != [parameter._version for parameter in self._watched_parameters]
+        is_changed = self._versions_at_step != [
+            parameter._version for parameter in self._watched_parameters
+        ]
         if self._agreement.any_rank(is_changed):
-            self._log(f"{steps}, as parameters have changed since the last one: write `with handler:` around the loop")
+            self._log(
+                f"{steps}, as parameters have changed since the last one: write `with handler:` around the loop"
+            )
             return
         try:
             self._save_end()
@@ -707,7 +782,10 @@ class PreemptionCheckpointHandler:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._is_done:  # keep the handlers: a signal must not end a process that is exiting
             return
@@ -716,11 +794,13 @@ class PreemptionCheckpointHandler:
                 self._is_done = True
                 self._save_end()
                 self._attempt.finished(self._manager.saved_step)
-                call_when_done(None)  # which would keep the strategy alive, and all models of the Checkpoint
+                # which would keep the strategy alive, and all models of the Checkpoint
+                call_when_done(None)
             elif isinstance(error, DesyncError) and error.is_agreed:
                 self._is_done = True
                 self._attempt.record_desync(error)
-            elif not issubclass(kind, SystemExit):  # a program that continues after an error is not finished
+            elif not issubclass(kind, SystemExit):
+                # a program that continues after an error is not finished
                 call_when_done(None)
         finally:
             self.close()
@@ -763,14 +843,18 @@ def _for_good(reason: str) -> str:
     return reason if reason.endswith(FOR_GOOD) else f"{reason}{FOR_GOOD}"
 
 
-def _note_uncaught(failure_log: FailureLog, side_errors: SideErrors | None, heading: str, report: str) -> None:
+def _note_uncaught(
+    failure_log: FailureLog, side_errors: SideErrors | None, heading: str, report: str
+) -> None:
     """Write an uncaught exception of this rank to its log and, of an evaluator, to the run folder."""
     failure_log.write(heading, report)
     if side_errors is not None:
         side_errors.record(report.rstrip().rpartition("\n")[2], 1)
 
 
-def _manager_of(checkpoint_or_manager: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:
+def _manager_of(
+    checkpoint_or_manager: Any, directory: str | os.PathLike[str] | None
+) -> CheckpointManager:
     if isinstance(checkpoint_or_manager, CheckpointManager):
         return checkpoint_or_manager
     if not isinstance(checkpoint_or_manager, Checkpoint) or directory is None:

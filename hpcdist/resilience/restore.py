@@ -126,7 +126,14 @@ class Restore:
             with self._world.agreed(self._comm):
                 if self._comm.rank == 0 and in_memory is not None:
                     before_reading(in_memory)
-            self._lead(root, lambda: use_one(candidate[1], lambda saved, file: self._send(file)) if candidate else None)
+            self._lead(
+                root,
+                lambda: (
+                    use_one(candidate[1], lambda saved, file: self._send(file))
+                    if candidate
+                    else None
+                ),
+            )
         reader = root if is_in_memory else 0
         text = (
             f"{candidate[0].attempt} {candidate[0].step} {candidate[1]}"
@@ -134,7 +141,9 @@ class Restore:
             else ""
         )
         attempt, step, path = self._world.broadcast_text(text, reader, self._comm).split(" ", 2)
-        return Restored(Saved(int(attempt), int(step)), path, self._load(is_own_run=True), is_in_memory)
+        return Restored(
+            Saved(int(attempt), int(step)), path, self._load(is_own_run=True), is_in_memory
+        )
 
     def _search(
         self,
@@ -157,9 +166,13 @@ class Restore:
         """Return the newest copy on any rank, and the lowest rank that has it."""
         saved = Saved(-1, -1) if local_copy is None else local_copy[0]
         attempt = self._world.all_reduce_int(saved.attempt, MPI.MAX, self._comm)
-        step = self._world.all_reduce_int(saved.step if saved.attempt == attempt else -1, MPI.MAX, self._comm)
+        step = self._world.all_reduce_int(
+            saved.step if saved.attempt == attempt else -1, MPI.MAX, self._comm
+        )
         newest = Saved(attempt, step)
-        root = self._world.all_reduce_int(self._comm.rank if saved == newest else self._comm.size, MPI.MIN, self._comm)
+        root = self._world.all_reduce_int(
+            self._comm.rank if saved == newest else self._comm.size, MPI.MIN, self._comm
+        )
         return (None if attempt < 0 else newest), root
 
     # -- the stream -----------------------------------------------------------------------------------------------
@@ -191,12 +204,15 @@ class Restore:
         self._world.broadcast_text(text, self._comm.rank, self._comm)
         self._take(file.path.name, file.index, self._comm.rank, file.blocks())
 
-    def _take(self, source: str, index: Index, root: int, blocks: Iterator[memoryview] | None) -> None:
+    def _take(
+        self, source: str, index: Index, root: int, blocks: Iterator[memoryview] | None
+    ) -> None:
         """Put the blocks of a checkpoint, which root reads, into the objects of this rank."""
         try:
             with self._world.agreed(self._comm):
                 prepared = self._objects.prepare(index, source)
-        except CheckpointDamaged as damage:  # on all ranks: the others wait for what root sends next
+        except CheckpointDamaged as damage:
+            # on all ranks: the others wait for what root sends next
             if blocks is None:
                 return
             raise CheckpointDamaged(str(damage)) from None

@@ -30,7 +30,9 @@ _N_NAMED = 8
 _MAX_BYTES = 16 << 20
 
 
-def settings_of(world: World, environ: Mapping[str, str], program_end: float | None) -> dict[str, tuple[str, str]]:
+def settings_of(
+    world: World, environ: Mapping[str, str], program_end: float | None
+) -> dict[str, tuple[str, str]]:
     """Return each setting of a run as its value and its origin.
 
     The program's own arguments come first, then TF_CONFIG (roles only), variables HPCDIST_*, hpcdist.toml, defaults. Of
@@ -70,12 +72,17 @@ def hosts_of(world: World) -> dict[str, str]:
         text = ",".join(map(str, ranks))
         if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
             text = f"{ranks[0]}-{ranks[-1]}"
-        host_ranks[name] = f"{host_ranks[name]},{text}" if name in host_ranks else text  # containers may share a name
+        # containers may share a name
+        host_ranks[name] = f"{host_ranks[name]},{text}" if name in host_ranks else text
     return host_ranks
 
 
 def begin_config(
-    world: World, folder: Path, attempt: int, program_end: float | None, facts: Callable[[], dict[str, Any]]
+    world: World,
+    folder: Path,
+    attempt: int,
+    program_end: float | None,
+    facts: Callable[[], dict[str, Any]],
 ) -> None:
     """Write `config.json`, and one line to the log: what this attempt was started with.
 
@@ -106,8 +113,13 @@ def begin_config(
                     "job": job_id(environ),
                     "ranks": world.size,
                     "hosts": hosts,
-                    "settings": {name: {"value": value, "from": origin} for name, (value, origin) in settings.items()},
-                    "variables": {name: environ[name] for name in HPCDIST_VARIABLES if name in environ},
+                    "settings": {
+                        name: {"value": value, "from": origin}
+                        for name, (value, origin) in settings.items()
+                    },
+                    "variables": {
+                        name: environ[name] for name in HPCDIST_VARIABLES if name in environ
+                    },
                     "versions": facts(),
                 },
             )
@@ -134,7 +146,9 @@ def _line(
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Replace the file, unless it is one of the program's own."""
     if not _is_ours(path):
-        log(f"config: expected no file or one of an earlier attempt at {path}, got another file; it is left as it is.")
+        log(
+            f"config: expected no file or one of an earlier attempt at {path}, got another file; it is left as it is."
+        )
         return
     disk = durable.Disk()
 

@@ -67,7 +67,11 @@ class Saver:
     """
 
     def __init__(
-        self, world: World, store: Store, retention: Retention, prepare: Callable[[], None] = lambda: None
+        self,
+        world: World,
+        store: Store,
+        retention: Retention,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self.store = store
         self.last: Index | None = None
@@ -127,7 +131,11 @@ class Saver:
         if metrics is None:
             metrics = self.last.metrics if self.last is not None and self.last.step == step else {}
         contents = self._lay_out(step, dict(metrics), written, collected)
-        check = None if comparison is None else functools.partial(comparison.require, contents, self._world.timeout_s)
+        check = (
+            None
+            if comparison is None
+            else functools.partial(comparison.require, contents, self._world.timeout_s)
+        )
         atexit.register(self._wait_at_exit)
         if if_changed and self._is_last(collected[0]):
             if check is not None:  # the next wait raises what it finds
@@ -164,13 +172,18 @@ class Saver:
         if durable.exception() is None:
             self.last = durable.result()
             self.store.prune(Saved(self.store.attempt, self.last.step), self._retention)
-            facts = {"nbytes": self._image.nbytes, "took_s": round(time.monotonic() - since, 6), "time_s": time.time()}
+            facts = {
+                "nbytes": self._image.nbytes,
+                "took_s": round(time.monotonic() - since, 6),
+                "time_s": time.time(),
+            }
             self.store.note("commit", step=self.last.step, **facts)
             note = None if self._note_commit is None else self._note_commit()
             if note is not None:
                 note(self.last.step)
             self.last_save_s = time.monotonic() - since
-            atexit.unregister(self._wait_at_exit)  # nothing is left to wait for, and nothing to report
+            # nothing is left to wait for, and nothing to report
+            atexit.unregister(self._wait_at_exit)
 
     def start(self) -> None:
         """Start the thread in which files are written: a program that saves only when it exits could not do so."""
@@ -185,7 +198,9 @@ class Saver:
             CheckpointError: if memory is insufficient, on the chief.
         """
         tier = self.fast_tier
-        tolerated = contextlib.nullcontext() if self._world.is_chief or tier is None else tier.tolerated()
+        tolerated = (
+            contextlib.nullcontext() if self._world.is_chief or tier is None else tier.tolerated()
+        )
         with tolerated:
             self._lay_out(0, {}, {}, collected)
         if tier is not None and tier.is_kept:
@@ -205,7 +220,9 @@ class Saver:
 
     def can_copy(self) -> bool:
         """Return whether the buffer is free for a copy; wait a little for the last copy, but not for the disk."""
-        is_free = not self.is_busy and not self._is_under_way(0 if self._is_behind else _PATIENCE_S, self._copied)
+        is_free = not self.is_busy and not self._is_under_way(
+            0 if self._is_behind else _PATIENCE_S, self._copied
+        )
         self._is_behind = not is_free
         if not is_free and not self._has_warned:
             logger.warning(
@@ -223,7 +240,9 @@ class Saver:
 
     def _start_copy(self, step: int) -> None:
         if self.fast_tier is not None and self.fast_tier.is_kept:
-            self._copied = self._thread.submit(functools.partial(self._commit_copy, self.fast_tier, step))
+            self._copied = self._thread.submit(
+                functools.partial(self._commit_copy, self.fast_tier, step)
+            )
 
     def _commit_copy(self, tier: FastTier, step: int) -> None:
         with tier.tolerated():
@@ -237,7 +256,9 @@ class Saver:
         if tier is not None:
             tier.stop()
             if self._is_under_way(_LIMIT_S, self._copied):
-                logger.warning("fast tier: expected the last copy to be done within %g s, got none", _LIMIT_S)
+                logger.warning(
+                    "fast tier: expected the last copy to be done within %g s, got none", _LIMIT_S
+                )
             tier.remove()
 
     # -- wait -----------------------------------------------------------------------------------------------------
@@ -292,7 +313,8 @@ class Saver:
         if not until_durable:
             done = self._done
             self._done = None
-        if self._done is None:  # nothing is left to wait for at the program's exit, which would keep this object
+        # nothing is left to wait for at the program's exit, which would keep this object
+        if self._done is None:
             atexit.unregister(self._wait_at_exit)
         if done is not None:
             done.result()
@@ -312,7 +334,8 @@ class Saver:
     def _require_blocks(self) -> None:
         """Raise CheckpointError if no block was written or read for as long as the world's timeout."""
         now = time.monotonic()
-        self._waited_s += min(now - self._looked_s, BEAT_S + AWAKE_S)  # a longer gap means that the job was suspended
+        # a longer gap means that the job was suspended
+        self._waited_s += min(now - self._looked_s, BEAT_S + AWAKE_S)
         self._looked_s = now
         if self._n_blocks_so_far != self._n_blocks:
             self._n_blocks = self._n_blocks_so_far
@@ -348,5 +371,7 @@ class Saver:
         except DesyncError as error:
             end_job(f"hpcdist: {error}\n", int(error.exit_code))
         except Exception as error:  # noqa: BLE001  raising here would make Python print the error and exit with 0
-            prefix = "" if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: "
+            prefix = (
+                "" if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: "
+            )
             end_job(f"hpcdist: {prefix}{error}\n", int(ExitCode.CHECKPOINT_IO))

@@ -61,7 +61,9 @@ class AttemptSaves:
 
     def is_late(self, step: int) -> bool:
         """Return whether a save is due by time, by the clock of this process."""
-        interval_s = self._schedule.interval_s(self._stalls.median if self._stalls.is_measured else None)
+        interval_s = self._schedule.interval_s(
+            self._stalls.median if self._stalls.is_measured else None
+        )
         waited_s = time.monotonic() - self._manager.saved_at
         return step > self._manager.saved_step and interval_s is not None and waited_s >= interval_s
 
@@ -153,7 +155,12 @@ class AttemptSaves:
         """
         if self._save_fn is not None:
             return False
-        options = {"blocking": False, "check_interval": False, "if_changed": self._is_saved(step), **kwargs}
+        options = {
+            "blocking": False,
+            "check_interval": False,
+            "if_changed": self._is_saved(step),
+            **kwargs,
+        }
         try:
             self._manager.save(step, *args, **options)
         except CheckpointError as error:
@@ -161,7 +168,9 @@ class AttemptSaves:
             return False
         return True
 
-    def save(self, step: int, is_last: bool, *args: Any, in_memory: bool = False, **kwargs: Any) -> None:
+    def save(
+        self, step: int, is_last: bool, *args: Any, in_memory: bool = False, **kwargs: Any
+    ) -> None:
         """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.
 
         If the schedule compares ranks, it also does so before each save of the program's own function.
@@ -180,7 +189,8 @@ class AttemptSaves:
             DesyncError: if ranks differ; on all ranks.
         """
         if self._is_saved(step):
-            if is_last and self._save_fn is None:  # what is between two steps may have changed, as in a validation
+            # what is between two steps may have changed, as in a validation
+            if is_last and self._save_fn is None:
                 self._manager.save(step, if_changed=True, check_interval=False)
             return
         started = self._clock()
@@ -193,7 +203,12 @@ class AttemptSaves:
             if in_memory:
                 self.copy(step)
         else:
-            options = {"blocking": is_last or is_first, "in_memory": in_memory, "check_interval": False, **kwargs}
+            options = {
+                "blocking": is_last or is_first,
+                "in_memory": in_memory,
+                "check_interval": False,
+                **kwargs,
+            }
             self._manager.save(step, *args, **options)
         self._has_saved = True
         stall_s = self._clock() - started

@@ -37,7 +37,9 @@ class SaveSchedule:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not value > 0:
-                raise UsageError(f"SaveSchedule: expected {field.name} above 0, got {value}; leave it out for never.")
+                raise UsageError(
+                    f"SaveSchedule: expected {field.name} above 0, got {value}; leave it out for never."
+                )
 
     def interval_s(self, cost_s: float | None) -> float | None:
         """Return the longest time between two saves; None for no limit.

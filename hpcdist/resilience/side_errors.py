@@ -56,7 +56,13 @@ class SideErrors:
     def _write(self, error: str, n_failures: int, is_over: bool) -> None:
         try:
             earlier = _content_of(self._path) if is_over else {}
-            content = {"error": error, "n_failures": n_failures, "time_s": time.time(), **earlier, "is_over": is_over}
+            content = {
+                "error": error,
+                "n_failures": n_failures,
+                "time_s": time.time(),
+                **earlier,
+                "is_over": is_over,
+            }
             durable.make_folders(Disk(), self._path.parent)
             durable.replace_text(Disk(), self._path, json.dumps(content) + "\n")
             self._is_recorded = not is_over

@@ -97,7 +97,9 @@ class Window:
         if stale > self._stalest:
             self._stalest = stale
 
-    def add_between(self, length_s: float, input_s: float, communication_s: float, rows: int) -> None:
+    def add_between(
+        self, length_s: float, input_s: float, communication_s: float, rows: int
+    ) -> None:
         """Add time between steps, without saves, and what was waited for and read in it."""
         self._between_s += length_s
         self._other_input_s += input_s
@@ -118,7 +120,9 @@ class Window:
             "n_steps": self._n_steps,
             "step_s": _short(self._step_s),
             "input_s": _short(spent.input_s - input_s - self._other_input_s),
-            "communication_s": _short(max(0.0, spent.communication_s - communication_s - self._other_communication_s)),
+            "communication_s": _short(
+                max(0.0, spent.communication_s - communication_s - self._other_communication_s)
+            ),
             "save_s": _short(spent.save_s - save_s),
             "between_s": _short(self._between_s),
             "longest": [self._longest_step, _short(self._longest_s)],
@@ -129,10 +133,19 @@ class Window:
 
 def pace_of(windows: Sequence[dict[str, Any]]) -> str:
     """Return where the time of some windows went, such as `3.1 ms a step; of the time: input 2 %, ...`."""
-    total = {key: sum(window[key] for window in windows) for key in ("n_steps", "step_s", "rows", *_WAITS)}
+    total = {
+        key: sum(window[key] for window in windows)
+        for key in ("n_steps", "step_s", "rows", *_WAITS)
+    }
     length_s = windows[-1]["window"][1] - windows[0]["window"][0]
-    shares = ", ".join(f"{key.removesuffix('_s')} {100 * total[key] / length_s:.0f} %" for key in _WAITS)
-    step = f"{1e3 * total['step_s'] / total['n_steps']:.3g} ms a step" if total["n_steps"] else "no step"
+    shares = ", ".join(
+        f"{key.removesuffix('_s')} {100 * total[key] / length_s:.0f} %" for key in _WAITS
+    )
+    step = (
+        f"{1e3 * total['step_s'] / total['n_steps']:.3g} ms a step"
+        if total["n_steps"]
+        else "no step"
+    )
     rows = f"; {total['rows'] / length_s:.3g} rows/s" if total["rows"] else ""
     return f"{step}; of the time: {shares}{rows}"
 
@@ -196,7 +209,9 @@ class StepTimes:
             self._n_polls += 1
         else:
             waited_s = communication_s - self._communication_s
-            self._window.add_between(length_s, spent.input_s - self._input_s, waited_s, spent.rows - self._rows)
+            self._window.add_between(
+                length_s, spent.input_s - self._input_s, waited_s, spent.rows - self._rows
+            )
         self._step = step
         self._left_s = now
         self._save_s = save_s
@@ -212,7 +227,8 @@ class StepTimes:
             Where the time went, as a text for the log: at most once a minute, otherwise None.
         """
         now = self._clock()
-        if now - self._left_s < _NOTHING_S and now < self._due_s:  # as at almost every step: a part of the next one
+        # as at almost every step: a part of the next one
+        if now - self._left_s < _NOTHING_S and now < self._due_s:
             return None
         spent = self._spent
         length_s = now - self._left_s - (spent.save_s - self._save_s)
@@ -244,7 +260,11 @@ class StepTimes:
             "time": [_short(self._left_s), _short(now)],
             "spans": [_record_of(span) for span in spans],
         }
-        self._file.add({**record, "background": [_record_of(span) for span in background]} if background else record)
+        self._file.add(
+            {**record, "background": [_record_of(span) for span in background]}
+            if background
+            else record
+        )
 
     def end(self) -> None:
         """Write what is left, with a bounded wait; also done when the program ends."""
@@ -301,7 +321,9 @@ class RecordFile:
             self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
         elif not self._is_behind:
             self._is_behind = True
-            logger.warning("trace: expected %s to take records, got no answer; records are lost.", self._path)
+            logger.warning(
+                "trace: expected %s to take records, got no answer; records are lost.", self._path
+            )
         if self._clock() >= self._next_s:
             self._start()
 
@@ -379,15 +401,25 @@ def begin_step_times(world: World, run_folder: Path, attempt: int, step: int) ->
     if mode == "off" or world.task.type not in ("chief", "worker"):
         return None
     path = trace_folder(run_folder, number) / f"rank-{world.rank:05d}.jsonl"
-    file = RecordFile(path, max(WINDOW_S, world.role_comm.size / WRITES_PER_S), world.role_comm.rank / WRITES_PER_S)
+    file = RecordFile(
+        path,
+        max(WINDOW_S, world.role_comm.size / WRITES_PER_S),
+        world.role_comm.rank / WRITES_PER_S,
+    )
     header = {
         "attempt": number,
         "rank": world.rank,
         "size": world.size,
         "role": f"{world.task.type}:{world.task.index}",
     }
-    clock = {"clock": [time.monotonic(), time.time()], "process_began": round(process_began(), 3), "step": step}
-    return StepTimes(file, {**header, "host": MPI.Get_processor_name(), **clock}, step, records_all=mode == "all")
+    clock = {
+        "clock": [time.monotonic(), time.time()],
+        "process_began": round(process_began(), 3),
+        "step": step,
+    }
+    return StepTimes(
+        file, {**header, "host": MPI.Get_processor_name(), **clock}, step, records_all=mode == "all"
+    )
 
 
 def trace_folder(run_folder: Path, attempt: int) -> Path:

@@ -138,7 +138,9 @@ class StopFlag:
         elif self._reason is None:
             request = self._request_in_file()
             if request is not None:
-                self._set_reason(f"stop file {self._file}{FOR_GOOD if request == STOP_FOR_GOOD else ''}")
+                self._set_reason(
+                    f"stop file {self._file}{FOR_GOOD if request == STOP_FOR_GOOD else ''}"
+                )
         return self._reason
 
     def _set_reason(self, reason: str) -> None:
@@ -248,7 +250,8 @@ class SignalFlag:
         for number in signals:
             is_ignored = signal.getsignal(number) is signal.SIG_IGN
             if number in (signal.SIGINT, signal.SIGHUP) and is_ignored:
-                continue  # a job in the background, or under nohup, which a terminal is not meant to end
+                # a job in the background, or under nohup, which a terminal is not meant to end
+                continue
             self._earlier[number] = signal.signal(number, self._handler)
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _reset(this()))
@@ -260,16 +263,22 @@ class SignalFlag:
             self.received = signal.Signals(number)
         earlier = self._earlier.get(signal.Signals(number))
         if number == signal.SIGINT and earlier is signal.default_int_handler:
-            signal.signal(number, earlier)  # the first Ctrl-C asks for a stop, the second one ends the program
+            # the first Ctrl-C asks for a stop, the second one ends the program
+            signal.signal(number, earlier)
             with contextlib.suppress(OSError):
-                os.write(2, b"\nhpcdist: Ctrl-C: saving and stopping after this step; press it again to end at once\n")
+                os.write(
+                    2,
+                    b"\nhpcdist: Ctrl-C: saving and stopping after this step; press it again to end at once\n",
+                )
         elif callable(earlier):
             earlier(number, frame)
 
     def close(self) -> None:
         """Reinstall the earlier handlers, except where the program has replaced these."""
         for number, earlier in self._earlier.items():
-            is_ours = signal.getsignal(number) is (signal.SIG_IGN if number in self._ignored else self._handler)
+            is_ours = signal.getsignal(number) is (
+                signal.SIG_IGN if number in self._ignored else self._handler
+            )
             if is_ours:  # a handler that C code installed cannot be put back
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._earlier = {}

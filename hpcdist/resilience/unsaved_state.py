@@ -37,7 +37,9 @@ class UnsavedState:
         self._objects = objects
         self._left_out = left_out
         self._models = [item for item in objects if hasattr(item, "named_parameters")]
-        self._optimizers = [item for item in objects if hasattr(item, "param_groups") and hasattr(item, "step")]
+        self._optimizers = [
+            item for item in objects if hasattr(item, "param_groups") and hasattr(item, "step")
+        ]
         self._has_looked = False
         self._copies: list[tuple[Any, int]] = []
 
@@ -119,6 +121,10 @@ def _held_by(item: Any) -> list[Any]:
         return list(itertools.islice(item, _MAX_ITEMS))
     if isinstance(item, dict):
         return list(itertools.islice(item.values(), _MAX_ITEMS))
-    if isinstance(item, DistributedInput) or hasattr(item, "param_groups") or hasattr(item, "describe_sums"):
+    if (
+        isinstance(item, DistributedInput)
+        or hasattr(item, "param_groups")
+        or hasattr(item, "describe_sums")
+    ):
         return []
     return list(getattr(item, "__dict__", {}).values())

@@ -37,7 +37,9 @@ class Hosts:
         world.wait(comm.Iallgather(np.array([lowest], np.int64), all_lowest))
         self.placement = plan_placement(all_lowest.tolist())
         self.host = self.placement.host_of(comm.rank)
-        color = self.node_comm.rank if self.node_comm.rank < self.placement.n_lanes else MPI.UNDEFINED
+        color = (
+            self.node_comm.rank if self.node_comm.rank < self.placement.n_lanes else MPI.UNDEFINED
+        )
         lane = comm.Split(color, self.host)
         self.lane_comm: MPI.Comm | None = None if lane == MPI.COMM_NULL else lane
 

@@ -101,7 +101,8 @@ class ExitHooks:
 
     def _note_uncaught(self, event: str, report: list[str]) -> None:
         if not self.is_forked:
-            with contextlib.suppress(Exception):  # whatever fails there, the job must end for the error that there is
+            # whatever fails there, the job must end for the error that there is
+            with contextlib.suppress(Exception):
                 self._on_uncaught(event, "".join(report))
 
     def call_when_done(self, act: Callable[[], None] | None) -> None:
@@ -136,11 +137,15 @@ class ExitHooks:
         """Record the SystemExit that is ending this process."""
         self._exit = leaving
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         with contextlib.redirect_stderr(_real_stderr()):
             self._end_for(kind, error, trace)
 
-    def _end_for(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _end_for(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         report = traceback.format_exception(kind, error, trace)
         self._note_uncaught("uncaught exception", report)
         is_agreed = isinstance(error, HpcdistError) and error.is_agreed
@@ -153,7 +158,8 @@ class ExitHooks:
         if isinstance(error, Exception) and self._is_beside_training():
             self._log_beside("uncaught exception", report)
             self._is_beside_end = True
-            for number in STOP_SIGNALS:  # those of the training are acted on by the ranks that train
+            # those of the training are acted on by the ranks that train
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             self._exit_recorded(int(ExitCode.DONE))  # the job's exit code is that of the training
         report_agreed(error, self._is_reporter)
@@ -193,7 +199,9 @@ class ExitHooks:
         worst = np.zeros(1, np.int32)
         request = self._comm.Iallreduce(np.array([code], np.int32), worst, MPI.MAX)
         # a rank that was asked to leave waits for those that save, as one that is done waits for those that are not
-        limit_s = FINISH_LIMIT_S if code in _ORDERLY else LAST_CALL_S if self._exit else UNKNOWN_CALL_S
+        limit_s = (
+            FINISH_LIMIT_S if code in _ORDERLY else LAST_CALL_S if self._exit else UNKNOWN_CALL_S
+        )
         if self._is_beside_end:  # with the training, which may take for days
             limit_s = math.inf
         started = time.monotonic()
@@ -207,7 +215,11 @@ class ExitHooks:
                 log(f"{self._describe()} is done and waits for other ranks")
             if waited_s > limit_s:
                 stack = self._exit.stack if self._exit else []
-                self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
+                self._abort(
+                    "left with a non-zero exit" if code else "finished, but others did not",
+                    stack,
+                    code or 1,
+                )
         # a launcher terminates the others as soon as one has exited with a code, which would hide their own codes
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._finish(int(worst[0]))
@@ -228,14 +240,21 @@ class ExitHooks:
         """Tell other ranks, such as evaluators, with which code this one is about to leave. Not collective."""
         if not (MPI.Is_finalized() or self.is_forked):
             code = np.array([self._leaving_code()], np.int32)
-            self._heartbeats += [self._comm.Isend(code, rank, _END_TAG) for rank in ranks if rank != self._comm.rank]
+            self._heartbeats += [
+                self._comm.Isend(code, rank, _END_TAG) for rank in ranks if rank != self._comm.rank
+            ]
 
     def announced_end(self) -> int | None:
         """Return the code that another rank has announced to leave with; None before. Not collective."""
         status = MPI.Status()
-        if self._announced is None and not MPI.Is_finalized() and self._comm.Iprobe(tag=_END_TAG, status=status):
+        if (
+            self._announced is None
+            and not MPI.Is_finalized()
+            and self._comm.Iprobe(tag=_END_TAG, status=status)
+        ):
             code = np.empty(1, np.int32)
-            self._comm.Recv(code, status.Get_source(), _END_TAG)  # from any source MPICH waits for ever between hosts
+            # from any source MPICH waits for ever between hosts
+            self._comm.Recv(code, status.Get_source(), _END_TAG)
             self._announced = int(code[0])
         return self._announced
 
@@ -334,7 +353,8 @@ def _real_stderr() -> TextIO | None:
 def _flush() -> None:
     """Write out what was printed, as far as that is possible."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, or none from the start
+        # full, closed, or none from the start
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 

@@ -152,7 +152,11 @@ class _PythonNumbers(Library):
     def state(self) -> dict[str, Any]:
         if self._words is not None:
             position, _ = self._words.mark()
-            return {"words": self._words.copy(), "position": position, "gauss": self._generator.gauss_next}
+            return {
+                "words": self._words.copy(),
+                "position": position,
+                "gauss": self._generator.gauss_next,
+            }
         state = self._generator.getstate()
         numbers = state[1]
         words = np.array(numbers[:_N_WORDS], np.uint32)
@@ -179,7 +183,8 @@ class _NumpyNumbers(Library):
         self._generator = np.random.mtrand._rand
         self._bits = self._generator._bit_generator
         self._seed_as_numpy = np.random.seed
-        was_seeded = getattr(self._bits, "_seed_seq", None) is None  # a seed of the program leaves no sequence
+        # a seed of the program leaves no sequence
+        was_seeded = getattr(self._bits, "_seed_seq", None) is None
         super().__init__("numpy")
         self.n_seeds = int(was_seeded)
 

@@ -115,7 +115,8 @@ class LoopState:
             self._n_loaders += 1
             source = PartSource(_FIRST_LOADER + self._n_loaders, owner, keeper)
         self._sources[source.number] = source
-        self._need_identity(True)  # of the first parts too, until the loop has turned out to draw them one by one
+        # of the first parts too, until the loop has turned out to draw them one by one
+        self._need_identity(True)
         if not self.has_begun:
             self._is_watched_since_step = True
         return source
@@ -166,7 +167,9 @@ class LoopState:
     @property
     def has_begun(self) -> bool:
         """Whether there was a step or a backward since `begin`."""
-        return self.n_steps > self._n_steps_at_begin or self.n_backwards > self._n_backwards_at_begin
+        return (
+            self.n_steps > self._n_steps_at_begin or self.n_backwards > self._n_backwards_at_begin
+        )
 
     def is_training_with(self, source: PartSource) -> bool:
         """Return whether parts of a source are used by backwards; elsewhere they are used by being drawn."""
@@ -249,7 +252,9 @@ class LoopState:
         thread = threading.get_ident()
         if thread not in self._uses and threading.current_thread() is threading.main_thread():
             self._uses[thread] = Uses()
-        return self._uses.get(thread) or self._uses.setdefault(threading.main_thread().ident or 0, Uses())
+        return self._uses.get(thread) or self._uses.setdefault(
+            threading.main_thread().ident or 0, Uses()
+        )
 
     def uses_of_thread(self) -> Uses:
         """Return what backwards use that this thread, such as a replica's, calls; not for threads of autograd."""
@@ -277,7 +282,9 @@ class LoopState:
         if self._may_use_again(uses):
             possible_parts += self._last_used
         if uses.parts:
-            possible_parts = uses.parts + _without_sources(_sources_of(_owned_by(owner, uses.parts)), possible_parts)
+            possible_parts = uses.parts + _without_sources(
+                _sources_of(_owned_by(owner, uses.parts)), possible_parts
+            )
         return _owned_by(owner, possible_parts) or _owned_by(owner, self._last_used)
 
     def _may_use_again(self, uses: Uses) -> bool:
@@ -306,7 +313,8 @@ class LoopState:
             return
         self.n_backwards += 1
         uses = self.uses()
-        if uses.n_steps_at_begin < self.n_steps:  # another replica of this process has stepped on the sum of both
+        # another replica of this process has stepped on the sum of both
+        if uses.n_steps_at_begin < self.n_steps:
             self._n_backwards_at_step += 1
             return
         if self._is_alone:
@@ -393,7 +401,8 @@ class LoopState:
         self._stepped.add(id(optimizer))
         self._ever_stepped.add(id(optimizer))
         has_backward = self.n_backwards > self._n_backwards_at_step
-        if not has_backward and self._has_drawn_since_step:  # gradients of its own, as of torch.autograd.grad
+        # gradients of its own, as of torch.autograd.grad
+        if not has_backward and self._has_drawn_since_step:
             self._note_used(Uses())
         for part in self._pending:
             part.source.complete(part)
@@ -457,7 +466,9 @@ class LoopState:
         """Optimizer steps since requests were looked for."""
         return self.n_steps - self._n_steps_at_safe_point
 
-    def is_safe_draw(self, source: PartSource, is_for_training: bool, is_last: bool = False) -> bool:
+    def is_safe_draw(
+        self, source: PartSource, is_for_training: bool, is_last: bool = False
+    ) -> bool:
         """Return whether a program that asks `source` for its next part is between two iterations.
 
         In a program that trains, a validation is none: what follows it, such as a schedule's step, is not over. Nor is
@@ -511,7 +522,9 @@ class LoopState:
         """Whether this rank has begun passes of which nothing was used."""
         return any(source.has_peeks for source in self._sources.values())
 
-    def share(self, is_entered: bool, has_peeks: bool, key: list[int] | None, moduli: Sequence[int]) -> None:
+    def share(
+        self, is_entered: bool, has_peeks: bool, key: list[int] | None, moduli: Sequence[int]
+    ) -> None:
         """Take what all ranks have reported with the sum of the running backward.
 
         Args:
@@ -554,7 +567,9 @@ class LoopState:
         for source in self._sources.values():
             is_compared = source.owner is not None and source.is_trained and source.is_active
             if is_compared and not source.is_abandoned:
-                lines.append(f"{source.number}: {source.saved_position(self.is_training_with(source))}")
+                lines.append(
+                    f"{source.number}: {source.saved_position(self.is_training_with(source))}"
+                )
         return "; ".join(lines)
 
     # -- between passes ---------------------------------------------------------------------------------------------
@@ -569,7 +584,9 @@ class LoopState:
     @property
     def is_after_pass(self) -> bool:
         """Whether nothing was trained since the end of a pass, as in the validation of an epoch."""
-        return self.n_steps == self._n_steps_at_end and self.n_backwards == self._n_backwards_at_step
+        return (
+            self.n_steps == self._n_steps_at_end and self.n_backwards == self._n_backwards_at_step
+        )
 
     def rewind_to_end_of_pass(self) -> None:
         """Let a checkpoint store where all sources were at the end of the pass: what follows it is done again."""

@@ -66,7 +66,9 @@ def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:
     is_reporter = launcher is None or launcher.rank == 0
     previous_hook = sys.excepthook
 
-    def report(kind: type[BaseException], caught: BaseException, trace: TracebackType | None) -> None:
+    def report(
+        kind: type[BaseException], caught: BaseException, trace: TracebackType | None
+    ) -> None:
         report_agreed(caught, is_reporter)
         previous_hook(kind, caught, trace)
 

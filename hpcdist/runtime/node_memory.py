@@ -221,7 +221,12 @@ class NodeBarrier:
                 return
         if not wait_until(lambda: board[cell] >= sequence, self._timeout_s, self._yields):
             missing = [self._names[cell // CELLS] for cell in self._cells if board[cell] < sequence]
-            raise late("barrier", self._timeout_s, ", ".join(missing), self._names[self._own_offset // CELLS])
+            raise late(
+                "barrier",
+                self._timeout_s,
+                ", ".join(missing),
+                self._names[self._own_offset // CELLS],
+            )
 
 
 _locks = make_lock(), make_lock()

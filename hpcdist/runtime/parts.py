@@ -127,7 +127,9 @@ class PartSource:
     @property
     def waiting_parts(self) -> list[Part]:
         """The open parts that a step is expected of."""
-        return [part for part in self._unused if part.is_for_training or self.draws_without_gradients]
+        return [
+            part for part in self._unused if part.is_for_training or self.draws_without_gradients
+        ]
 
     def steps_at_draw(self, part: Part) -> int:
         """Return how many steps were made before a part was drawn."""

@@ -108,7 +108,9 @@ def _install_hooks() -> None:
     launcher = launcher_of(read_environment())
     comm = MPI.COMM_WORLD.Dup()
     is_reporter = comm.rank == 0 and (launcher is None or comm.size > 1 or launcher.rank == 0)
-    _hooks = ExitHooks(comm, _describe_process, is_reporter, _free_process_world, _is_beside_training)
+    _hooks = ExitHooks(
+        comm, _describe_process, is_reporter, _free_process_world, _is_beside_training
+    )
     _hooks.install()
     atexit.register(_announce_end)  # runs before the hooks wait for the others
 
@@ -133,7 +135,11 @@ def _describe_process() -> str:
 
 def _is_beside_training() -> bool:
     """Return whether this rank is an evaluator beside others that train."""
-    return _process_world is not None and _process_world.task.type == "evaluator" and MPI.COMM_WORLD.size > 1
+    return (
+        _process_world is not None
+        and _process_world.task.type == "evaluator"
+        and MPI.COMM_WORLD.size > 1
+    )
 
 
 def _free_process_world() -> None:

@@ -79,7 +79,9 @@ class StepFlags:
         self.loop = LoopState(is_alone)
         self._received = Request.NONE
 
-    def attach(self, requester: Requester, optimizers: Iterable[Any] = (), saved: Iterable[Any] = ()) -> None:
+    def attach(
+        self, requester: Requester, optimizers: Iterable[Any] = (), saved: Iterable[Any] = ()
+    ) -> None:
         """Let `requester` request and act from now on, in place of an earlier one.
 
         Args:

@@ -75,12 +75,16 @@ class TimeSpent:
 
     def begin(self) -> float | None:
         """Begin a wait; return `communication_s`, or None for one that does not count by itself."""
-        if self._is_waiting or (threading.get_ident() != _MAIN and threading.current_thread().name != REPLICA_THREAD):
+        if self._is_waiting or (
+            threading.get_ident() != _MAIN and threading.current_thread().name != REPLICA_THREAD
+        ):
             return None
         self._is_waiting = True
         return self.communication_s
 
-    def end(self, kind: str, name: str, began_s: float, ended_s: float, communication_before_s: float) -> None:
+    def end(
+        self, kind: str, name: str, began_s: float, ended_s: float, communication_before_s: float
+    ) -> None:
         """Count a wait that has ended.
 
         Args:
@@ -110,11 +114,15 @@ class TimeSpent:
 
     def spans_since(self, since_s: float) -> tuple[list[Span], list[Span]]:
         """Return what began since a time, and what background threads began; the last 64 of each."""
-        foreground_spans = [Span(*span_fields) for span_fields in self._spans.copy() if span_fields[2] >= since_s]
+        foreground_spans = [
+            Span(*span_fields) for span_fields in self._spans.copy() if span_fields[2] >= since_s
+        ]
         for journal in self._foreground:
             foreground_spans += _spans_of(journal, since_s)
         foreground_spans.sort(key=lambda span: span.began_s)
-        return foreground_spans, [span for journal in self._background for span in _spans_of(journal, since_s)]
+        return foreground_spans, [
+            span for journal in self._background for span in _spans_of(journal, since_s)
+        ]
 
 
 class Wait:
@@ -149,7 +157,9 @@ def _spans_of(journal: Recorded, since_s: float) -> list[Span]:
 time_spent = TimeSpent()
 
 
-def counted(kind: str, name: str) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
+def counted(
+    kind: str, name: str
+) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
     """Return a decorator for functions whose calls are waits of this process; see `TimeSpent.timed`."""
 
     def decorate(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:

@@ -20,7 +20,10 @@ AWAKE_S = 1.0
 
 
 def wait_until(
-    is_done: Callable[[], object], timeout_s: float, yields: int = YIELDS, max_sleep_s: float = MAX_SLEEP_S
+    is_done: Callable[[], object],
+    timeout_s: float,
+    yields: int = YIELDS,
+    max_sleep_s: float = MAX_SLEEP_S,
 ) -> bool:
     """Poll `is_done` until it is true, at most for `timeout_s`; return whether it is.
 

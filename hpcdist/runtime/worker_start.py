@@ -51,7 +51,10 @@ def start_method_of(loader: Any) -> str:
     """Return how the program wants the workers of a DataLoader to be started."""
     if loader.multiprocessing_context is not None:
         return str(loader.multiprocessing_context.get_start_method())
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return (
+        multiprocessing.get_start_method(allow_none=True)
+        or multiprocessing.get_all_start_methods()[0]
+    )
 
 
 @functools.lru_cache(maxsize=1)

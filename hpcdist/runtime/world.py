@@ -90,7 +90,10 @@ class World:
     """
 
     def __init__(
-        self, resolver: ClusterResolver | None = None, comm: MPI.Comm | None = None, serves: bool = False
+        self,
+        resolver: ClusterResolver | None = None,
+        comm: MPI.Comm | None = None,
+        serves: bool = False,
     ) -> None:
         parent_comm = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
         self.rank = parent_comm.rank
@@ -102,7 +105,8 @@ class World:
         self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
         self.roles_from = "the program"
-        self.wait(parent_comm.Ibarrier())  # once all have arrived, making communicators blocks on nobody
+        # once all have arrived, making communicators blocks on nobody
+        self.wait(parent_comm.Ibarrier())
         self.comm: MPI.Comm = parent_comm.Dup()
         environ = self._agreed_environment()
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -112,13 +116,19 @@ class World:
         self.coordinator = self._agreed_coordinator(serves)
         sides = ("evaluator", "ps") if self.coordinator is None else ("evaluator", "ps", "worker")
         self.side_ranks = tuple(
-            rank for rank, task in enumerate(tasks) if task.type in sides and rank != self.coordinator
+            rank
+            for rank, task in enumerate(tasks)
+            if task.type in sides and rank != self.coordinator
         )
         self.cores_per_rank, self.is_crowded = _share_of_cores(node)
         node.Free()
         order = list(self.spec.tasks())
-        color = {"ps": 1, "evaluator": 2}.get(self.task.type, 0 if self.coordinator is None else 3 + self.rank)
-        self.role_comm: MPI.Comm = self.comm.Split(color, order.index(self.task) * self.size + self.rank)
+        color = {"ps": 1, "evaluator": 2}.get(
+            self.task.type, 0 if self.coordinator is None else 3 + self.rank
+        )
+        self.role_comm: MPI.Comm = self.comm.Split(
+            color, order.index(self.task) * self.size + self.rank
+        )
         self.hosts = Hosts(self.role_comm, self)
         self.node_comm = self.hosts.node_comm
         self.n_hosts = len(self.hosts.placement.hosts)
@@ -156,7 +166,9 @@ class World:
         self.hosts.free()
         self.comm.Free()
 
-    def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None, call: str = "") -> None:
+    def agree(
+        self, error: HpcdistError | None, comm: MPI.Comm | None = None, call: str = ""
+    ) -> None:
         """Raise the lowest failing rank's error on every rank, or return on every rank.
 
         Collective: `comm`, default all ranks. Waits at most `timeout_s`.
@@ -186,10 +198,13 @@ class World:
         n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
         failure_suffix = f" and {n_failed - 1} more" if n_failed > 1 else ""
         where = "" if n_failed == comm.size else f" [{self}{failure_suffix}]"
-        name, text = self.broadcast_text(f"{type(error).__name__}\n{error}{where}", lowest, comm).split("\n", 1)
+        name, text = self.broadcast_text(
+            f"{type(error).__name__}\n{error}{where}", lowest, comm
+        ).split("\n", 1)
         agreed = error_class(name)(text)
         agreed.is_agreed = True
-        if self.size > 1:  # in a world of one, the launcher says which rank prints: there may be many such worlds
+        # in a world of one, the launcher says which rank prints: there may be many such worlds
+        if self.size > 1:
             agreed.is_reporter = comm.rank == 0
         elif error is not None:
             agreed.is_reporter = error.is_reporter
@@ -238,9 +253,13 @@ class World:
     def all_equal(self, text: str, comm: MPI.Comm) -> bool:
         """Return whether all ranks hold the same text. Collective: `comm`; compares 63-bit digests."""
         digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
-        return -self.all_reduce_int(-digest, MPI.MIN, comm) == self.all_reduce_int(digest, MPI.MIN, comm)
+        return -self.all_reduce_int(-digest, MPI.MIN, comm) == self.all_reduce_int(
+            digest, MPI.MIN, comm
+        )
 
-    def require_same(self, text: str, comm: MPI.Comm, explain: Callable[[str], HpcdistError]) -> None:
+    def require_same(
+        self, text: str, comm: MPI.Comm, explain: Callable[[str], HpcdistError]
+    ) -> None:
         """Return when all ranks hold the same text, else raise the error of the lowest rank that differs.
 
         Collective: `comm`; bounded by `timeout_s`.
@@ -289,7 +308,9 @@ class World:
                 )
         # what one rank checks with the others, all of them must check
         self.debug = frozenset(
-            name for name in DEBUG_NAMES if self.all_reduce_int(int(name in self.debug), MPI.MAX, self.comm)
+            name
+            for name in DEBUG_NAMES
+            if self.all_reduce_int(int(name in self.debug), MPI.MAX, self.comm)
         )
         return environ
 
@@ -301,7 +322,9 @@ class World:
         with self.agreed():
             if resolver is None:
                 has_config = environ.get("TF_CONFIG", "").strip() not in ("", "{}")
-                resolver = (TFConfigClusterResolver if has_config else MPIClusterResolver)(environ=environ)
+                resolver = (TFConfigClusterResolver if has_config else MPIClusterResolver)(
+                    environ=environ
+                )
                 self.roles_from = "TF_CONFIG" if has_config else origin_of(environ, "HPCDIST_ROLES")
             spec, declared = resolver.resolve(self.rank, self.size)
             if not spec:
@@ -328,12 +351,18 @@ class World:
 
         One that was started alone is a cluster by itself: the others run elsewhere. Collective: all ranks.
         """
-        is_unlisted = declared is not None and declared.type == "evaluator" and not spec.has_tasks("evaluator")
+        is_unlisted = (
+            declared is not None
+            and declared.type == "evaluator"
+            and not spec.has_tasks("evaluator")
+        )
         n_unlisted = self.all_reduce_int(int(is_unlisted), MPI.SUM, self.comm)
         if not n_unlisted:
             return spec
         listed_tasks = {} if n_unlisted == self.size == 1 else spec.as_dict()
-        return ClusterSpec({**listed_tasks, "evaluator": ["evaluator, which the cluster does not list"]})
+        return ClusterSpec(
+            {**listed_tasks, "evaluator": ["evaluator, which the cluster does not list"]}
+        )
 
     def _gather_facts(
         self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Comm
@@ -356,7 +385,9 @@ class World:
         self.wait(self.comm.Iallgather(np.array([serves], np.int32), flags))
         trainers = [rank for rank, task in enumerate(self.tasks) if task.is_training]
         programs = [rank for rank in trainers if not flags[rank]]
-        evaluators = [rank for rank, task in enumerate(self.tasks) if task.type == "evaluator" and flags[rank]]
+        evaluators = [
+            rank for rank, task in enumerate(self.tasks) if task.type == "evaluator" and flags[rank]
+        ]
         if not any(flags[rank] for rank in trainers) and not evaluators:
             return None
         if len(programs) != 1 or self.tasks[programs[0]] != self.spec.chief or evaluators:
@@ -378,5 +409,8 @@ def _share_of_cores(node: MPI.Comm) -> tuple[int, bool]:
     cores = os.sched_getaffinity(0)
     sets = node.allgather(frozenset(cores))
     n_sharing = sum(1 for peer_cores in sets if peer_cores & cores)
-    is_crowded = any(sum(1 for peer_cores in sets if peer_cores & rank_cores) > len(rank_cores) for rank_cores in sets)
+    is_crowded = any(
+        sum(1 for peer_cores in sets if peer_cores & rank_cores) > len(rank_cores)
+        for rank_cores in sets
+    )
     return max(1, len(cores) // n_sharing), is_crowded

@@ -57,13 +57,17 @@ class HostStorage:
         self.shared: list[Shared] = []
         self._group = group
         self._is_first = group.node_comm.rank == 0
-        self._addresses: list[tuple[Shared, int]] = []  # of those on the host, where their memory begins
+        # of those on the host, where their memory begins
+        self._addresses: list[tuple[Shared, int]] = []
         self._copies: list[tuple[Shared, torch.device]] = []  # those on devices
         self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
-        self._hidden: list[Tensor | None] | None = None  # gradients of a rank whose step the chief makes
+        # gradients of a rank whose step the chief makes
+        self._hidden: list[Tensor | None] | None = None
 
     @torch.no_grad()
-    def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter] = ()) -> None:
+    def adopt(
+        self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter] = ()
+    ) -> None:
         """Move parameters, equal on all ranks, to the shared memory; those on devices are copied there.
 
         Collective where there are new ones: the group, with the same parameters in the same order.
@@ -214,7 +218,8 @@ def allocate(group: Group, nbytes: int) -> Tensor:
         CollectiveFailed: when the host has too little memory; on all of them.
     """
     window = NodeWindow(group.node_comm, -(-max(1, nbytes) // group.node_comm.size), group.world)
-    return torch.frombuffer(window.pieces[0].obj, dtype=torch.uint8)  # the pieces follow one another in one mapping
+    # the pieces follow one another in one mapping
+    return torch.frombuffer(window.pieces[0].obj, dtype=torch.uint8)
 
 
 def cut_memory(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:

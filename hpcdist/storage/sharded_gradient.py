@@ -31,7 +31,9 @@ class ShardedGradient(Tensor):
     _group: Group
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, share: Tensor, name: str, group: Group) -> "ShardedGradient":
+    def __new__(
+        cls, parameter: Tensor, share: Tensor, name: str, group: Group
+    ) -> "ShardedGradient":
         """Return the gradient of a parameter by its name."""
         gradient: ShardedGradient = torch_hooks.make_memoryless(cls, parameter)
         gradient.share = share
@@ -60,7 +62,9 @@ class ShardedGradient(Tensor):
         if func is torch_hooks.UNSCALING and len(gradients) == len(first):
             return _unscale(gradients, *args[1:])
         if not gradients:
-            gradients = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)]
+            gradients = [
+                value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)
+            ]
         if not gradients:
             raise _refusal("a parameter", func.__name__, "")
         raise gradients[0].refusal(func.__name__)

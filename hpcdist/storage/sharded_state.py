@@ -29,7 +29,9 @@ class StateKey(NamedTuple):
     dtype: torch.dtype
 
 
-def probe_state(make: Callable[[Any], Optimizer], options: dict[str, Any], dtype: torch.dtype) -> list[StateKey]:
+def probe_state(
+    make: Callable[[Any], Optimizer], options: dict[str, Any], dtype: torch.dtype
+) -> list[StateKey]:
     """Return what an optimizer keeps of a parameter, found by a step on zeros.
 
     Args:
@@ -78,7 +80,8 @@ class SharedState:
         self._runs = runs
         self._keys = keys
         self._local_rank = group.node_comm.rank
-        self._run_of: dict[int, tuple[int, int]] = {}  # parameter -> its run, and its place in the run
+        # parameter -> its run, and its place in the run
+        self._run_of: dict[int, tuple[int, int]] = {}
         for number, run in enumerate(runs):
             for index, member in enumerate(run.members):
                 self._run_of[member] = (number, index)
@@ -157,7 +160,11 @@ class SharedState:
         """Return whether states, by the number of the parameter, are alike for all members of each run."""
         for number, run in enumerate(self._runs):
             members = [states.get(member) or {} for member in run.members]
-            scalars = [key.name for key in self._keys[number] if not key.is_elementwise and key.name in members[0]]
+            scalars = [
+                key.name
+                for key in self._keys[number]
+                if not key.is_elementwise and key.name in members[0]
+            ]
             for state in members[1:]:
                 if state.keys() != members[0].keys():
                     return False

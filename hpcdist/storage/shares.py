@@ -99,7 +99,10 @@ class Shares:
         for number, options in enumerate(groups):
             self._parameters += options["params"]
             self._group_of += [number] * len(options["params"])
-        self._ranges = [_owned_range(parameter, slot, self._local_rank) for parameter, slot in self._with_slots()]
+        self._ranges = [
+            _owned_range(parameter, slot, self._local_rank)
+            for parameter, slot in self._with_slots()
+        ]
         self._runs = plan_runs(self._places(), joins)
         self._pieces = [self._piece_of(run) for run in self._runs]
         self._inner = self._make_inner(groups, make)
@@ -153,12 +156,16 @@ class Shares:
             return None
         return make(inner_groups)
 
-    def _keys_of(self, run: Run, groups: Groups, make: Callable[[Groups], Optimizer], states: States) -> list[StateKey]:
+    def _keys_of(
+        self, run: Run, groups: Groups, make: Callable[[Groups], Optimizer], states: States
+    ) -> list[StateKey]:
         """Return what the optimizer keeps of a run."""
         first = self._parameters[run.members[0]]
         number = self._group_of[run.members[0]]
         if (number, first.dtype) not in self._probed:
-            self._probed[number, first.dtype] = probe_state(make, without_parameters(groups[number]), first.dtype)
+            self._probed[number, first.dtype] = probe_state(
+                make, without_parameters(groups[number]), first.dtype
+            )
         keys = list(self._probed[number, first.dtype])
         names = {key.name for key in keys}
         for name, value in states.get(run.members[0], {}).items():
@@ -180,7 +187,9 @@ class Shares:
         """
         for run in self._runs:
             if len(run.members) > 1:
-                n_gradients = sum(self._parameters[member].grad is not None for member in run.members)
+                n_gradients = sum(
+                    self._parameters[member].grad is not None for member in run.members
+                )
                 if 0 < n_gradients < len(run.members):
                     return True
         return False
@@ -282,7 +291,8 @@ class Shares:
         for number, (start, _) in enumerate(self._ranges):
             shares.append((start, self._share_of_gradient(number)))
         blocks = blocks_of(self._parameters, shares, order)
-        own_blocks = blocks if self.group.host == 0 else np.zeros_like(blocks)  # one host has all of them
+        # one host has all of them
+        own_blocks = blocks if self.group.host == 0 else np.zeros_like(blocks)
         with self.group.recorded("norms of gradients", own_blocks):
             library.all_reduce(own_blocks, self.group)
         return norm_of_blocks(own_blocks, order)
@@ -337,7 +347,9 @@ def without_parameters(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "params"}
 
 
-def _owned_range(parameter: nn.Parameter, slot: OwnedShare | None, local_rank: int) -> tuple[int, int]:
+def _owned_range(
+    parameter: nn.Parameter, slot: OwnedShare | None, local_rank: int
+) -> tuple[int, int]:
     """Return (start, stop) of this rank's share of a parameter; one that is not trained is the first rank's."""
     if slot is not None:
         return slot.owned_range
@@ -351,7 +363,9 @@ def _view_over(parts: Sequence[Tensor]) -> Tensor | None:
     address = first.data_ptr()
     n_elements = 0
     for part in parts:
-        is_next = part.data_ptr() == address and part.untyped_storage().data_ptr() == storage_address
+        is_next = (
+            part.data_ptr() == address and part.untyped_storage().data_ptr() == storage_address
+        )
         if not is_next or part.dtype != first.dtype:
             return None
         address += part.nbytes

@@ -27,7 +27,9 @@ class Storage(Protocol):
     needs_sum: bool
     stepper: Stepper
 
-    def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter]) -> None:
+    def adopt(
+        self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter]
+    ) -> None:
         """Hold parameters, equal on all ranks, from now on. Collective where there are new ones."""
 
     def holds(self, tensor: Any) -> bool:
@@ -56,7 +58,9 @@ class PrivateStorage:
     is_divided = False
     stepper = Stepper.EVERY_RANK
 
-    def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter]) -> None:
+    def adopt(
+        self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter]
+    ) -> None:
         """Leave parameters where they are."""
 
     def holds(self, tensor: Any) -> bool:

@@ -4,7 +4,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.program import torch_hooks
-from hpcdist.storage.shares import Groups, States, blocks_of, flat_gradient, norm_of_blocks, without_parameters
+from hpcdist.storage.shares import (
+    Groups,
+    States,
+    blocks_of,
+    flat_gradient,
+    norm_of_blocks,
+    without_parameters,
+)
 
 
 class Undivided:

@@ -11,7 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.options import CommunicationImplementation
@@ -64,7 +77,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         barriers.
     """
 
-    def __init__(self, params: Any, optimizer_class: type[Optimizer] = Adam, **defaults: Any) -> None:
+    def __init__(
+        self, params: Any, optimizer_class: type[Optimizer] = Adam, **defaults: Any
+    ) -> None:
         _require_elementwise(optimizer_class)
         self.optimizer_class = optimizer_class
         self._shares: Shares | Undivided | None = None
@@ -95,7 +110,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         if loaded is not None:
             self._write(self._shares, states)
 
-    def _new_shares(self, slots: Sequence[OwnedShare | None], group: Group, states: States) -> Shares:
+    def _new_shares(
+        self, slots: Sequence[OwnedShare | None], group: Group, states: States
+    ) -> Shares:
         """Divide the parameters, with room for states. Collective over the ranks of the host."""
         return Shares(self.param_groups, self.make_part, slots, group, self._joins, states)
 
@@ -135,7 +152,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._shares is None and all(parameter.grad is None for parameter in parameters_of(self)):
+        if self._shares is None and all(
+            parameter.grad is None for parameter in parameters_of(self)
+        ):
             return loss
         shares = self._made_shares()
         if isinstance(shares, Shares):
@@ -179,7 +198,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         return self._shares
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`; return the norm before, float64.
 
         Same norm, and same bits, on any number of ranks. Collective: chief and workers.
@@ -192,7 +213,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         Cost: a sum over ranks of 8 bytes for each 1,024 elements.
         """
         if not norm_type > 0:
-            raise UsageError(f"clip_grad_norm_: expected a norm_type above 0, got {norm_type}; give 2.0 or inf.")
+            raise UsageError(
+                f"clip_grad_norm_: expected a norm_type above 0, got {norm_type}; give 2.0 or inf."
+            )
         norm = self._made_shares().norm(float(norm_type))
         if error_if_nonfinite and not np.isfinite(norm):
             raise RuntimeError(
@@ -219,7 +242,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         first_number = 0
         for group in self.param_groups:
             n_parameters = len(group["params"])
-            groups.append({**group, "params": list(range(first_number, first_number + n_parameters))})
+            groups.append(
+                {**group, "params": list(range(first_number, first_number + n_parameters))}
+            )
             first_number += n_parameters
         if self._shares is not None:
             return {"state": self._shares.read(), "param_groups": groups}
@@ -248,7 +273,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._shares = self._new_shares(self._shares.slots, self._shares.group, states)
         self._write(self._shares, states)
 
-    def _states_by_number(self, saved_groups: Sequence[dict[str, Any]], saved_states: Any) -> dict[int, dict[str, Any]]:
+    def _states_by_number(
+        self, saved_groups: Sequence[dict[str, Any]], saved_states: Any
+    ) -> dict[int, dict[str, Any]]:
         """Return saved states by the numbers of the parameters here.
 
         Raises:
@@ -264,7 +291,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         for group in saved_groups:
             saved_names += group["params"]
         states: dict[int, dict[str, Any]] = {}
-        for number, (name, parameter) in enumerate(zip(saved_names, parameters_of(self), strict=True)):
+        for number, (name, parameter) in enumerate(
+            zip(saved_names, parameters_of(self), strict=True)
+        ):
             if name in saved_states:
                 states[number] = saved_states[name]
                 _require_shape(number, parameter, saved_states[name])
@@ -339,7 +368,10 @@ def _obstacles_in_route(group: Group, route: Route, n_replicas: int) -> Iterator
         yield "num_replicas; leave it out"
     if route.wire_dtype is not None:
         yield f"wire_dtype {route.wire_dtype}; leave it out"
-    if route.algorithm not in (CommunicationImplementation.SHARED_MEMORY, CommunicationImplementation.HIERARCHICAL):
+    if route.algorithm not in (
+        CommunicationImplementation.SHARED_MEMORY,
+        CommunicationImplementation.HIERARCHICAL,
+    ):
         where = " on the host, with device='cpu'" if route.is_on_device else ""
         yield f"gradients summed by {route.name}; ask for AUTO{where}"
     if not group.facts.can_share_memory:
@@ -361,8 +393,14 @@ def _require_shape(number: int, parameter: nn.Parameter, state: dict[str, Any]) 
 
 
 def _require_elementwise(optimizer_class: Any) -> None:
-    is_elementwise = optimizer_class in _ELEMENTWISE or getattr(optimizer_class, "is_elementwise", False)
-    if not (is_elementwise and isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+    is_elementwise = optimizer_class in _ELEMENTWISE or getattr(
+        optimizer_class, "is_elementwise", False
+    )
+    if not (
+        is_elementwise
+        and isinstance(optimizer_class, type)
+        and issubclass(optimizer_class, Optimizer)
+    ):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         names = ", ".join(sorted(elementwise.__name__ for elementwise in _ELEMENTWISE))
         raise UsageError(

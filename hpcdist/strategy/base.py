@@ -127,7 +127,11 @@ class Strategy(Ranks):
     @contextmanager
     def _entering(self) -> Iterator[None]:
         """Make modules and tensors of the block this strategy's."""
-        with self.sums.watching(), torch_hooks.on_optimizer_built(functools.partial(offer, self)), self._placing():
+        with (
+            self.sums.watching(),
+            torch_hooks.on_optimizer_built(functools.partial(offer, self)),
+            self._placing(),
+        ):
             yield
 
     @property
@@ -207,7 +211,11 @@ class Strategy(Ranks):
         return self.sums.stepper_of(optimizer)
 
     def run(
-        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None, options: Any = None
+        self,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
     ) -> Any:
         """Call fn(*args, **kwargs) for each replica of this process, and return what they return.
 
@@ -235,13 +243,19 @@ class Strategy(Ranks):
             DesyncError: when the replicas of this process do not make the same calls.
         """
         if not isinstance(args, (list, tuple)):
-            raise UsageError(f"run: expected args as a tuple or list, got {type(args).__name__}; write args=(x,).")
+            raise UsageError(
+                f"run: expected args as a tuple or list, got {type(args).__name__}; write args=(x,)."
+            )
         entry = context.current()
         if entry is not None and entry.replica is not None and not self._is_pass_through:
-            raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
+            raise RuntimeError(
+                "run: expected a call outside strategy.run, got one inside; call the function itself."
+            )
         self.sums.prepare_run(args)
         calls = [
-            functools.partial(self._call, ReplicaContext(self, replica, local_index), fn, args, kwargs or {})
+            functools.partial(
+                self._call, ReplicaContext(self, replica, local_index), fn, args, kwargs or {}
+            )
             for local_index, replica in enumerate(self.own_replicas)
         ]
         try:
@@ -250,13 +264,21 @@ class Strategy(Ranks):
             self.sums.stop()
             raise
 
-    def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         args = select(replica.local_index, args)
         kwargs = select(replica.local_index, kwargs)
-        with context.entered(self, replica), self._placing(), explaining_empty_parts((args, kwargs)):
+        with (
+            context.entered(self, replica),
+            self._placing(),
+            explaining_empty_parts((args, kwargs)),
+        ):
             return fn(*args, **kwargs)
 
-    def apply_gradients(self, optimizer: Optimizer, grads_and_params: GradientsAndParameters) -> None:
+    def apply_gradients(
+        self, optimizer: Optimizer, grads_and_params: GradientsAndParameters
+    ) -> None:
         """Sum gradients of the program's own over all replicas into `parameter.grad`, and call `optimizer.step()`.
 
         For gradients that `backward` has not summed, as those of torch.autograd.grad; what it or `all_reduce` has
@@ -281,7 +303,9 @@ class Strategy(Ranks):
         if entry is not None and entry.replica is not None:
             apply_gradients(entry.replica, optimizer, grads_and_params)
         elif self.replicas.is_fixed:
-            raise RuntimeError("apply_gradients: expected a call inside strategy.run, got one outside; run the step.")
+            raise RuntimeError(
+                "apply_gradients: expected a call inside strategy.run, got one outside; run the step."
+            )
         else:
             self.run(self.apply_gradients, args=(optimizer, grads_and_params))
 
@@ -290,7 +314,11 @@ class Strategy(Ranks):
         return next(self._variable_numbers)
 
     def _merge_call(
-        self, replica: ReplicaContext, merge_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        replica: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
         def combine(contributed: list[Any]) -> list[Any]:
             all_args, all_kwargs = regroup(contributed, self.replicas.is_fixed, keeps_objects=False)
@@ -343,10 +371,14 @@ class Strategy(Ranks):
         local: list[list[Any]] = []  # of each value, those of the local replicas
         error: UsageError | None = None
         for value in values:
-            values_of_replicas, refusal = self._values_of("reduce", value, is_everyones=op is ReduceOp.MEAN)
+            values_of_replicas, refusal = self._values_of(
+                "reduce", value, is_everyones=op is ReduceOp.MEAN
+            )
             local.append(values_of_replicas)
             error = error or refusal
-        by_replica = [] if error is not None else [list(column) for column in zip(*local, strict=True)]
+        by_replica = (
+            [] if error is not None else [list(column) for column in zip(*local, strict=True)]
+        )
         return reduce_values(self, op, by_replica, [form for _ in by_replica], error)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -370,7 +402,9 @@ class Strategy(Ranks):
         """Return the values of this process's replicas as a tuple; of a plain value, itself alone."""
         return local_values(value)
 
-    def _values_of(self, call: str, value: Any, is_everyones: bool = False) -> tuple[list[Any], UsageError | None]:
+    def _values_of(
+        self, call: str, value: Any, is_everyones: bool = False
+    ) -> tuple[list[Any], UsageError | None]:
         """Return the values of this process's replicas, or why there are none: ranks with one replica may have theirs.
 
         Args:
@@ -395,17 +429,30 @@ class Strategy(Ranks):
         """Raise RuntimeError inside `run` and inside `extended.update`."""
         entry = context.current()
         if entry is not None and (entry.replica is not None or entry.updated is not None):
-            where = "update context, inside extended.update" if entry.replica is None else "replica context, inside it"
-            raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {where}; {advice}.")
+            where = (
+                "update context, inside extended.update"
+                if entry.replica is None
+                else "replica context, inside it"
+            )
+            raise RuntimeError(
+                f"{call}: expected cross-replica context, outside strategy.run, got {where}; {advice}."
+            )
 
-    def experimental_distribute_values_from_function(self, value_fn: Callable[["ValueContext"], Any]) -> Any:
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[["ValueContext"], Any]
+    ) -> Any:
         """Return value_fn(ValueContext) of each local replica: a nest of PerReplica values. Not collective.
 
         Without a strategy: the plain value, as in tf.distribute.
         """
-        self.require_cross_replica("experimental_distribute_values_from_function", "call it before run")
+        self.require_cross_replica(
+            "experimental_distribute_values_from_function", "call it before run"
+        )
         with self._placing():
-            values = [value_fn(ValueContext(replica, self.num_replicas_in_sync)) for replica in self.own_replicas]
+            values = [
+                value_fn(ValueContext(replica, self.num_replicas_in_sync))
+                for replica in self.own_replicas
+            ]
         return values[0] if self._is_pass_through else regroup(values, has_no_plain=True)
 
     def experimental_distribute_dataset(
@@ -591,7 +638,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             f"experimental_set_strategy: expected a call outside every strategy's scope and run, must not be called "
             f"inside one, got the scope of {type(get_strategy()).__name__}; leave it first."
         )
-    if strategy is None or strategy._is_pass_through:  # the pass-through one is what is left without any
+    # the pass-through one is what is left without any
+    if strategy is None or strategy._is_pass_through:
         context.enter_everywhere(None, nullcontext())
     else:
         context.enter_everywhere(strategy, strategy._entering())

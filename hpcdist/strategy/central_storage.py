@@ -51,7 +51,11 @@ class CentralStorageStrategy(MirroredStrategy):
     ) -> None:
         super().__init__(compute_devices, num_replicas=num_replicas, gradient_op=gradient_op)
         with self.world.agreed(self._comm):
-            device = self._parameter_device if parameter_device is None else parse_device(parameter_device)
+            device = (
+                self._parameter_device
+                if parameter_device is None
+                else parse_device(parameter_device)
+            )
         if device != self._parameter_device:
             raise agreed(
                 ConfigurationError(

@@ -35,8 +35,12 @@ class PowerSGDState:
     min_compression_rate: float = 2.0
     random_seed: int = 0
     _steps: dict[int, int] = field(default_factory=dict, repr=False)
-    _errors: MutableMapping[Tensor, Tensor] = field(default_factory=WeakTensorKeyDictionary, repr=False)
-    _factors: MutableMapping[Tensor, Tensor] = field(default_factory=WeakTensorKeyDictionary, repr=False)
+    _errors: MutableMapping[Tensor, Tensor] = field(
+        default_factory=WeakTensorKeyDictionary, repr=False
+    )
+    _factors: MutableMapping[Tensor, Tensor] = field(
+        default_factory=WeakTensorKeyDictionary, repr=False
+    )
 
     def __post_init__(self) -> None:
         if self.matrix_approximation_rank < 1 or self.start_step < 0:
@@ -78,11 +82,14 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Tensor:
         for (parameter, matrix), original in zip(matrices, originals, strict=True):
             # of what all ranks together have left out each one keeps its part: its share of the approximation is 1/n
             left_out = original.sub_(matrix, alpha=1 / group_of().size).div_(bucket.divisor())
-            state._errors[parameter] = left_out.nan_to_num_(0.0, 0.0, 0.0)  # an overflow must not be added for ever
+            # an overflow must not be added for ever
+            state._errors[parameter] = left_out.nan_to_num_(0.0, 0.0, 0.0)
     return flat
 
 
-def _split(state: PowerSGDState, bucket: GradBucket) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+def _split(
+    state: PowerSGDState, bucket: GradBucket
+) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
     """Return (parameter, gradient as a matrix) of those that are compressed, and the other gradients; all views."""
     matrices: list[tuple[Tensor, Tensor]] = []
     vectors: list[Tensor] = []
@@ -103,21 +110,33 @@ def _approximate(state: PowerSGDState, index: int, matrices: list[tuple[Tensor, 
     columns: list[Tensor] = []
     for number, (parameter, matrix) in enumerate(matrices):
         columns.append(_factor(state, 1009 * index + number, parameter, matrix))
-    products = _summed([matrix @ factor for (_, matrix), factor in zip(matrices, columns, strict=True)])
+    products = _summed(
+        [matrix @ factor for (_, matrix), factor in zip(matrices, columns, strict=True)]
+    )
     rows = [_orthonormal(product) for product in products]
-    columns = _summed([matrix.T @ factor for (_, matrix), factor in zip(matrices, rows, strict=True)])
+    columns = _summed(
+        [matrix.T @ factor for (_, matrix), factor in zip(matrices, rows, strict=True)]
+    )
     for (parameter, matrix), p, q in zip(matrices, rows, columns, strict=True):
         torch.mm(p, q.T, out=matrix)
-        state._factors[parameter] = q  # a good first factor for the next step's, as gradients change slowly
+        # a good first factor for the next step's, as gradients change slowly
+        state._factors[parameter] = q
 
 
 def _factor(state: PowerSGDState, number: int, parameter: Tensor, matrix: Tensor) -> Tensor:
     r = min(*matrix.shape, state.matrix_approximation_rank)
     factor = state._factors.get(parameter)
-    if factor is not None and factor.shape == (matrix.shape[1], r) and factor.isfinite().all() and factor.any():
+    if (
+        factor is not None
+        and factor.shape == (matrix.shape[1], r)
+        and factor.isfinite().all()
+        and factor.any()
+    ):
         return _orthonormal(factor)
     generator = torch.Generator().manual_seed(state.random_seed + number)
-    drawn = torch.randn(matrix.shape[1], r, generator=generator, dtype=matrix.dtype).to(matrix.device)
+    drawn = torch.randn(matrix.shape[1], r, generator=generator, dtype=matrix.dtype).to(
+        matrix.device
+    )
     return _orthonormal(drawn)
 
 
@@ -142,11 +161,15 @@ class TopKState:
     """
 
     ratio: float = 0.01
-    _unsent: MutableMapping[Tensor, Tensor] = field(default_factory=WeakTensorKeyDictionary, repr=False)
+    _unsent: MutableMapping[Tensor, Tensor] = field(
+        default_factory=WeakTensorKeyDictionary, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise UsageError(f"TopKState: expected a ratio above 0 and up to 1, got {self.ratio}; 0.01 is usual.")
+            raise UsageError(
+                f"TopKState: expected a ratio above 0 and up to 1, got {self.ratio}; 0.01 is usual."
+            )
 
 
 def top_k_hook(state: TopKState, bucket: GradBucket) -> Tensor:

@@ -27,11 +27,14 @@ class Entry:
     updated: int | None = None
 
 
-_entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar("hpcdist_entries", default=())
+_entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar(
+    "hpcdist_entries", default=()
+)
 #: The scope that all code of the process is in, in every thread; see `experimental_set_strategy`.
 _everywhere: Entry | None = None
 _watching = ExitStack()
-atexit.register(_watching.close)  # while modules are there: Python would leave the scope after it has cleared them
+# while modules are there: Python would leave the scope after it has cleared them
+atexit.register(_watching.close)
 
 
 def current() -> Entry | None:

@@ -45,7 +45,11 @@ def parse_device(name: Any, caller: str = "device") -> torch.device:
 def require_device(device: torch.device, caller: str) -> None:
     """Raise ConfigurationError unless torch can use a device here; on this rank only."""
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        build = "" if torch.version.cuda or torch.version.hip else " with a build of torch for CPUs only"
+        build = (
+            ""
+            if torch.version.cuda or torch.version.hip
+            else " with a build of torch for CPUs only"
+        )
         raise ConfigurationError(
             f"{caller}: expected {device} in this process, got {torch.cuda.device_count()} GPUs{build}; run where "
             f"there is that GPU, look at CUDA_VISIBLE_DEVICES, or pass 'cpu'."

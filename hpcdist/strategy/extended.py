@@ -51,7 +51,12 @@ class StrategyExtended:
         return self._strategy.is_chief
 
     def update(
-        self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None, group: bool = True
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
     ) -> Any:
         """Return fn(var, *args, **kwargs), called for each copy of a variable in this process, without gradients.
 
@@ -75,7 +80,10 @@ class StrategyExtended:
         """
         self._require("update")
         copies = local_values(var)
-        firsts = [next(first for first, candidate in enumerate(copies) if _is_same(candidate, copy)) for copy in copies]
+        firsts = [
+            next(first for first, candidate in enumerate(copies) if _is_same(candidate, copy))
+            for copy in copies
+        ]
         _require_equal_arguments(firsts, (args, kwargs or {}))
         unique_firsts = sorted(set(firsts))
         targets = [var] * len(copies) if _is_variable(var) else copies
@@ -93,7 +101,9 @@ class StrategyExtended:
         with context.entered(self._strategy, updated=local_index), torch.no_grad():
             return fn(copy, *select(local_index, args), **select(local_index, kwargs))
 
-    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+    ) -> Any:
         """Return `value` reduced over all replicas, a tensor on the device of `destinations`.
 
         Collective: all ranks. Same shape and dtype required on every replica: yes.
@@ -111,7 +121,10 @@ class StrategyExtended:
         return _moved(self._strategy.reduce(reduce_op, value, axis=None), destinations)
 
     def batch_reduce_to(
-        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: Any = None,
     ) -> list[Any]:
         """Return `reduce_to` of each (value, destinations) as a list. Collective: all ranks.
 
@@ -121,7 +134,8 @@ class StrategyExtended:
         values = [value for value, _ in value_destination_pairs]
         reduced = self._strategy.reduce_all(ReduceOp.parse(reduce_op), values)
         return [
-            _moved(reduced_value, to) for reduced_value, (_, to) in zip(reduced, value_destination_pairs, strict=True)
+            _moved(reduced_value, to)
+            for reduced_value, (_, to) in zip(reduced, value_destination_pairs, strict=True)
         ]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -162,7 +176,9 @@ class StrategyExtended:
         return all(self._strategy.owns(copy) for copy in local_values(v))
 
     def _require(self, call: str) -> None:
-        self._strategy.require_cross_replica(call, "use get_replica_context().merge_call() to leave it")
+        self._strategy.require_cross_replica(
+            call, "use get_replica_context().merge_call() to leave it"
+        )
 
 
 def _is_variable(value: Any) -> bool:
@@ -174,7 +190,11 @@ def _is_same(first: Any, second: Any) -> bool:
     """Return whether two copies are one: the same object, or tensors of the same memory."""
     if first is second or not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return first is second
-    is_dense = first.layout == second.layout == torch.strided and first.device == second.device and first.numel() > 0
+    is_dense = (
+        first.layout == second.layout == torch.strided
+        and first.device == second.device
+        and first.numel() > 0
+    )
     return is_dense and first.shape == second.shape and 0 != first.data_ptr() == second.data_ptr()
 
 
@@ -186,7 +206,9 @@ def _require_equal_arguments(firsts: list[int], arguments: Any) -> None:
         arguments: args and kwargs of the update.
     """
     for leaf in leaves(arguments):
-        for local_index, replica_value in enumerate(leaf.values if isinstance(leaf, DistributedValues) else ()):
+        for local_index, replica_value in enumerate(
+            leaf.values if isinstance(leaf, DistributedValues) else ()
+        ):
             first_value = leaf.values[firsts[local_index] if len(firsts) > 1 else 0]
             if replica_value is not first_value and not _are_equal(replica_value, first_value):
                 raise UsageError(
@@ -197,7 +219,9 @@ def _require_equal_arguments(firsts: list[int], arguments: Any) -> None:
 
 def _are_equal(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.shape == second.shape and torch.allclose(first, second.to(first), rtol=0, atol=0, equal_nan=True)
+        return first.shape == second.shape and torch.allclose(
+            first, second.to(first), rtol=0, atol=0, equal_nan=True
+        )
     return bool(np.all(np.equal(first, second)))
 
 
@@ -211,4 +235,6 @@ def _moved(value: Any, destinations: Any) -> Any:
         return value
     if isinstance(destinations, DistributedValues) or _is_variable(destinations):
         destinations = local_values(destinations)[0]
-    return value.to(destinations.device if isinstance(destinations, Tensor) else parse_device(destinations))
+    return value.to(
+        destinations.device if isinstance(destinations, Tensor) else parse_device(destinations)
+    )

@@ -8,7 +8,12 @@ import torch
 
 from hpcdist.collectives.objects import all_gather_objects
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset, DistributedInput, as_dataset, check_distributable
+from hpcdist.data.distributed import (
+    DistributedDataset,
+    DistributedInput,
+    as_dataset,
+    check_distributable,
+)
 from hpcdist.data.distributed_loader import DistributedLoader, has_own_sampler
 from hpcdist.data.distributed_stream import DistributedStream, has_stream_in_workers
 from hpcdist.data.from_function import (
@@ -44,10 +49,14 @@ _MAX_LEAVES = 62
 class Inputs(Protocol):
     """What makes the batches of a strategy's replicas; arguments and errors are those of `Strategy`."""
 
-    def distribute(self, dataset: Any, options: InputOptions | None, is_sharded: bool) -> DistributedInput | Dataset:
+    def distribute(
+        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+    ) -> DistributedInput | Dataset:
         """Return this process's parts of a dataset whose batches are global batches."""
 
-    def distribute_function(self, dataset_fn: DatasetFunction, options: InputOptions | None) -> DistributedFromFunction:
+    def distribute_function(
+        self, dataset_fn: DatasetFunction, options: InputOptions | None
+    ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes for this input pipeline."""
 
 
@@ -63,33 +72,51 @@ class OneInput:
         self._device = device
         self._takes_unbatched = takes_unbatched
 
-    def distribute(self, dataset: Any, options: InputOptions | None, is_sharded: bool) -> DistributedInput | Dataset:
+    def distribute(
+        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+    ) -> DistributedInput | Dataset:
         """Return the batches of a dataset."""
         if has_own_sampler(dataset):
             return self._distribute_loader(dataset, options)
         if has_stream_in_workers(dataset):
             return self._distribute_stream(dataset, options, is_sharded)
         dataset = as_dataset(dataset)
-        if self._takes_unbatched and isinstance(dataset, Dataset) and dataset.order.batch_rows is None:
+        if (
+            self._takes_unbatched
+            and isinstance(dataset, Dataset)
+            and dataset.order.batch_rows is None
+        ):
             return dataset
         return DistributedDataset(dataset, range(1), 1, self._delivery(), options)
 
     def _distribute_loader(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
         """Return the batches of a DataLoader with a sampler of its own."""
         distributed = DistributedLoader(
-            loader, drawn_seed(loader), range(1), 1, lambda order, refusal: None, self._delivery(), options
+            loader,
+            drawn_seed(loader),
+            range(1),
+            1,
+            lambda order, refusal: None,
+            self._delivery(),
+            options,
         )
         distributed.check_order()
         return distributed
 
-    def _distribute_stream(self, loader: Any, options: InputOptions | None, is_sharded: bool) -> DistributedStream:
+    def _distribute_stream(
+        self, loader: Any, options: InputOptions | None, is_sharded: bool
+    ) -> DistributedStream:
         """Return the parts of a stream, all of which the workers of this process draw."""
         shares = Shares(0, 1, loader.num_workers, is_sharded)
-        distributed = DistributedStream(loader, shares, range(1), 1, lambda value: [value], self._delivery(), options)
+        distributed = DistributedStream(
+            loader, shares, range(1), 1, lambda value: [value], self._delivery(), options
+        )
         distributed.set_seed(drawn_seed(loader))
         return distributed
 
-    def distribute_function(self, dataset_fn: DatasetFunction, options: InputOptions | None) -> DistributedFromFunction:
+    def distribute_function(
+        self, dataset_fn: DatasetFunction, options: InputOptions | None
+    ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes."""
         datasets = datasets_of(dataset_fn, [InputContext()])
         return DistributedFromFunction(datasets, range(1), 1, self._delivery(), options)
@@ -110,14 +137,18 @@ class RankInputs:
         device: where batches arrive; None: on the host.
     """
 
-    def __init__(self, world: World, replicas: Replicas, engine: GradientEngine, device: torch.device | None) -> None:
+    def __init__(
+        self, world: World, replicas: Replicas, engine: GradientEngine, device: torch.device | None
+    ) -> None:
         self._world = world
         self._comm = world.role_comm
         self._replicas = replicas
         self._engine = engine
         self._device = device
 
-    def distribute(self, dataset: Any, options: InputOptions | None, is_sharded: bool) -> DistributedInput:
+    def distribute(
+        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+    ) -> DistributedInput:
         """Return this rank's parts of a dataset. Collective: all ranks."""
         self._world.agree(None, self._comm, "experimental_distribute_dataset")
         if is_sharded and has_own_sampler(dataset):
@@ -130,7 +161,9 @@ class RankInputs:
             return self._distribute_stream(dataset, options, is_sharded)
         if is_sharded:
             n_replicas = self._replicas.n_replicas
-            return self.distribute_function(lambda context: sharded_dataset(as_dataset(dataset), n_replicas), options)
+            return self.distribute_function(
+                lambda context: sharded_dataset(as_dataset(dataset), n_replicas), options
+            )
         if has_own_sampler(dataset):
             return self._distribute_loader(dataset, options)
         with self._world.agreed(self._comm):
@@ -154,7 +187,12 @@ class RankInputs:
             self._require_same_rows(dataset.source)  # with OFF a rank may have a shard of its own
         delivery = self._delivery()
         return DistributedDataset(
-            dataset, self._replicas.local, self._replicas.n_replicas, delivery, options, random_seed=int(random_seed)
+            dataset,
+            self._replicas.local,
+            self._replicas.n_replicas,
+            delivery,
+            options,
+            random_seed=int(random_seed),
         )
 
     def _distribute_loader(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
@@ -175,7 +213,9 @@ class RankInputs:
             self._require_same_rows(ItemsSource(loader.dataset, loader))
         return distributed
 
-    def _distribute_stream(self, loader: Any, options: InputOptions | None, is_sharded: bool) -> DistributedStream:
+    def _distribute_stream(
+        self, loader: Any, options: InputOptions | None, is_sharded: bool
+    ) -> DistributedStream:
         """Return this rank's share of a stream that workers draw. Collective: all ranks."""
         settings = f"{loader.num_workers} workers, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
         self._world.require_same(
@@ -190,7 +230,13 @@ class RankInputs:
         seed = int(self._world.broadcast_text(str(drawn_seed(loader)), 0, self._comm))
         with self._world.agreed(self._comm):
             distributed = DistributedStream(
-                loader, shares, self._replicas.local, self._replicas.n_replicas, self._gather, self._delivery(), options
+                loader,
+                shares,
+                self._replicas.local,
+                self._replicas.n_replicas,
+                self._gather,
+                self._delivery(),
+                options,
             )
         distributed.set_seed(seed)
         return distributed
@@ -206,7 +252,8 @@ class RankInputs:
         rows = describe_rows(source)
         if self._world.all_equal(rows, self._comm):
             return
-        is_random = RANDOM in rows or are_random(source)  # a random transform may have done nothing twice
+        # a random transform may have done nothing twice
+        is_random = RANDOM in rows or are_random(source)
         if self._world.all_reduce_int(int(is_random), MPI.MAX, self._comm):
             rows = f"{source.n_rows} rows"
         self._world.require_same(
@@ -220,16 +267,22 @@ class RankInputs:
             ),
         )
 
-    def distribute_function(self, dataset_fn: DatasetFunction, options: InputOptions | None) -> DistributedFromFunction:
+    def distribute_function(
+        self, dataset_fn: DatasetFunction, options: InputOptions | None
+    ) -> DistributedFromFunction:
         """Return batches of this rank's own dataset. Collective: all ranks."""
         self._world.agree(None, self._comm, "distribute_datasets_from_function")
         local = self._replicas.local
         n_replicas = self._replicas.n_replicas
         comm = self._comm
         with self._world.agreed(comm):
-            datasets = datasets_of(dataset_fn, contexts_of(options, local, (comm.rank, comm.size), n_replicas))
+            datasets = datasets_of(
+                dataset_fn, contexts_of(options, local, (comm.rank, comm.size), n_replicas)
+            )
         seed = int(self._world.broadcast_text(str(program_seed() >> 1), 0, comm))
-        distributed = DistributedFromFunction(datasets, local, n_replicas, self._delivery(), options)
+        distributed = DistributedFromFunction(
+            datasets, local, n_replicas, self._delivery(), options
+        )
         distributed.set_seed(seed)
         ending = f"drop_remainder={distributed.ends_with_first}"
         self._world.require_same(
@@ -263,7 +316,12 @@ class RankInputs:
 
     def _agree_end(self, is_out: bool, ends_with_first: bool) -> bool:
         """Return whether all ranks, or one, have run out of data. Collective: all ranks; bounded."""
-        return self._world.all_reduce_int(int(is_out), MPI.MAX if ends_with_first else MPI.MIN, self._comm) == 1
+        return (
+            self._world.all_reduce_int(
+                int(is_out), MPI.MAX if ends_with_first else MPI.MIN, self._comm
+            )
+            == 1
+        )
 
     def _agree_rows(self, n_rows: int) -> None:
         """Raise on all ranks unless their streams gave batches of the same length. Collective: all ranks; bounded."""

@@ -9,7 +9,9 @@ from hpcdist.program import owners
 from hpcdist.strategy.base import Strategy, mark_scaled, strategies_of_losses
 
 
-def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any:
     """Return this replica's part of the mean loss: the (weighted) sum over its examples / global batch.
 
     The parts of all replicas add up to the mean over the global batch, so gradients must be summed: the first backward
@@ -37,7 +39,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             "divide it yourself and make the strategy with gradient_op=ReduceOp.SUM."
         )
     if global_batch_size is None:
-        global_batch_size = int(per_example_loss.shape[0]) * _n_replicas(strategies, "compute_average_loss")
+        global_batch_size = int(per_example_loss.shape[0]) * _n_replicas(
+            strategies, "compute_average_loss"
+        )
     if np.ndim(global_batch_size) or global_batch_size < 0:
         raise UsageError(
             f"compute_average_loss: expected global_batch_size as a number of at least 0, got {global_batch_size}; "
@@ -48,7 +52,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             f"compute_average_loss: expected one strategy, got {len(strategies)} alive and none entered; call it "
             f"inside strategy.scope() or run(), or give each strategy its gradient_op."
         )
-    total = (per_example_loss if sample_weight is None else _weighted(per_example_loss, sample_weight)).sum()
+    total = (
+        per_example_loss if sample_weight is None else _weighted(per_example_loss, sample_weight)
+    ).sum()
     loss = total / global_batch_size if global_batch_size else total * 0.0
     for strategy in strategies:
         strategy.take_scaled_loss(loss)
@@ -73,7 +79,9 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         UsageError: outside every scope and run, when strategies of different numbers of replicas are alive, or some
             that average gradients and some that do not.
     """
-    total = regularization_loss.sum() if hasattr(regularization_loss, "sum") else regularization_loss
+    total = (
+        regularization_loss.sum() if hasattr(regularization_loss, "sum") else regularization_loss
+    )
     strategies = _strategies()
     n_replicas = _n_replicas(strategies, "scale_regularization_loss")
     n_averaging = sum(strategy.is_averaging for strategy in strategies)

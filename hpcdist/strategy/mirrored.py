@@ -57,7 +57,12 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
                 )
             )
         n_ranks = world.role_comm.size
-        if n_ranks == 1 and devices is not None and len(devices) > 1 and num_replicas in (None, len(devices)):
+        if (
+            n_ranks == 1
+            and devices is not None
+            and len(devices) > 1
+            and num_replicas in (None, len(devices))
+        ):
             with world.agreed(world.role_comm):
                 kinds = {parse_device(device, name).type for device in devices}
                 if kinds == {"cpu"}:

@@ -97,21 +97,29 @@ class MultiWorkerMirroredStrategy(Strategy):
         if is_fixed and options.is_ordered is None and options.may_be_ordered:
             options = replace(options, is_ordered=True)
         self.group: Group = group_of(self._comm, options.timeout_seconds, self.world)
-        self.reducer = Reducer(self.group, options, self._plan_replicas(num_replicas), device_of_rank)
+        self.reducer = Reducer(
+            self.group, options, self._plan_replicas(num_replicas), device_of_rank
+        )
         is_mean = None if op is None else op is ReduceOp.MEAN
         self.engine = GradientEngine(
             self.world, self.reducer, is_mean, self._is_entered, is_fixed, self._make_storage()
         )
         replicas = RankReplicas(self.group, self.reducer, self.engine.scheduler, is_fixed)
-        inputs = RankInputs(self.world, replicas, self.engine, self._choose_batch_device(device_of_rank))
-        super().__init__(Parts(replicas, EngineSums(self.engine, self.reducer, is_fixed), inputs, device_of_rank))
+        inputs = RankInputs(
+            self.world, replicas, self.engine, self._choose_batch_device(device_of_rank)
+        )
+        super().__init__(
+            Parts(replicas, EngineSums(self.engine, self.reducer, is_fixed), inputs, device_of_rank)
+        )
         if options.local_steps > 1:
             self.engine.make_local_steps(options.local_steps, options.first_local_step)
         if "OMP_NUM_THREADS" not in read_environment() and self.world.size > 1:
             torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
         owners.add(self)
         self._share_library_seeds()
-        watch_loop(self.world.step_flags).seed_batches(self.engine.sums.number, self.engine.generators)
+        watch_loop(self.world.step_flags).seed_batches(
+            self.engine.sums.number, self.engine.generators
+        )
 
     def _choose_options(
         self,
@@ -173,7 +181,9 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
             )
 
-    def _choose_device(self, name: str | torch.device | None, num_replicas: int | None) -> torch.device | None:
+    def _choose_device(
+        self, name: str | torch.device | None, num_replicas: int | None
+    ) -> torch.device | None:
         """Return where this rank computes; a GPU becomes torch's current one. None: on the host, by default.
 
         Collective: the ranks of this role.
@@ -182,7 +192,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         node = self.world.node_comm
         is_ranks_own = name is None or str(name).lower().lstrip("/") in ("cuda", "gpu")
         if name is None and n_gpus and num_replicas is not None and num_replicas > self._comm.size:
-            device: torch.device | None = torch.device("cpu")  # several replicas of a rank share its parameters there
+            # several replicas of a rank share its parameters there
+            device: torch.device | None = torch.device("cpu")
         else:
             device = None
         with self.world.agreed(self._comm):

@@ -39,7 +39,9 @@ class OneDeviceStrategy(Strategy):
         name = type(self).__name__
         own_device = parse_device(device, name)
         require_device(own_device, name)
-        super().__init__(Parts(sums=NoSums(SingleReplicaSteps()), inputs=OneInput(own_device), device=own_device))
+        super().__init__(
+            Parts(sums=NoSums(SingleReplicaSteps()), inputs=OneInput(own_device), device=own_device)
+        )
         launcher = launcher_of(read_environment())
         if launcher is not None and launcher.size > 1 and launcher.rank == 0:
             logger.warning(

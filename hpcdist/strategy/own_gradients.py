@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 GradientsAndParameters = Iterable[tuple[Tensor | None, Tensor]]
 
 
-def apply_gradients(replica: ReplicaContext, optimizer: Optimizer, pairs: GradientsAndParameters) -> None:
+def apply_gradients(
+    replica: ReplicaContext, optimizer: Optimizer, pairs: GradientsAndParameters
+) -> None:
     """Step on sums of gradients; see `Strategy.apply_gradients`. Collective: all replicas. Called inside a replica."""
     gradients, parameters = _split(optimizer, list(pairs))
     strategy = replica.strategy
@@ -28,7 +30,11 @@ def apply_gradients(replica: ReplicaContext, optimizer: Optimizer, pairs: Gradie
     present_gradients = [gradient for gradient in gradients if gradient is not None]
     are_sums = [
         any(pair)
-        for pair in zip(sums.are_noted(present_gradients), sums.are_summed_gradients(present_gradients), strict=True)
+        for pair in zip(
+            sums.are_noted(present_gradients),
+            sums.are_summed_gradients(present_gradients),
+            strict=True,
+        )
     ]
     if not present_gradients or not all(are_sums):
         if any(are_sums):
@@ -46,8 +52,12 @@ def apply_gradients(replica: ReplicaContext, optimizer: Optimizer, pairs: Gradie
     optimizer.step()
 
 
-def _split(optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]) -> tuple[list[Tensor | None], list[Tensor]]:
-    parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _split(
+    optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    parameter_ids = {
+        id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+    }
     for gradient, parameter in pairs:
         if id(parameter) not in parameter_ids:
             raise UsageError(
@@ -66,14 +76,19 @@ def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
     """Raise where a backward has left sums, as the gradients that were given may be made of them."""
     leftover_gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     are_sums = strategy.sums.are_summed_gradients(leftover_gradients)
-    if any(is_sum and has_values(gradient) for is_sum, gradient in zip(are_sums, leftover_gradients, strict=True)):
+    if any(
+        is_sum and has_values(gradient)
+        for is_sum, gradient in zip(are_sums, leftover_gradients, strict=True)
+    ):
         raise UsageError(
             "apply_gradients: expected gradients of this replica, got others than those that backward has summed and "
             "left in p.grad; pass p.grad itself, changed in place if need be, or call zero_grad() before."
         )
 
 
-def _sums(replica: ReplicaContext, gradients: list[Tensor | None], parameters: list[Tensor]) -> list[Tensor | None]:
+def _sums(
+    replica: ReplicaContext, gradients: list[Tensor | None], parameters: list[Tensor]
+) -> list[Tensor | None]:
     """Return the sums over all replicas; None where no replica has a gradient."""
     is_mean = replica.strategy.sums.is_mean
     if is_mean is not False and replica.num_replicas_in_sync > 1:

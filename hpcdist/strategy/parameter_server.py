@@ -127,14 +127,31 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             (tasks.has_tasks("ps"), "ps tasks", tasks, roles),
             (n_workers > 0, "worker tasks", tasks, roles),
             (least >= 0, "max_staleness of at least 0", least, "0 waits for every worker"),
-            (not (is_bounded and rules.is_synchronous), "max_staleness or synchronous", "both", "leave one out"),
-            (self._placement in ("round_robin", "bytes"), "round_robin or bytes", self._placement, "correct placement"),
-            (self._non_finite in ("reject", "skip"), "reject or skip", self._non_finite, "correct non_finite"),
+            (
+                not (is_bounded and rules.is_synchronous),
+                "max_staleness or synchronous",
+                "both",
+                "leave one out",
+            ),
+            (
+                self._placement in ("round_robin", "bytes"),
+                "round_robin or bytes",
+                self._placement,
+                "correct placement",
+            ),
+            (
+                self._non_finite in ("reject", "skip"),
+                "reject or skip",
+                self._non_finite,
+                "correct non_finite",
+            ),
         )
         for is_right, expected, actual, advice in checks:
             if not is_right:
                 raise agreed(
-                    ConfigurationError(f"ParameterServerStrategy: expected {expected}, got {actual}; {advice}.")
+                    ConfigurationError(
+                        f"ParameterServerStrategy: expected {expected}, got {actual}; {advice}."
+                    )
                 )
         if self.world in _worlds:
             raise ConfigurationError(
@@ -184,28 +201,38 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         first = self.world.coordinator
         if self._steps_by_entries:
             ranks = [rank for rank in ranks if tasks.index(tasks[rank]) == rank]
-        return sorted(ranks, key=lambda rank: (rank != first, tasks[rank].type != "chief", tasks[rank].index, rank))
+        return sorted(
+            ranks,
+            key=lambda rank: (rank != first, tasks[rank].type != "chief", tasks[rank].index, rank),
+        )
 
     def _take_part(self) -> None:
         """Serve on a ps rank; become a client of the servers on a worker. Collective: all ranks."""
         world = self.world
         workers = self.client_ranks
         servers = [rank for rank, task in enumerate(world.tasks) if task.type == "ps"]
-        world.wait(world.comm.Ibarrier())  # making a communicator blocks: nobody may be missing then
+        # making a communicator blocks: nobody may be missing then
+        world.wait(world.comm.Ibarrier())
         comm = world.comm.Dup()
         if world.coordinator is not None:
             self.closures_comm = world.comm.Dup()
         self._check_entries()
         is_replica = world.task.is_training and self._steps_by_entries
-        self._entry_comm = comm.Split(world.tasks.index(world.task) if is_replica else world.rank, world.rank)
+        self._entry_comm = comm.Split(
+            world.tasks.index(world.task) if is_replica else world.rank, world.rank
+        )
         node = find_neighbours(comm)
         is_one_node = world.all_reduce_int(int(len(node) == world.size - 1), MPI.MIN, world.comm)
         mailbox = Mailbox(comm, node)
         if world.task.type == "ps":
             if "OMP_NUM_THREADS" not in read_environment():
                 torch.set_num_threads(world.cores_per_rank)
-            here = Neighbours(frozenset(n for n, rank in enumerate(workers) if rank in node), OwnMemory)
-            server = Server({n: mailbox.packer(rank) for n, rank in enumerate(workers)}, self._rules, here)
+            here = Neighbours(
+                frozenset(n for n, rank in enumerate(workers) if rank in node), OwnMemory
+            )
+            server = Server(
+                {n: mailbox.packer(rank) for n, rank in enumerate(workers)}, self._rules, here
+            )
             sys.exit(serve(world, mailbox, server, workers))
         if world.task.is_training:
             speaker = world.rank if world.rank in workers else world.tasks.index(world.task)
@@ -213,8 +240,11 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             chunk_bytes = None if is_one_node else CHUNK_BYTES
             limit_s = world.timeout_s + _LATE_S
             number = workers.index(speaker)
-            self._client = make_client(mailbox, servers, number, world.describe(), limit_s, chunk_bytes)
-            atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
+            self._client = make_client(
+                mailbox, servers, number, world.describe(), limit_s, chunk_bytes
+            )
+            # it may outlive this strategy: servers wait for every worker
+            atexit.register(self._client.leave)
 
     def _check_entries(self) -> None:
         """Raise ConfigurationError on all ranks unless worker entries whose ranks step together have as many each."""
@@ -249,8 +279,12 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         is_by_bytes = self._placement == "bytes"
         skips = self._non_finite == "skip"
         if self._entry_comm.size > 1:
-            return EntryParameters(self._entry_comm, self.world, self._client, self._partitioner, is_by_bytes, skips)
-        return ServedParameters(self.world, self._client, self._partitioner, is_by_bytes, skips, needs_sum)
+            return EntryParameters(
+                self._entry_comm, self.world, self._client, self._partitioner, is_by_bytes, skips
+            )
+        return ServedParameters(
+            self.world, self._client, self._partitioner, is_by_bytes, skips, needs_sum
+        )
 
     def _describe_steps(self) -> str:
         n_servers = sum(task.type == "ps" for task in self.world.tasks)
@@ -261,7 +295,9 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """Replicas whose gradients are summed: all in synchronous training, else those of this worker entry."""
         return self.n_replicas if self._rules.is_synchronous else self._entry_comm.size
 
-    def apply_gradients(self, optimizer: Optimizer, grads_and_params: GradientsAndParameters) -> None:
+    def apply_gradients(
+        self, optimizer: Optimizer, grads_and_params: GradientsAndParameters
+    ) -> None:
         """Push gradients of the program's own: put them into `parameter.grad`, and call `optimizer.step()`."""
         for gradient, parameter in grads_and_params:
             parameter.grad = gradient
@@ -304,6 +340,14 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     def describe_sums(self) -> dict[str, Any]:
         """Return what the bits of weights depend on, as each checkpoint records it."""
         rules = self._rules
-        kind = "synchronous" if rules.is_synchronous else f"asynchronous, max_staleness {rules.max_staleness}"
+        kind = (
+            "synchronous"
+            if rules.is_synchronous
+            else f"asynchronous, max_staleness {rules.max_staleness}"
+        )
         n_workers = len(self.client_ranks) - int(self.world.coordinator is not None)
-        return {"parameter_servers": kind, "workers": n_workers, "ranks_per_worker": self._entry_comm.size}
+        return {
+            "parameter_servers": kind,
+            "workers": n_workers,
+            "ranks_per_worker": self._entry_comm.size,
+        }

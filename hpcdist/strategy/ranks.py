@@ -70,7 +70,9 @@ class Ranks:
         with self.group.recorded("broadcast_object", None):
             return self.group.comm.bcast(value, root)
 
-    def rank_zero_first(self, *, per_host: bool = False, timeout_s: float = 3600.0) -> AbstractContextManager[None]:
+    def rank_zero_first(
+        self, *, per_host: bool = False, timeout_s: float = 3600.0
+    ) -> AbstractContextManager[None]:
         """Let rank 0 go through a block before the others; see `hpcdist.rank_zero_first`. Collective: all ranks."""
         if self.group is None:
             return nullcontext()

@@ -101,7 +101,9 @@ def _divide(op: ReduceOp, total: Array, n_elements: float) -> Array:
 def _describe(value: Any, shape: Iterable[int]) -> str:
     """Return shape, dtype and kind of a value as text, which must be the same on all replicas."""
     if is_sparse(value):
-        return f"sparse {tuple(shape)} {dtype_name(value)} with {value.sparse_dim()} sparse dimensions"
+        return (
+            f"sparse {tuple(shape)} {dtype_name(value)} with {value.sparse_dim()} sparse dimensions"
+        )
     if isinstance(value, Tensor):
         return f"{tuple(shape)} {dtype_name(value)}"
     kind = "number" if isinstance(value, (int, float, complex)) else "array"
@@ -109,7 +111,10 @@ def _describe(value: Any, shape: Iterable[int]) -> str:
 
 
 def _require_alike(
-    exchange: Exchange, call: str, described: Sequence[Sequence[str]], error: UsageError | None = None
+    exchange: Exchange,
+    call: str,
+    described: Sequence[Sequence[str]],
+    error: UsageError | None = None,
 ) -> float:
     """Return the number of all replicas, or raise on every rank when their calls or values do not fit together.
 
@@ -125,7 +130,9 @@ def _require_alike(
         described = [["no value"] for _ in exchange.own_replicas]
     texts = ["; ".join([call, *replica_descriptions]) for replica_descriptions in described]
     digests = [float(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 20)) for text in texts]
-    n, total, squares = exchange.sum_over_replicas([np.array([1.0, digest, digest * digest]) for digest in digests])
+    n, total, squares = exchange.sum_over_replicas(
+        [np.array([1.0, digest, digest * digest]) for digest in digests]
+    )
     if error is not None:
         raise error
     if n * squares != total * total:
@@ -143,8 +150,12 @@ def _require_alike(
 def check_axis(axis: Axis) -> None:
     """Raise TypeError unless `axis` is None, an int, or a tuple or list of ints."""
     for single_axis in axis if isinstance(axis, (tuple, list)) else (axis,):
-        if single_axis is not None and (isinstance(single_axis, bool) or not hasattr(single_axis, "__index__")):
-            raise TypeError(f"reduce: expected axis as None, an int or ints, got {axis!r}; pass axis=None or axis=0.")
+        if single_axis is not None and (
+            isinstance(single_axis, bool) or not hasattr(single_axis, "__index__")
+        ):
+            raise TypeError(
+                f"reduce: expected axis as None, an int or ints, got {axis!r}; pass axis=None or axis=0."
+            )
 
 
 def reduce_values(
@@ -176,9 +187,15 @@ def reduce_values(
     parts: list[list[Any]] = []
     described: list[list[str]] = []
     try:
-        parts = [[leaf if is_sparse(leaf) else to_sum(leaf) for leaf in replica_values] for replica_values in values]
+        parts = [
+            [leaf if is_sparse(leaf) else to_sum(leaf) for leaf in replica_values]
+            for replica_values in values
+        ]
         described = [
-            [_describe(value, part.shape) for value, part in zip(replica_values, own_parts, strict=True)]
+            [
+                _describe(value, part.shape)
+                for value, part in zip(replica_values, own_parts, strict=True)
+            ]
             for replica_values, own_parts in zip(values, parts, strict=True)
         ]
     except UsageError as caught:
@@ -191,9 +208,13 @@ def reduce_values(
         packs.setdefault("sparse" if is_sparse(part) else part.dtype, []).append(index)
     reduced: dict[int, Any] = {}
     for index in packs.pop("sparse", []):
-        reduced[index] = _join_sparse(exchange, op, [replica_parts[index] for replica_parts in parts], n_replicas)
+        reduced[index] = _join_sparse(
+            exchange, op, [replica_parts[index] for replica_parts in parts], n_replicas
+        )
     for indices in packs.values():
-        totals = _sum_packed(exchange, [[replica_parts[index] for index in indices] for replica_parts in parts])
+        totals = _sum_packed(
+            exchange, [[replica_parts[index] for index in indices] for replica_parts in parts]
+        )
         for index, total in zip(indices, totals, strict=True):
             reduced[index] = from_host(values[0][index], _divide(op, total, n_replicas))
     return [reduced[index] for index in range(len(parts[0]))]
@@ -201,12 +222,19 @@ def reduce_values(
 
 def _sum_packed(exchange: Exchange, packs: list[list[Array]]) -> list[Array]:
     """Return the sum over all replicas of each array of a pack; all have one dtype."""
-    total = exchange.sum_over_replicas([np.concatenate([array.reshape(-1) for array in pack]) for pack in packs])
+    total = exchange.sum_over_replicas(
+        [np.concatenate([array.reshape(-1) for array in pack]) for pack in packs]
+    )
     ends = np.cumsum([array.size for array in packs[0]])[:-1]
-    return [part.reshape(array.shape) for part, array in zip(np.split(total, ends), packs[0], strict=True)]
+    return [
+        part.reshape(array.shape)
+        for part, array in zip(np.split(total, ends), packs[0], strict=True)
+    ]
 
 
-def _join_sparse(exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_replicas: float) -> Tensor:
+def _join_sparse(
+    exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_replicas: float
+) -> Tensor:
     """Return a sparse tensor with the entries of all replicas, divided by their number for the mean."""
     first = tensors[0].detach()
     own_indices = np.concatenate([to_host(tensor.detach()._indices().T) for tensor in tensors])
@@ -214,7 +242,9 @@ def _join_sparse(exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_repl
     indices, _ = exchange.gather_over_ranks(own_indices, None)
     entries, _ = exchange.gather_over_ranks(own_entries, None)
     values = from_host(first._values(), _divide(op, entries, n_replicas))
-    return torch.sparse_coo_tensor(from_array(indices.T, "int64"), values, first.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        from_array(indices.T, "int64"), values, first.shape, check_invariants=False
+    )
 
 
 def reduce_over_axis(
@@ -239,7 +269,10 @@ def reduce_over_axis(
         arrays = [to_sum(value) for value in values]
         axes = [_axes(axis, array.ndim) for array in arrays]
         totals = [
-            np.array(array.sum(axis=replica_axes, dtype=array.dtype) if replica_axes else array, order="C")
+            np.array(
+                array.sum(axis=replica_axes, dtype=array.dtype) if replica_axes else array,
+                order="C",
+            )
             for array, replica_axes in zip(arrays, axes, strict=True)
         ]
         described = [
@@ -249,20 +282,27 @@ def reduce_over_axis(
     except UsageError as caught:
         error = caught
     _require_alike(exchange, f"reduce {op.name}", described, error)
-    total = exchange.sum_over_replicas([replica_total.reshape(-1) for replica_total in totals]).reshape(totals[0].shape)
+    total = exchange.sum_over_replicas(
+        [replica_total.reshape(-1) for replica_total in totals]
+    ).reshape(totals[0].shape)
     n_elements = 1.0
     if op is ReduceOp.MEAN:
         counts = [
             math.prod(array.shape[dimension] for dimension in replica_axes)
             for array, replica_axes in zip(arrays, axes, strict=True)
         ]
-        n_elements = exchange.sum_over_replicas([np.array([count], np.float64) for count in counts])[0] or 1.0
+        n_elements = (
+            exchange.sum_over_replicas([np.array([count], np.float64) for count in counts])[0]
+            or 1.0
+        )
     return from_host(values[0], _divide(op, total, n_elements))
 
 
 def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
     """Return axes as ascending numbers from 0."""
-    requested_axes = () if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    requested_axes = (
+        () if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    )
     for axis_index in map(operator.index, requested_axes):
         if not -n_dims <= axis_index < n_dims:
             raise UsageError(
@@ -275,7 +315,9 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def reduce_in_replica(exchange: Exchange, op: ReduceOp, leaves: Sequence[Any], structure: str = "") -> list[Any]:
+def reduce_in_replica(
+    exchange: Exchange, op: ReduceOp, leaves: Sequence[Any], structure: str = ""
+) -> list[Any]:
     """Return the leaves of a nest, each reduced over all replicas, on the devices where they were.
 
     Collective: all replicas. Called inside a replica.
@@ -310,8 +352,14 @@ def _beside(leaf: Any, value: Any) -> Any:
     """
     if not isinstance(value, Tensor):
         return value
-    has_other_strides = not is_sparse(value) and value.shape == leaf.shape and value.stride() != leaf.stride()
-    return torch.empty_like(leaf, dtype=value.dtype).copy_(value) if has_other_strides else value.to(leaf.device)
+    has_other_strides = (
+        not is_sparse(value) and value.shape == leaf.shape and value.stride() != leaf.stride()
+    )
+    return (
+        torch.empty_like(leaf, dtype=value.dtype).copy_(value)
+        if has_other_strides
+        else value.to(leaf.device)
+    )
 
 
 # -- gather -----------------------------------------------------------------------------------------------------------
@@ -358,8 +406,12 @@ def _rows_along(values: list[Any], axis: int) -> list[Array]:
     """
     arrays = [to_host(value) for value in values]
     if any(array.ndim == 0 for array in arrays):
-        raise UsageError("gather: expected values with at least one dimension, got a number; pass value[None].")
-    rows = [np.ascontiguousarray(np.moveaxis(array, _axes(axis, array.ndim)[0], 0)) for array in arrays]
+        raise UsageError(
+            "gather: expected values with at least one dimension, got a number; pass value[None]."
+        )
+    rows = [
+        np.ascontiguousarray(np.moveaxis(array, _axes(axis, array.ndim)[0], 0)) for array in arrays
+    ]
     if len({(row.shape[1:], row.dtype) for row in rows}) > 1:
         raise UsageError(
             f"gather: expected values that differ along axis {axis} only, got {[array.shape for array in arrays]}; "
@@ -400,7 +452,10 @@ def sum_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Ten
     """
     _require_alike_tensors(exchange, f"{call} (sum)", tensors)
     first = tensors[0]
-    rows = [tensor.detach().cpu().to(_sum_dtype(tensor)).reshape(-1).clone().numpy() for tensor in tensors]
+    rows = [
+        tensor.detach().cpu().to(_sum_dtype(tensor)).reshape(-1).clone().numpy()
+        for tensor in tensors
+    ]
     total = torch.from_numpy(np.asarray(exchange.sum_over_replicas(rows)))
     return total.reshape(first.shape).to(first.device, first.dtype)
 

@@ -36,7 +36,9 @@ class ReplicaContext:
         """Replicas of the job."""
         return self.strategy.num_replicas_in_sync
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Call merge_fn(strategy, *args, **kwargs) once for all local replicas, outside them; return this one's part.
 
         All replicas must make this call, in the same order of calls. Collective if `merge_fn` is.
@@ -88,7 +90,9 @@ class ReplicaContext:
                 "replicas already; use it as it is, or take gradients with torch.autograd.grad."
             )
         reduced = self.reduce_leaves(op, nest_leaves, form_of(value))
-        self.strategy.sums.note_sums([reduced_leaf for reduced_leaf in reduced if isinstance(reduced_leaf, Tensor)])
+        self.strategy.sums.note_sums(
+            [reduced_leaf for reduced_leaf in reduced if isinstance(reduced_leaf, Tensor)]
+        )
         return with_leaves(value, reduced)
 
     def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
@@ -129,7 +133,9 @@ class ReplicaContext:
 class OnlyReplica(ReplicaContext):
     """The replica of code outside all strategies: its calls enter the pass-through strategy first."""
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Return merge_fn(strategy, *args, **kwargs)."""
         return self._inside(lambda replica: replica.merge_call(merge_fn, args, kwargs))
 
@@ -154,8 +160,12 @@ class OnlyReplica(ReplicaContext):
         return self.strategy.run(run)
 
 
-def _reduce_leaves(strategy: "Strategy", op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
-    if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+def _reduce_leaves(
+    strategy: "Strategy", op: ReduceOp, leaves: list[Any], form: str = ""
+) -> Sequence[Any]:
+    if torch.is_grad_enabled() and any(
+        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
+    ):
         inputs = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
         return _AllReduce.apply(op, strategy, form, *inputs)  # type: ignore[no-untyped-call, no-any-return]
     return reduce_in_replica(strategy, op, leaves, form)
@@ -167,20 +177,38 @@ def _reduce_leaves(strategy: "Strategy", op: ReduceOp, leaves: list[Any], form: 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: ReduceOp, strategy: "Strategy", form: str, *leaves: Any) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, op: ReduceOp, strategy: "Strategy", form: str, *leaves: Any
+    ) -> tuple[Any, ...]:
         ctx.op = op
         ctx.strategy = weakref.ref(strategy)
         reduced = reduce_in_replica(strategy, op, leaves, form)
         ctx.is_needed = ctx.needs_input_grad[3:]
-        fixed = [reduced_leaf for reduced_leaf, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
-        ctx.mark_non_differentiable(*(fixed_leaf for fixed_leaf in fixed if isinstance(fixed_leaf, Tensor)))
+        fixed = [
+            reduced_leaf
+            for reduced_leaf, is_needed in zip(reduced, ctx.is_needed, strict=True)
+            if not is_needed
+        ]
+        ctx.mark_non_differentiable(
+            *(fixed_leaf for fixed_leaf in fixed if isinstance(fixed_leaf, Tensor))
+        )
         return tuple(reduced)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        wanted = [gradient for gradient, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
-        reduced = iter(_reduce_backward(ctx, ctx.op, wanted))  # with a graph of its own, if one is made
-        return None, None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
+        wanted = [
+            gradient
+            for gradient, is_needed in zip(gradients, ctx.is_needed, strict=True)
+            if is_needed
+        ]
+        # with a graph of its own, if one is made
+        reduced = iter(_reduce_backward(ctx, ctx.op, wanted))
+        return (
+            None,
+            None,
+            None,
+            *(next(reduced) if is_needed else None for is_needed in ctx.is_needed),
+        )
 
 
 class _AllGather(torch.autograd.Function):
@@ -203,6 +231,8 @@ class _AllGather(torch.autograd.Function):
 def _reduce_backward(ctx: Any, op: ReduceOp, gradients: list[Any]) -> Sequence[Any]:
     strategy = ctx.strategy()
     if strategy is None:
-        raise UsageError("backward: expected the strategy whose all_reduce it goes through, got none; keep it.")
+        raise UsageError(
+            "backward: expected the strategy whose all_reduce it goes through, got none; keep it."
+        )
     strategy.sums.note_crossing()
     return _reduce_leaves(strategy, op, gradients)

@@ -89,7 +89,9 @@ class RankReplicas:
         is_fixed: whether the number of replicas was given.
     """
 
-    def __init__(self, group: Group, reducer: Reducer, scheduler: ReplicaScheduler, is_fixed: bool) -> None:
+    def __init__(
+        self, group: Group, reducer: Reducer, scheduler: ReplicaScheduler, is_fixed: bool
+    ) -> None:
         self.is_fixed = is_fixed
         self.local = reducer.own_replicas
         self.n_replicas = reducer.replicas.n_replicas

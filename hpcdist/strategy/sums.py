@@ -188,7 +188,11 @@ class NoSums:
         if self._steps is None:
             return {}
         generators = self._steps.generators
-        return {"seed": generators.seed, "step": generators.step, "libraries": [generators.libraries()]}
+        return {
+            "seed": generators.seed,
+            "step": generators.step,
+            "libraries": [generators.libraries()],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the random numbers of a checkpoint, if steps are watched."""
@@ -290,7 +294,9 @@ class EngineSums:
     def set_row_count(self, n_rows: int) -> None:
         """Weigh this replica's next backward by a number of rows."""
         if n_rows < 0:
-            raise UsageError(f"set_row_count: expected at least 0 rows, got {n_rows}; give those of this replica.")
+            raise UsageError(
+                f"set_row_count: expected at least 0 rows, got {n_rows}; give those of this replica."
+            )
         scheduler = self._engine.scheduler
         local_index = scheduler.local_index if scheduler.is_running else 0
         self._engine.sums.weights.set_row_count(local_index, operator.index(n_rows))
@@ -329,14 +335,20 @@ class EngineSums:
         if all(state == libraries[0] for state in libraries):
             libraries = libraries[:1]
         table = algorithms.measurements_of(group)
-        return {"seed": generators.seed, "step": generators.step, "algorithms": table, "libraries": libraries}
+        return {
+            "seed": generators.seed,
+            "step": generators.step,
+            "algorithms": table,
+            "libraries": libraries,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the random numbers and the measured algorithms of a checkpoint."""
         group = self._reducer.group
         libraries = state["libraries"]
         rank = group.rank if len(libraries) > 1 else 0
-        own_libraries = libraries[rank] if rank < len(libraries) else None  # a new rank has numbers of its own
+        # a new rank has numbers of its own
+        own_libraries = libraries[rank] if rank < len(libraries) else None
         self._engine.generators.restore(state["seed"], state["step"], own_libraries)
         if state.get("algorithms"):
             algorithms.restore_measurements(group, state["algorithms"])

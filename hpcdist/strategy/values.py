@@ -66,7 +66,10 @@ def local_values(value: Any) -> tuple[Any, ...]:
 
 
 def regroup(
-    nests: Sequence[Any], is_single_kept: bool = False, has_no_plain: bool = False, keeps_objects: bool = True
+    nests: Sequence[Any],
+    is_single_kept: bool = False,
+    has_no_plain: bool = False,
+    keeps_objects: bool = True,
 ) -> Any:
     """Return one nest with PerReplica leaves, made of one nest for each local replica.
 
@@ -85,17 +88,24 @@ def regroup(
     first = nests[0]
     options = (is_single_kept, has_no_plain, keeps_objects)
     if is_nest(first) and isinstance(first, dict):
-        _check_alike(nests, [sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests])
+        _check_alike(
+            nests, [sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests]
+        )
         columns = [[nest[key] for nest in nests] for key in sorted_keys(first)]
         return with_children(first, [regroup(column, *options) for column in columns])
     if is_nest(first):
-        _check_alike(nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests])
+        _check_alike(
+            nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests]
+        )
         columns = [list(column) for column in zip(*nests, strict=True)]
         return with_children(first, [regroup(column, *options) for column in columns])
     _check_alike(nests, [is_nest(nest) for nest in nests])
-    is_number = isinstance(first, (int, float, complex))  # equal ones may be one object, but are per-replica values
+    # equal ones may be one object, but are per-replica values
+    is_number = isinstance(first, (int, float, complex))
     is_array = hasattr(first, "shape") and not hasattr(first, "local_copies")
-    is_kept_single = is_single_kept and first is not None and (keeps_objects or is_number or is_array)
+    is_kept_single = (
+        is_single_kept and first is not None and (keeps_objects or is_number or is_array)
+    )
     is_wrapped = has_no_plain or (is_kept_single if len(nests) == 1 else is_number)
     if all(nest is first for nest in nests) and not is_wrapped:
         return first

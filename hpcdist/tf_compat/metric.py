@@ -29,7 +29,9 @@ class Metric:
 
     def __init__(self, name: str | None = None, n_sums: int = 2) -> None:
         self.name = name or type(self).__name__
-        self._sums = Variable(np.zeros(n_sums), synchronization="ON_READ", aggregation="SUM", name=self.name)
+        self._sums = Variable(
+            np.zeros(n_sums), synchronization="ON_READ", aggregation="SUM", name=self.name
+        )
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make such a metric, as plain numbers, texts and lists."""
@@ -42,7 +44,11 @@ class Metric:
     def _add_sums(self, sums: Array) -> None:
         """Add to this replica's sums."""
         entry = context.current()
-        if entry is not None and entry.replica is not None and entry.strategy is not self._sums.strategy:
+        if (
+            entry is not None
+            and entry.replica is not None
+            and entry.strategy is not self._sums.strategy
+        ):
             raise RuntimeError(
                 f"update_state: expected metric {self.name!r} made in the scope of the strategy that runs, got one "
                 f"made elsewhere, which would not see other ranks; make it in strategy.scope()."
@@ -82,7 +88,9 @@ class Metric:
 def to_array(value: Any) -> Array:
     """Return a tensor, array or number as a host array; half precision as float64."""
     tensor = as_tensor(value).cpu()
-    return np.asarray((tensor.double() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy())
+    return np.asarray(
+        (tensor.double() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy()
+    )
 
 
 def to_floats(value: Any) -> Array:
@@ -111,7 +119,9 @@ def classes_of(y_true: Array, y_pred: Array) -> Array:
     if y_true.ndim == y_pred.ndim and y_true.shape[-1:] == (1,):
         y_true = y_true[..., 0]
     if y_pred.ndim == 0 or y_true.shape != y_pred.shape[:-1]:
-        raise misfit(f"one class for each row of predictions, got {y_true.shape} for {y_pred.shape}")
+        raise misfit(
+            f"one class for each row of predictions, got {y_true.shape} for {y_pred.shape}"
+        )
     return y_true
 
 

@@ -81,7 +81,9 @@ class _MeanOfRows(Metric):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         """Return (rows,) float64."""
-        raise NotImplementedError(f"update_state: expected a metric of rows, got {type(self).__name__}; use Mean.")
+        raise NotImplementedError(
+            f"update_state: expected a metric of rows, got {type(self).__name__}; use Mean."
+        )
 
 
 class Accuracy(_MeanOfRows):
@@ -194,21 +196,29 @@ class BinaryCrossentropy(_MeanOfRows):
         label_smoothing: how far truths are moved to 1/2, from 0 to 1.
     """
 
-    def __init__(self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0
+    ) -> None:
         super().__init__(name)
         self._from_logits = from_logits
         self._smoothing = label_smoothing
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make such a metric."""
-        return {**super().get_config(), "from_logits": self._from_logits, "label_smoothing": self._smoothing}
+        return {
+            **super().get_config(),
+            "from_logits": self._from_logits,
+            "label_smoothing": self._smoothing,
+        }
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
         truth = truth * (1 - self._smoothing) + 0.5 * self._smoothing
         if self._from_logits:
             return means_of_rows(
-                np.maximum(predictions, 0) - predictions * truth + np.log1p(np.exp(-np.abs(predictions)))
+                np.maximum(predictions, 0)
+                - predictions * truth
+                + np.log1p(np.exp(-np.abs(predictions)))
             )
         predictions = np.clip(predictions, _EPSILON, 1 - _EPSILON)
         return means_of_rows(-truth * np.log(predictions) - (1 - truth) * np.log1p(-predictions))
@@ -223,14 +233,20 @@ class CategoricalCrossentropy(_MeanOfRows):
         label_smoothing: how far truths are moved to 1/classes, from 0 to 1.
     """
 
-    def __init__(self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0
+    ) -> None:
         super().__init__(name)
         self._from_logits = from_logits
         self._smoothing = label_smoothing
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make such a metric."""
-        return {**super().get_config(), "from_logits": self._from_logits, "label_smoothing": self._smoothing}
+        return {
+            **super().get_config(),
+            "from_logits": self._from_logits,
+            "label_smoothing": self._smoothing,
+        }
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
@@ -264,7 +280,9 @@ def _log_probabilities(predictions: Array, are_logits: bool) -> Array:
     if are_logits:
         shifted = predictions - predictions.max(-1, keepdims=True)
         return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-    return np.asarray(np.log(np.clip(predictions / predictions.sum(-1, keepdims=True), _EPSILON, 1 - _EPSILON)))
+    return np.asarray(
+        np.log(np.clip(predictions / predictions.sum(-1, keepdims=True), _EPSILON, 1 - _EPSILON))
+    )
 
 
 # -- counts of right and wrong answers ---------------------------------------------------------------------------------
@@ -279,7 +297,9 @@ class _Confusion(Metric):
         class_id: the only column of (rows, classes) that counts; None: all values.
     """
 
-    def __init__(self, thresholds: Sequence[float], name: str | None, class_id: int | None = None) -> None:
+    def __init__(
+        self, thresholds: Sequence[float], name: str | None, class_id: int | None = None
+    ) -> None:
         super().__init__(name, 4 * len(thresholds))
         self._thresholds = np.asarray(thresholds, np.float32)  # as predictions are, in Keras
         self._class_id = class_id
@@ -303,9 +323,13 @@ class _Confusion(Metric):
         weights = weigh(np.ones(scores.shape), sample_weight)[1]
         if weights.ndim < scores.ndim:
             n_missing = scores.ndim - weights.ndim
-            weights = np.broadcast_to(weights.reshape(weights.shape + (1,) * n_missing), scores.shape)
+            weights = np.broadcast_to(
+                weights.reshape(weights.shape + (1,) * n_missing), scores.shape
+            )
         if self._class_id is not None:
-            truth, scores, weights = (array[..., self._class_id] for array in (truth, scores, weights))
+            truth, scores, weights = (
+                array[..., self._class_id] for array in (truth, scores, weights)
+            )
         truth = truth.reshape(-1)
         weights = weights.reshape(-1)
         positives = self._weights_above(scores.reshape(-1)[truth], weights[truth])
@@ -348,7 +372,10 @@ class _Share(_Confusion):
     _complement_row: int
 
     def __init__(
-        self, thresholds: float | Sequence[float] | None = None, class_id: int | None = None, name: str | None = None
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        class_id: int | None = None,
+        name: str | None = None,
     ) -> None:
         numbers, self._is_single = _thresholds_of(thresholds)
         super().__init__(numbers, name, class_id)
@@ -400,7 +427,11 @@ class AUC(_Confusion):
     ) -> None:
         self._curve = str(curve).upper()
         self._method = str(summation_method).lower()
-        is_known = self._curve in ("ROC", "PR") and self._method in ("interpolation", "minoring", "majoring")
+        is_known = self._curve in ("ROC", "PR") and self._method in (
+            "interpolation",
+            "minoring",
+            "majoring",
+        )
         if not is_known or num_thresholds < 2:
             raise UsageError(
                 f"AUC: expected the curve ROC or PR, interpolation, minoring or majoring, and at least 2 thresholds, "
@@ -436,11 +467,17 @@ class AUC(_Confusion):
             x = recall
             y = _divided(true_positives, true_positives + false_positives)
         pairs = torch.stack([y[:-1], y[1:]])
-        heights = {"interpolation": pairs.mean(0), "minoring": pairs.amin(0), "majoring": pairs.amax(0)}[self._method]
+        heights = {
+            "interpolation": pairs.mean(0),
+            "minoring": pairs.amin(0),
+            "majoring": pairs.amax(0),
+        }[self._method]
         return ((x[:-1] - x[1:]) * heights).sum()
 
 
-def _area_of_precision(true_positives: Tensor, false_positives: Tensor, false_negatives: Tensor) -> Tensor:
+def _area_of_precision(
+    true_positives: Tensor, false_positives: Tensor, false_negatives: Tensor
+) -> Tensor:
     """Return the area under precision and recall, with counts that are linear between two thresholds, as in Keras."""
     positives = true_positives + false_positives
     gained = true_positives[:-1] - true_positives[1:]
@@ -448,7 +485,9 @@ def _area_of_precision(true_positives: Tensor, false_positives: Tensor, false_ne
     slope = _divided(gained, spent.clamp(min=0))
     offset = true_positives[1:] - slope * positives[1:]
     is_safe = (positives[:-1] > 0) & (positives[1:] > 0)
-    ratio = torch.where(is_safe, _divided(positives[:-1], positives[1:].clamp(min=0)), torch.ones_like(slope))
+    ratio = torch.where(
+        is_safe, _divided(positives[:-1], positives[1:].clamp(min=0)), torch.ones_like(slope)
+    )
     parts = slope * (gained + offset * ratio.log())
     return _divided(parts, (true_positives[1:] + false_negatives[1:]).clamp(min=0)).sum()
 

@@ -69,7 +69,8 @@ class SyncBatchNorm(_BatchNorm):
         """Return the replica whose part this is; None when there are no others."""
         entry = context.current()
         strategy = self._owner.strategy
-        if strategy.num_replicas_in_sync < max(2, strategy.n_replicas):  # workers of servers are at steps of their own
+        # workers of servers are at steps of their own
+        if strategy.num_replicas_in_sync < max(2, strategy.n_replicas):
             return None
         if entry is not None and entry.strategy is not strategy:
             raise RuntimeError(
@@ -105,7 +106,9 @@ class SyncBatchNorm(_BatchNorm):
             return
         assert self.num_batches_tracked is not None, "torch has all statistics, or none"
         self.num_batches_tracked.add_(1)
-        weight = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        weight = (
+            self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        )
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), weight)
 
@@ -132,7 +135,11 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
     for name, child in module.named_children():
         setattr(module, name, convert_sync_batchnorm(child))
-    return _converted(module) if isinstance(module, _BatchNorm) and type(module) is not SyncBatchNorm else module
+    return (
+        _converted(module)
+        if isinstance(module, _BatchNorm) and type(module) is not SyncBatchNorm
+        else module
+    )
 
 
 def _converted(old: _BatchNorm) -> SyncBatchNorm:
@@ -141,7 +148,9 @@ def _converted(old: _BatchNorm) -> SyncBatchNorm:
             f"convert_sync_batchnorm: expected layers that know their channels, got {type(old).__name__}; feed the "
             f"model one batch first."
         )
-    new = SyncBatchNorm(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+    new = SyncBatchNorm(
+        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats
+    )
     for tensors in ("_parameters", "_buffers"):
         getattr(new, tensors).update(getattr(old, tensors))
     return new.train(old.training)

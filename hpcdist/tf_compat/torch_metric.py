@@ -92,11 +92,19 @@ class TorchMetric:
     def add_seen(self, seen: _States) -> None:
         """Add what another process has seen."""
         has_own = any(count for count, _ in _states_of(self._metric))
-        _set_states(self._metric, _combined(self._metric, [_states_of(self._metric), seen]) if has_own else seen)
+        _set_states(
+            self._metric,
+            _combined(self._metric, [_states_of(self._metric), seen]) if has_own else seen,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks. Collective: all ranks."""
-        return {"ranks": [[[count, values] for count, values in states] for states in self._all_states("state_dict")]}
+        return {
+            "ranks": [
+                [[count, values] for count, values in states]
+                for states in self._all_states("state_dict")
+            ]
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state, also of another number of ranks. Not collective.
@@ -108,20 +116,29 @@ class TorchMetric:
         rank = self._strategy.rank
         n_ranks = self._strategy.size
         local_states = [
-            [(int(count), dict(values)) for count, values in states] for states in state["ranks"][rank::n_ranks]
+            [(int(count), dict(values)) for count, values in states]
+            for states in state["ranks"][rank::n_ranks]
         ]
         self._metric.reset()
         if len(local_states) > 1:
             self._require_sums(len(state["ranks"]), n_ranks)
         if local_states:
             _set_states(
-                self._metric, local_states[0] if len(local_states) == 1 else _combined(self._metric, local_states)
+                self._metric,
+                local_states[0]
+                if len(local_states) == 1
+                else _combined(self._metric, local_states),
             )
 
     def _require_sums(self, n_saved: int, n_ranks: int) -> None:
         from torchmetrics.utilities import data
 
-        known_reductions = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
+        known_reductions = (
+            data.dim_zero_sum,
+            data.dim_zero_cat,
+            data.dim_zero_max,
+            data.dim_zero_min,
+        )
         for part in _metrics_of(self._metric):
             for name, reduce in part._reductions.items():
                 if reduce not in known_reductions and not isinstance(part._defaults[name], list):
@@ -161,7 +178,11 @@ def _states_of(metric: Any) -> _States:
     """Return the states of a metric and of those in it, on the host."""
 
     def on_host(value: Any) -> Any:
-        return [tensor.detach().cpu() for tensor in value] if isinstance(value, list) else value.detach().cpu().clone()
+        return (
+            [tensor.detach().cpu() for tensor in value]
+            if isinstance(value, list)
+            else value.detach().cpu().clone()
+        )
 
     return [
         (part.update_count, {name: on_host(getattr(part, name)) for name in part._defaults})

@@ -101,7 +101,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
             self._xla.manual_seed(seed)
 
 
-def experimental_connect_to_cluster(cluster_spec_or_resolver: Any, *args: Any, **kwargs: Any) -> None:
+def experimental_connect_to_cluster(
+    cluster_spec_or_resolver: Any, *args: Any, **kwargs: Any
+) -> None:
     """Check the argument; ranks are connected when MPI starts.
 
     Args:

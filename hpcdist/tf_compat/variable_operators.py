@@ -101,7 +101,8 @@ class Readable(ABC):
     __ge__ = _reading(operator.ge)
     __eq__ = _reading(operator.eq)
     __ne__ = _reading(operator.ne)
-    __hash__ = object.__hash__  # as torch's: == compares elements, while sets and dicts go by identity
+    # as torch's: == compares elements, while sets and dicts go by identity
+    __hash__ = object.__hash__
     __getitem__ = _reading(operator.getitem)
     __float__ = _converting(float)
     __int__ = _converting(int)
@@ -123,7 +124,11 @@ class Readable(ABC):
 
     @classmethod
     def __torch_function__(
-        cls, function: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Operator,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call a function of torch with values in place of variables."""
         args, kwargs = tree_map(_operand, (args, kwargs or {}))

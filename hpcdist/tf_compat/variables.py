@@ -130,17 +130,23 @@ class Variable(Readable):
         self.strategy = get_strategy()
         self._is_unmanaged = not has_strategy()
         self._is_assigned = False
-        self._is_on_read = self.synchronization is VariableSynchronization.ON_READ and not self._is_unmanaged
+        self._is_on_read = (
+            self.synchronization is VariableSynchronization.ON_READ and not self._is_unmanaged
+        )
         self._check_creation()
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
         if not self._is_unmanaged:
             self._check_mean(value)
             self._number = self.strategy.number_variable()
-            value = first_tensor(self.strategy, self._call("Variable"), [value for _ in self.strategy.own_replicas])
+            value = first_tensor(
+                self.strategy, self._call("Variable"), [value for _ in self.strategy.own_replicas]
+            )
         n_copies = len(self.strategy.own_replicas) if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
-        self.parameter = self._make_parameter() if trainable and self.dtype.is_floating_point else None
+        self.parameter = (
+            self._make_parameter() if trainable and self.dtype.is_floating_point else None
+        )
 
     def _make_parameter(self) -> torch.nn.Parameter:
         """Replace the only copy by a torch parameter; it is the strategy's, as any that is made in its scope."""
@@ -261,19 +267,25 @@ class Variable(Readable):
         return self._scatter("scatter_update", sparse_delta, None)
 
     def _scatter(self, method: str, delta: Any, sign: int | None) -> "Variable":
-        if self._is_on_read or (sign is None and not self._is_unmanaged and self.aggregation not in _SCATTERS_OF):
+        if self._is_on_read or (
+            sign is None and not self._is_unmanaged and self.aggregation not in _SCATTERS_OF
+        ):
             raise NotImplementedError(
                 f"{method}: expected an ON_WRITE variable, with aggregation NONE or ONLY_FIRST_REPLICA for "
                 f"scatter_update, got {self!r}; assign the whole value."
             )
         indices, rows = indices_and_rows(method, delta, self._copies[0])
         if sign is None:
-            return self._update(method, self._copies[0].index_copy(0, indices, rows), lambda copy, new: new)
+            return self._update(
+                method, self._copies[0].index_copy(0, indices, rows), lambda copy, new: new
+            )
         # Summed over replicas before it is added, as replicas may have other indices, and other numbers of them.
         dense = torch.zeros_like(self._copies[0]).index_add(0, indices, rows)
         return self._update(method, dense, torch.add if sign > 0 else torch.sub)
 
-    def _update(self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]) -> "Variable":
+    def _update(
+        self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]
+    ) -> "Variable":
         self._is_assigned |= method in ("assign", "scatter_update")
         replica = self._replica(method)
         updated = self._updated_copy()
@@ -287,7 +299,9 @@ class Variable(Readable):
             self._update_together(replica, method, self._fitting(method, value), apply)
         return self
 
-    def _update_across(self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def _update_across(
+        self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         """Write all copies from outside `run`."""
         new = self._fitting(method, value)
         if self._is_on_read and self.aggregation is VariableAggregation.SUM:
@@ -301,7 +315,9 @@ class Variable(Readable):
         for index in range(len(self._copies)):
             self._write(index, apply, new)
 
-    def _write_own(self, method: str, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
+    def _write_own(
+        self, method: str, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor
+    ) -> None:
         """Write the copy of this rank's replica: a loop without `run` is the replica's own code."""
         if self.strategy.replicas.is_fixed:
             raise UsageError(
@@ -311,7 +327,11 @@ class Variable(Readable):
         self._write(0, apply, new)
 
     def _update_together(
-        self, replica: ReplicaContext, method: str, new: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
+        self,
+        replica: ReplicaContext,
+        method: str,
+        new: Tensor,
+        apply: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         """Write the one value that replicas share, from the values of all of them."""
         self._check_aggregation(method)
@@ -460,7 +480,11 @@ def as_tensor(value: Any, dtype: Any = None) -> Tensor:
     """
     if hasattr(value, "read_value"):
         value = value.read_value()
-    wanted = dtype if dtype is None or isinstance(dtype, torch.dtype) else getattr(torch, np.dtype(dtype).name)
+    wanted = (
+        dtype
+        if dtype is None or isinstance(dtype, torch.dtype)
+        else getattr(torch, np.dtype(dtype).name)
+    )
     try:
         return torch.as_tensor(value, dtype=wanted).detach()
     except (TypeError, ValueError, RuntimeError):
@@ -487,7 +511,9 @@ def indices_and_rows(method: str, delta: Any, whole: Tensor) -> tuple[Tensor, Te
         raise UsageError(
             f"{method}: expected indices and values, got {type(delta).__name__}; pass the pair (indices, values)."
         )
-    indices, rows = (as_tensor(part) for part in (delta if is_pair else (delta.indices, delta.values)))
+    indices, rows = (
+        as_tensor(part) for part in (delta if is_pair else (delta.indices, delta.values))
+    )
     if indices.dim() != 1 or rows.shape != indices.shape + whole.shape[1:]:
         raise UsageError(
             f"{method}: expected one index and one row of {tuple(whole.shape[1:])} each, got indices of "

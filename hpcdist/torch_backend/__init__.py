@@ -30,7 +30,9 @@ def _make_group(options: Any, _: Any) -> HpcdistProcessGroup:
     limit_s = min(options.timeout.total_seconds(), timeout_s(environ))
     numbers = list(options.global_ranks_in_group) or list(range(options.group_size))
     # torchrun's store outlives groups, and a group that is made again has the name of the first one
-    store = dist.PrefixStore(f"{options.store.add(f'made/{options.group_rank}', 1)}/", options.store)
+    store = dist.PrefixStore(
+        f"{options.store.add(f'made/{options.group_rank}', 1)}/", options.store
+    )
     under_torchrun = torchrun_sizes(environ)
     ranks: Ranks
     if under_torchrun is None:
@@ -82,7 +84,9 @@ def _wait_for_members(store: Any, rank: int, size: int, limit_s: float) -> None:
         ) from cause
 
 
-def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
+def _rendezvous(
+    url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
+) -> Iterator[tuple[Any, int, int]]:
     """Yield store, rank and number of ranks: those of MPI, or torchrun's. Collective: all ranks."""
     if torchrun_sizes(read_environment()) is not None:
         yield from rendezvous("env://", timeout=timeout)

@@ -112,11 +112,15 @@ class MPIRanks(Ranks):
     def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
         self._comm.Scatterv([joined, counts] if self.rank == root else None, local_part, root)
 
-    def all_to_all(self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]) -> None:
+    def all_to_all(
+        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+    ) -> None:
         self._comm.Alltoallv([sent, sent_counts], [received, counts])
 
     def send(self, data: Array, rank: int, tag: int, title: str) -> Message:
-        return self._started(_MPIMessage(title, self._group, self._comm.Isend(data, rank, tag), data, None))
+        return self._started(
+            _MPIMessage(title, self._group, self._comm.Isend(data, rank, tag), data, None)
+        )
 
     def recv(self, tensor: Tensor, rank: int, tag: int, title: str) -> Message:
         data = no_bytes(tensor.nbytes)
@@ -125,7 +129,11 @@ class MPIRanks(Ranks):
 
     def _started(self, message: "_MPIMessage") -> Message:
         self._messages = [
-            *(earlier_message for earlier_message in self._messages if not earlier_message.is_completed()),
+            *(
+                earlier_message
+                for earlier_message in self._messages
+                if not earlier_message.is_completed()
+            ),
             message,
         ]
         return message
@@ -164,7 +172,9 @@ class _MPIMessage(Message):
         request: MPI's.
     """
 
-    def __init__(self, title: str, group: Group, request: MPI.Request, data: Array, tensor: Tensor | None) -> None:
+    def __init__(
+        self, title: str, group: Group, request: MPI.Request, data: Array, tensor: Tensor | None
+    ) -> None:
         super().__init__(title, group.world, data, tensor, group.timeout_s)
         self._request = request
         self._status = MPI.Status()
@@ -185,7 +195,10 @@ class _MPIMessage(Message):
         if self._is_done:
             return False
         self._request.Cancel()  # else it would take the next message
-        return not wait_until(self.is_completed, self._timeout_s, yields=0) or self._status.Is_cancelled()
+        return (
+            not wait_until(self.is_completed, self._timeout_s, yields=0)
+            or self._status.Is_cancelled()
+        )
 
 
 def rendezvous(timeout: timedelta) -> Iterator[tuple[Any, int, int]]:

@@ -277,9 +277,13 @@ class MPIStore(dist.Store):  # type: ignore[name-defined, misc]
         request = self._comm.isend((self._number, operation, arguments), 0, _REQUEST_TAG)
         until_s = time.monotonic() + limit_s
         while True:
-            has_come = wait_until(lambda: self._comm.Iprobe(source=0, tag=_REPLY_TAG), until_s - time.monotonic())
+            has_come = wait_until(
+                lambda: self._comm.Iprobe(source=0, tag=_REPLY_TAG), until_s - time.monotonic()
+            )
             if not has_come:
-                raise dist.DistStoreError(f"{operation}: expected an answer of rank 0 within {limit_s:g} s, got none")
+                raise dist.DistStoreError(
+                    f"{operation}: expected an answer of rank 0 within {limit_s:g} s, got none"
+                )
             number, result = self._comm.recv(source=0, tag=_REPLY_TAG)
             if number == self._number:  # an older one answers a request that was given up
                 request.wait()

@@ -60,7 +60,9 @@ class NodeRanks(Ranks):
 
     largest_tag = 2**31 - 1
 
-    def __init__(self, store: Store, rank: int, names: Sequence[str], timeout_s: float, is_crowded: bool) -> None:
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[str], timeout_s: float, is_crowded: bool
+    ) -> None:
         self.store = store
         self.rank = rank
         self.size = len(names)
@@ -72,10 +74,14 @@ class NodeRanks(Ranks):
         pieces = _share(store, rank, self.size, slots_start + 2 * SLOT_BYTES, timeout_s)
         board = pieces[0].cast("q")[:n_cells]
         self._barrier = NodeBarrier(board, rank, names, timeout_s, is_busy_waiting=not is_crowded)
-        self._slots = [np.frombuffer(piece[slots_start:], np.uint8).reshape(2, SLOT_BYTES) for piece in pieces]
+        self._slots = [
+            np.frombuffer(piece[slots_start:], np.uint8).reshape(2, SLOT_BYTES) for piece in pieces
+        ]
         self._turn = 0
         if self.size > 1:
-            self._sums = NodeSums(self._barrier, [piece[sums_start:slots_start] for piece in pieces], rank, names)
+            self._sums = NodeSums(
+                self._barrier, [piece[sums_start:slots_start] for piece in pieces], rank, names
+            )
         self._additions = plan_row_additions(self.size)
         self._sent: list[_SentMessage] = []  # kept until they are received
         self._receivers: list[_Receiver] = []
@@ -117,7 +123,9 @@ class NodeRanks(Ranks):
                 low = max(first, start)
                 high = min(first + target.size, stop)
                 if low < high:
-                    target[low - first : high - first] = self._slots[rank][self._turn, low - start : high - start]
+                    target[low - first : high - first] = self._slots[rank][
+                        self._turn, low - start : high - start
+                    ]
 
     def broadcast(self, data: Array, root: int) -> None:
         if self.rank == root:
@@ -138,16 +146,25 @@ class NodeRanks(Ranks):
         if self.rank == root:
             starts[1:] = np.cumsum(counts)[:-1]
         self.broadcast(starts.view(np.uint8), root)
-        self._exchange(joined if self.rank == root else no_bytes(), [(root, int(starts[self.rank]), local_part)])
+        self._exchange(
+            joined if self.rank == root else no_bytes(),
+            [(root, int(starts[self.rank]), local_part)],
+        )
 
-    def all_to_all(self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]) -> None:
+    def all_to_all(
+        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+    ) -> None:
         starts = np.empty((self.size, self.size), np.int64)  # of each rank's bytes for each rank
         local_starts = np.concatenate([[0], np.cumsum(sent_counts)[:-1]]).astype(np.int64)
         self.all_gather(
-            local_starts.view(np.uint8), [local_starts.nbytes] * self.size, starts.reshape(-1).view(np.uint8)
+            local_starts.view(np.uint8),
+            [local_starts.nbytes] * self.size,
+            starts.reshape(-1).view(np.uint8),
         )
         parts = np.split(received, np.cumsum(counts)[:-1])
-        self._exchange(sent, [(rank, int(starts[rank, self.rank]), part) for rank, part in enumerate(parts)])
+        self._exchange(
+            sent, [(rank, int(starts[rank, self.rank]), part) for rank, part in enumerate(parts)]
+        )
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +182,10 @@ class NodeRanks(Ranks):
         start = sum(counts[: self.rank])
         n_own = counts[self.rank]
         rows = np.empty((self.size, n_own), contribution.dtype)
-        reads = [(rank, start * contribution.itemsize, row.view(np.uint8)) for rank, row in enumerate(rows)]
+        reads = [
+            (rank, start * contribution.itemsize, row.view(np.uint8))
+            for rank, row in enumerate(rows)
+        ]
         self._exchange(contribution.view(np.uint8), reads)
         add_rows(list(rows), self._additions, op.ufunc)
         return rows[0]
@@ -193,10 +213,16 @@ class NodeRanks(Ranks):
         waiting: list[_Receiver] = []
         for receiver in self._receivers.copy():
             awaited_sources = {
-                earlier_receiver.source for earlier_receiver in waiting if earlier_receiver.tag == receiver.tag
+                earlier_receiver.source
+                for earlier_receiver in waiting
+                if earlier_receiver.tag == receiver.tag
             }
             ranks = range(self.size) if receiver.source == ANY_RANK else [receiver.source]
-            if any(self._has_taken(receiver, rank) for rank in ranks if not awaited_sources & {rank, ANY_RANK}):
+            if any(
+                self._has_taken(receiver, rank)
+                for rank in ranks
+                if not awaited_sources & {rank, ANY_RANK}
+            ):
                 self._receivers.remove(receiver)
             else:
                 waiting.append(receiver)
@@ -208,7 +234,10 @@ class NodeRanks(Ranks):
         if not self.store.check([key]):
             return False
         where, _, content = self.store.get(key).partition(b" ")
-        receiver.copy(memoryview(content) if where == b"here" else map_memory(where.decode())[: int(content)], rank)
+        receiver.copy(
+            memoryview(content) if where == b"here" else map_memory(where.decode())[: int(content)],
+            rank,
+        )
         self._n_received[rank, receiver.tag] += 1
         self.store.delete_key(key)
         return True
@@ -247,7 +276,8 @@ class NodeRanks(Ranks):
 
 def _send_all_at_exit(ranks_reference: "weakref.ref[NodeRanks]") -> None:
     ranks = ranks_reference()
-    if ranks is not None and not hasattr(sys, "last_type"):  # else an error ends the program: nobody is to wait for it
+    # else an error ends the program: nobody is to wait for it
+    if ranks is not None and not hasattr(sys, "last_type"):
         ranks.send_all()
 
 

@@ -19,7 +19,16 @@ from torch.futures import Future
 
 from hpcdist.collectives.ops import MEAN, OPS, SUM, Op
 from hpcdist.errors import DesyncError
-from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Pending, Ranks, deal, mismatch, no_bytes
+from hpcdist.torch_backend.ranks import (
+    ANY_RANK,
+    Array,
+    Message,
+    Pending,
+    Ranks,
+    deal,
+    mismatch,
+    no_bytes,
+)
 
 _RedOp = dist.ReduceOp.RedOpType
 _OPS = {
@@ -38,7 +47,14 @@ _OF_BOOLS = {_RedOp.SUM: _RedOp.MAX, _RedOp.PRODUCT: _RedOp.MIN}
 _HALF = (torch.float16, torch.bfloat16)
 _REDUCED = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ),
 }
 
 
@@ -159,7 +175,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Replace root's tensor by the reduction over all ranks."""
         (tensor,) = tensors
         kind_and_factor = _reduction("reduce", opts, tensor)
-        _reduce(self._ranks, "reduce", tensor if self.rank() == opts.rootRank else tensor.clone(), *kind_and_factor)
+        _reduce(
+            self._ranks,
+            "reduce",
+            tensor if self.rank() == opts.rootRank else tensor.clone(),
+            *kind_and_factor,
+        )
         return _done(tensors)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
@@ -169,21 +190,32 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         self._require("reduce_scatter", parts, output)
         if parts[self.rank()].numel() != output.numel():
             raise mismatch(
-                "reduce_scatter", f"{output.numel()} elements for rank {self.rank()}", parts[self.rank()].shape
+                "reduce_scatter",
+                f"{output.numel()} elements for rank {self.rank()}",
+                parts[self.rank()].shape,
             )
         joined = torch.cat([part.reshape(-1) for part in parts])
         return self._reduce_rows(output, joined, [part.numel() for part in parts], opts, outputs)
 
     def reduce_scatter_single(self, output: Tensor, input_tensor: Tensor, opts: Any) -> Work:
         """Put this rank's part of the reduction of a tensor that is as large as all outputs into the output."""
-        if input_tensor.numel() != output.numel() * self.size() or input_tensor.dtype != output.dtype:
+        if (
+            input_tensor.numel() != output.numel() * self.size()
+            or input_tensor.dtype != output.dtype
+        ):
             expected = f"input of {output.numel() * self.size()} {output.dtype}"
-            raise mismatch("reduce_scatter_tensor", expected, input_tensor.shape, input_tensor.dtype)
-        return self._reduce_rows(output, input_tensor.reshape(-1), [output.numel()] * self.size(), opts, [output])
+            raise mismatch(
+                "reduce_scatter_tensor", expected, input_tensor.shape, input_tensor.dtype
+            )
+        return self._reduce_rows(
+            output, input_tensor.reshape(-1), [output.numel()] * self.size(), opts, [output]
+        )
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Work:
         """Do reduce_scatter_single of each output and input."""
         for output, input_tensor in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input_tensor, opts)
@@ -191,13 +223,21 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_rows(self, output: Tensor, joined: Tensor, counts: list[int], opts: Any, result: list[Tensor]) -> Work:
+    def _reduce_rows(
+        self, output: Tensor, joined: Tensor, counts: list[int], opts: Any, result: list[Tensor]
+    ) -> Work:
         kind, factor = _reduction("reduce_scatter", opts, joined)
         detached = joined.detach()
-        contribution = detached.clone(memory_format=torch.contiguous_format) if factor is None else detached * factor
+        contribution = (
+            detached.clone(memory_format=torch.contiguous_format)
+            if factor is None
+            else detached * factor
+        )
         contribution = contribution.float() if contribution.dtype in _HALF else contribution
         array = (
-            (contribution.view(torch.uint8) if contribution.dtype == torch.bool else contribution).contiguous().numpy()
+            (contribution.view(torch.uint8) if contribution.dtype == torch.bool else contribution)
+            .contiguous()
+            .numpy()
         )
         with self._call("reduce_scatter", None, output):
             self._require_same("reduce_scatter", kind.name, joined.dtype, counts)
@@ -218,20 +258,26 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             self._ranks.broadcast(_bytes_of(whole), opts.rootRank)
         return _done(tensors)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
         """Put each rank's tensor into its place of the list."""
         (parts,) = outputs
         (input_tensor,) = inputs
         self._require("all_gather", parts, input_tensor)
         if input_tensor.numel() != parts[self.rank()].numel():
             raise mismatch(
-                "all_gather", f"{parts[self.rank()].numel()} elements of rank {self.rank()}", input_tensor.shape
+                "all_gather",
+                f"{parts[self.rank()].numel()} elements of rank {self.rank()}",
+                input_tensor.shape,
             )
         joined = self._gather_bytes(input_tensor, [part.nbytes for part in parts])
         deal(joined, parts)
         return _done(outputs)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
         """Do allgather of each input; outputs are a list for each rank."""
         if any(len(of_rank) != len(inputs) for of_rank in outputs):
             list_lengths = [len(of_rank) for of_rank in outputs]
@@ -242,7 +288,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input_tensor: Tensor, opts: Any = None) -> Work:
         """Put all ranks' tensors into one, one after the other."""
-        if output.numel() != input_tensor.numel() * self.size() or output.dtype != input_tensor.dtype:
+        if (
+            output.numel() != input_tensor.numel() * self.size()
+            or output.dtype != input_tensor.dtype
+        ):
             expected = f"output of {input_tensor.numel() * self.size()} {input_tensor.dtype}"
             raise mismatch("all_gather_into_tensor", expected, output.shape, output.dtype)
         deal(self._gather_bytes(input_tensor, [input_tensor.nbytes] * self.size()), [output])
@@ -250,7 +299,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
         """Do all_gather_single of each output and input."""
         for output, input_tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input_tensor)
@@ -295,7 +346,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             self._ranks.scatter(joined, counts, _bytes_of(whole), opts.rootRank)
         return _done(outputs)
 
-    def _require_counts(self, call: str, counts: list[int], root: int, local_tensor: Tensor) -> None:
+    def _require_counts(
+        self, call: str, counts: list[int], root: int, local_tensor: Tensor
+    ) -> None:
         """Raise DesyncError on every rank unless each has a tensor of as many bytes as root says. Collective."""
         self._require_same(call, local_tensor.dtype, f"root {root}")
         root_counts = np.array(counts or [0] * self.size())
@@ -318,10 +371,14 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         with self._call("all_to_all", None):
             self._require_same("all_to_all", inputs[0].dtype)
             of_a_size = [coming.itemsize] * self.size()
-            self._ranks.all_to_all(np.array(sizes).view(np.uint8), of_a_size, coming.view(np.uint8), of_a_size)
+            self._ranks.all_to_all(
+                np.array(sizes).view(np.uint8), of_a_size, coming.view(np.uint8), of_a_size
+            )
             dtype = inputs[0].dtype
             is_right = coming.tolist() == counts and outputs[0].dtype == dtype
-            self._require_all("all_to_all", is_right, dtype, f"{counts} bytes for {coming.tolist()}")
+            self._require_all(
+                "all_to_all", is_right, dtype, f"{counts} bytes for {coming.tolist()}"
+            )
             self._ranks.all_to_all(np.concatenate(sent), sizes, received, counts)
         deal(received, outputs)
         return _done(outputs)
@@ -335,10 +392,18 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send rows to each rank, by default as many to each, and receive its rows."""
-        for tensor, splits, name in ((input_tensor, input_splits, "input"), (output, output_splits, "output")):
-            if (splits and sum(splits) != len(tensor)) or (not splits and len(tensor) % self.size()):
+        for tensor, splits, name in (
+            (input_tensor, input_splits, "input"),
+            (output, output_splits, "output"),
+        ):
+            if (splits and sum(splits) != len(tensor)) or (
+                not splits and len(tensor) % self.size()
+            ):
                 raise mismatch(
-                    "all_to_all_single", f"rows of the {name} that the splits divide", tensor.shape, list(splits)
+                    "all_to_all_single",
+                    f"rows of the {name} that the splits divide",
+                    tensor.shape,
+                    list(splits),
                 )
         rows_out = list(output_splits) or [len(output) // self.size()] * self.size()
         rows_in = list(input_splits) or [len(input_tensor) // self.size()] * self.size()
@@ -361,7 +426,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Start to send a tensor."""
         (tensor,) = tensors
         self._require_message("send", tensor, tag)
-        return self._ranks.send(_bytes_of(tensor).copy(), rank, tag, f"send to rank {rank} with tag {tag}")
+        return self._ranks.send(
+            _bytes_of(tensor).copy(), rank, tag, f"send to rank {rank} with tag {tag}"
+        )
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Message:
         """Start to receive a tensor."""
@@ -379,7 +446,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         if not 0 <= tag <= self._ranks.largest_tag:
             raise mismatch(call, f"a tag from 0 to {self._ranks.largest_tag}", tag)
 
-    def _require(self, call: str, parts: Sequence[Tensor], local_tensor: Tensor | None = None) -> None:
+    def _require(
+        self, call: str, parts: Sequence[Tensor], local_tensor: Tensor | None = None
+    ) -> None:
         """Raise CollectiveError unless there is a tensor for each rank; on this rank, before anything is sent."""
         if len(parts) != self.size():
             raise mismatch(call, f"{self.size()} tensors, one for each rank", len(parts))
@@ -424,7 +493,10 @@ def _reduction(call: str, opts: Any, tensor: Tensor) -> tuple[Any, Any]:
     _require_host(call, tensor)
     if kind is None or tensor.dtype not in _REDUCED:
         raise mismatch(
-            call, "a reduction of bools, integers, floats or complex numbers", kind and kind.name, tensor.dtype
+            call,
+            "a reduction of bools, integers, floats or complex numbers",
+            kind and kind.name,
+            tensor.dtype,
         )
     if kind == _RedOp.PREMUL_SUM:
         return _RedOp.SUM, op.__getstate__()[1]
@@ -443,7 +515,9 @@ def _require_host(call: str, *tensors: Tensor) -> None:
         if tensor.device.type != "cpu":
             raise mismatch(call, "tensors on the host", f"one on {tensor.device}")
         if tensor.layout is not torch.strided:
-            raise mismatch(call, "dense tensors", f"one of layout {tensor.layout}; make its gradient dense")
+            raise mismatch(
+                call, "dense tensors", f"one of layout {tensor.layout}; make its gradient dense"
+            )
 
 
 def _differ(call: str, facts: str) -> DesyncError:

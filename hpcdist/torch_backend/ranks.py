@@ -91,7 +91,9 @@ class Ranks(abc.ABC):
         """Put this rank's part of root's `joined` into `local_part`; `counts` are read on root only."""
 
     @abc.abstractmethod
-    def all_to_all(self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]) -> None:
+    def all_to_all(
+        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+    ) -> None:
         """Send bytes to each rank, and put what each one sends here into `received`."""
 
     @abc.abstractmethod
@@ -117,7 +119,9 @@ class Message(Work):
         timeout_s: longest wait.
     """
 
-    def __init__(self, title: str, rank: object, data: Array, tensor: Tensor | None, timeout_s: float) -> None:
+    def __init__(
+        self, title: str, rank: object, data: Array, tensor: Tensor | None, timeout_s: float
+    ) -> None:
         super().__init__()
         self._title = title
         self._rank = rank
@@ -172,7 +176,9 @@ class Message(Work):
                 CollectiveError: when a message of another size has come.
         """
         limit_s = min(timeout.total_seconds() or self._timeout_s, self._timeout_s)
-        if not wait_until(self.is_completed, limit_s, yields=0) and (self._tensor is None or self._give_up()):
+        if not wait_until(self.is_completed, limit_s, yields=0) and (
+            self._tensor is None or self._give_up()
+        ):
             raise late(self._title, limit_s, "it", self._rank)
         if self._error is not None:
             raise self._error
@@ -235,7 +241,9 @@ class Pending(Work):
 
 def mismatch(call: str, expected: str, *actual: Any) -> CollectiveError:
     """Return the error of a call with wrong arguments."""
-    return CollectiveError(f"{call}: expected {expected}, got {', '.join(map(str, actual))}; correct the call.")
+    return CollectiveError(
+        f"{call}: expected {expected}, got {', '.join(map(str, actual))}; correct the call."
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -100,7 +100,9 @@ class BackupAndRestore(Callback):
             for callback in callbacks:
                 retries = getattr(callback, "retries", None)
                 if isinstance(retries, Retries):
-                    self._errors.append((retries, SideErrors(self._folder, type(callback).__name__)))
+                    self._errors.append(
+                        (retries, SideErrors(self._folder, type(callback).__name__))
+                    )
         if self._handler.restored_path is not None and self.model.strategy.is_chief:
             log(f"fit: resuming at step {self._handler.step} from {self._handler.restored_path}")
         with contextlib.ExitStack() as stack:
@@ -158,7 +160,10 @@ class _States:
         self._callbacks = callbacks
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kinds": self._kinds(), "states": [callback.state_dict() for callback in self._callbacks]}
+        return {
+            "kinds": self._kinds(),
+            "states": [callback.state_dict() for callback in self._callbacks],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["kinds"] != self._kinds():
@@ -194,7 +199,9 @@ class EndedRun:
             self.record.remove_checkpoints()
 
 
-def end_when_done(handler: PreemptionCheckpointHandler, manager: CheckpointManager, is_removed: bool = False) -> None:
+def end_when_done(
+    handler: PreemptionCheckpointHandler, manager: CheckpointManager, is_removed: bool = False
+) -> None:
     """Let a run save no more, and be finished once the program has ended with code 0: it may have more to do.
 
     Args:

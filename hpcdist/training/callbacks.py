@@ -123,7 +123,10 @@ class Callback:
 
     def has_hook(self, *names: str) -> bool:
         """Return whether one of these hooks does something."""
-        return any(name in vars(self) or getattr(type(self), name) is not getattr(Callback, name) for name in names)
+        return any(
+            name in vars(self) or getattr(type(self), name) is not getattr(Callback, name)
+            for name in names
+        )
 
     def has_batch_hook(self) -> bool:
         """Return whether it acts after each step, and may end fit there."""
@@ -139,10 +142,14 @@ def as_callbacks(user_callbacks: Any) -> list[Callback]:
     if user_callbacks is None:
         return []
     callbacks: list[Callback] = []
-    for callback in user_callbacks if isinstance(user_callbacks, (list, tuple)) else [user_callbacks]:
+    for callback in (
+        user_callbacks if isinstance(user_callbacks, (list, tuple)) else [user_callbacks]
+    ):
         if isinstance(callback, Callback):
             callbacks.append(callback)
-        elif any(callable(getattr(callback, name, None)) for name in _HOOKS) and not isinstance(callback, type):
+        elif any(callable(getattr(callback, name, None)) for name in _HOOKS) and not isinstance(
+            callback, type
+        ):
             callbacks.append(_ForeignCallback(callback))
         else:
             raise _no_callback(callback)
@@ -163,7 +170,9 @@ _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 def kind_of(callback: Callback) -> str:
     """Return the name of a class, by which ranks, and a run that goes on, know that callbacks are the same."""
-    return callback.name_of_kind if isinstance(callback, _ForeignCallback) else type(callback).__name__
+    return (
+        callback.name_of_kind if isinstance(callback, _ForeignCallback) else type(callback).__name__
+    )
 
 
 class _ForeignCallback(Callback):
@@ -203,7 +212,9 @@ class _ForeignCallback(Callback):
 
     @property
     def _has_state(self) -> bool:
-        methods = (getattr(self._callback, name, None) for name in ("state_dict", "load_state_dict"))
+        methods = (
+            getattr(self._callback, name, None) for name in ("state_dict", "load_state_dict")
+        )
         return all(map(callable, methods))
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,7 +276,10 @@ class _ForeignOptimizer:
     def get_config(self) -> dict[str, Any]:
         """Return the settings, as plain numbers and texts, and the name."""
         optimizer = self._model.optimizer
-        config: dict[str, Any] = {"name": type(optimizer).__name__, "learning_rate": self.learning_rate}
+        config: dict[str, Any] = {
+            "name": type(optimizer).__name__,
+            "learning_rate": self.learning_rate,
+        }
         for name, value in optimizer.defaults.items():
             if name != "lr" and isinstance(value, (bool, int, float, str, tuple)):
                 config[name] = value
@@ -287,7 +301,8 @@ def _with_plain_logs(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(hook)
     def call(*arguments: Any) -> Any:
-        numbers = [argument for argument in arguments if isinstance(argument, int)]  # of the epoch or the batch
+        # of the epoch or the batch
+        numbers = [argument for argument in arguments if isinstance(argument, int)]
         logs = next((argument for argument in arguments if isinstance(argument, Mapping)), {})
         return hook(*numbers, logs if isinstance(logs, dict) else dict(logs))
 
@@ -295,7 +310,11 @@ def _with_plain_logs(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kinds_of(kind: type[Callback]) -> list[type[Callback]]:
-    return [descendant for subclass in kind.__subclasses__() for descendant in (subclass, *_kinds_of(subclass))]
+    return [
+        descendant
+        for subclass in kind.__subclasses__()
+        for descendant in (subclass, *_kinds_of(subclass))
+    ]
 
 
 class History(Callback):
@@ -318,7 +337,10 @@ class History(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all logs so far."""
-        return {"epoch": list(self.epoch), "history": {name: list(values) for name, values in self.history.items()}}
+        return {
+            "epoch": list(self.epoch),
+            "history": {name: list(values) for name, values in self.history.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the logs of an earlier run."""
@@ -338,7 +360,9 @@ class LambdaCallback(Callback):
         wrong = sorted(set(hooks) - set(hook_names))
         if wrong:
             close = difflib.get_close_matches(wrong[0], hook_names, 3) or hook_names
-            raise UsageError(f"LambdaCallback: expected names of hooks, got {wrong[0]!r}; close ones are {close}.")
+            raise UsageError(
+                f"LambdaCallback: expected names of hooks, got {wrong[0]!r}; close ones are {close}."
+            )
         vars(self).update(hooks)
 
 
@@ -364,7 +388,9 @@ class _Monitor(Callback):
 
     def __init__(self, monitor: str, mode: str, best: float | None, min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
-            raise UsageError(f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; min is for losses.")
+            raise UsageError(
+                f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; min is for losses."
+            )
         self.monitor = monitor
         self.mode = mode
         self.best = best
@@ -393,7 +419,9 @@ class _Monitor(Callback):
         value = logs.get(self.monitor)
         if value is None:
             log_names = ", ".join(logs)
-            logger.warning("%s: no %s among the logs: %s", type(self).__name__, self.monitor, log_names)
+            logger.warning(
+                "%s: no %s among the logs: %s", type(self).__name__, self.monitor, log_names
+            )
         return value
 
 
@@ -460,7 +488,9 @@ class EarlyStopping(_Monitor):
     def _note_weights(self, epoch: int) -> None:
         self.best_epoch = epoch
         if self.restore_best_weights:
-            self._best_weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+            self._best_weights = {
+                name: value.detach().clone() for name, value in self.model.state_dict().items()
+            }
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Restore the best weights."""
@@ -468,7 +498,9 @@ class EarlyStopping(_Monitor):
             self.model.print_once(f"Epoch {self.stopped_epoch + 1}: early stopping")
         if self._best_weights is not None:
             if self.verbose:
-                self.model.print_once(f"Restoring model weights from the end of the best epoch: {self.best_epoch + 1}.")
+                self.model.print_once(
+                    f"Restoring model weights from the end of the best epoch: {self.best_epoch + 1}."
+                )
             self.model.set_weights(self._best_weights)
 
     def state_dict(self) -> dict[str, Any]:
@@ -478,7 +510,9 @@ class EarlyStopping(_Monitor):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state of an earlier run."""
         self._best_weights = state["best_weights"]
-        super().load_state_dict({name: value for name, value in state.items() if name != "best_weights"})
+        super().load_state_dict(
+            {name: value for name, value in state.items() if name != "best_weights"}
+        )
 
 
 class ReduceLROnPlateau(_Monitor):
@@ -511,7 +545,9 @@ class ReduceLROnPlateau(_Monitor):
     ) -> None:
         super().__init__(monitor, mode, None, min_delta)
         if factor >= 1:
-            raise UsageError(f"ReduceLROnPlateau: expected a factor below 1, got {factor}; 0.1 is usual.")
+            raise UsageError(
+                f"ReduceLROnPlateau: expected a factor below 1, got {factor}; 0.1 is usual."
+            )
         self.factor = factor
         self.patience = patience
         self.verbose = verbose
@@ -549,7 +585,9 @@ class ReduceLROnPlateau(_Monitor):
             return False
         self.model.learning_rate = rate = max(before * self.factor, self.min_lr)
         if self.verbose:
-            self.model.print_once(f"Epoch {epoch + 1}: ReduceLROnPlateau reducing learning rate to {rate}.")
+            self.model.print_once(
+                f"Epoch {epoch + 1}: ReduceLROnPlateau reducing learning rate to {rate}."
+            )
         return True
 
 
@@ -571,7 +609,8 @@ class LearningRateScheduler(Callback):
             rate = self._schedule(epoch, self.model.learning_rate)
         except TypeError:  # of one argument, as in older versions of Keras
             rate = self._schedule(epoch)
-        is_number = isinstance(rate, (int, float)) or getattr(rate, "ndim", None) == 0  # of numpy or torch
+        # of numpy or torch
+        is_number = isinstance(rate, (int, float)) or getattr(rate, "ndim", None) == 0
         if not is_number:
             raise UsageError(
                 f"LearningRateScheduler: expected a number from the schedule, got {type(rate).__name__} for epoch "
@@ -580,7 +619,9 @@ class LearningRateScheduler(Callback):
         rate = float(rate)
         self.model.learning_rate = rate
         if self.verbose:
-            self.model.print_once(f"Epoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}.")
+            self.model.print_once(
+                f"Epoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}."
+            )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Add the rate to the logs."""
@@ -600,7 +641,9 @@ class LearningRateWarmup(Callback):
 
     saved = ("initial_lr", "n_steps", "epoch")
 
-    def __init__(self, warmup_epochs: int = 5, initial_lr: float | None = None, verbose: int = 0) -> None:
+    def __init__(
+        self, warmup_epochs: int = 5, initial_lr: float | None = None, verbose: int = 0
+    ) -> None:
         self.warmup_epochs = warmup_epochs
         self.initial_lr = initial_lr
         self.verbose = verbose
@@ -626,7 +669,9 @@ class LearningRateWarmup(Callback):
         """Note the steps of an epoch."""
         self.n_steps = self.model.n_steps_of_epoch
         if epoch == self.warmup_epochs - 1 and self.verbose:
-            self.model.print_once(f"Epoch {epoch + 1}: warm-up ends at learning rate {self.model.learning_rate:g}.")
+            self.model.print_once(
+                f"Epoch {epoch + 1}: warm-up ends at learning rate {self.model.learning_rate:g}."
+            )
 
     def _set(self, epoch: float) -> None:
         if epoch > self.warmup_epochs or self.initial_lr is None:
@@ -690,7 +735,12 @@ class CSVLogger(Callback):
             self._columns, self._rows = _parse_table(table, self._separator)
         except (OSError, ValueError, csv.Error) as error:
             aside = self._path.with_name(f"{self._path.name}.bad")
-            logger.warning("CSVLogger: expected a table in %s, got %s; moved it to %s.", self._path, error, aside)
+            logger.warning(
+                "CSVLogger: expected a table in %s, got %s; moved it to %s.",
+                self._path,
+                error,
+                aside,
+            )
             with contextlib.suppress(OSError):  # then it is replaced
                 Disk().rename(self._path, aside)
 
@@ -738,7 +788,12 @@ class CSVLogger(Callback):
         """Return rows as lines of the file."""
         text = io.StringIO(newline="")
         writer = csv.DictWriter(
-            text, self._columns, restval="NA", extrasaction="ignore", delimiter=self._separator, lineterminator="\n"
+            text,
+            self._columns,
+            restval="NA",
+            extrasaction="ignore",
+            delimiter=self._separator,
+            lineterminator="\n",
         )
         if has_header:
             writer.writeheader()
@@ -750,11 +805,14 @@ def _field_of(value: Any) -> str:
     """Return a value of the logs as the text of a field."""
     if value is None:
         return ""
-    is_list = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
+    is_list = (
+        isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
+    )
     if is_list:
         items = ", ".join(str(item) for item in value)
         value = f'"[{items}]"'
-    text = str(value).replace("\r", "\\r")  # csv writes it as it is, and reads it as the end of a line
+    # csv writes it as it is, and reads it as the end of a line
+    text = str(value).replace("\r", "\\r")
     return text.encode("utf-8", "backslashreplace").decode()
 
 

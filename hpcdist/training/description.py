@@ -32,8 +32,12 @@ def describe(model: "Model", layers: Any, extra: list[str]) -> str:
         layers: what `describe_layers` returned for it.
         extra: what else it trains with, which cannot be made again.
     """
-    frozen = [name for name, parameter in model.net.named_parameters() if not parameter.requires_grad]
-    return json.dumps({"layers": layers, "frozen": frozen, "compiled": describe_compiled(model, extra)})
+    frozen = [
+        name for name, parameter in model.net.named_parameters() if not parameter.requires_grad
+    ]
+    return json.dumps(
+        {"layers": layers, "frozen": frozen, "compiled": describe_compiled(model, extra)}
+    )
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -43,7 +47,11 @@ def describe_layers(module: nn.Module) -> Any:
     """Return what a layer of torch.nn, or a Sequential of them, is made of, as JSON; None for anything else."""
     if type(module) is nn.Sequential:
         layers = list(module._modules.items())  # one that comes twice is there twice
-        shared = [candidate for _, candidate in layers if sum(candidate is sibling for _, sibling in layers) > 1]
+        shared = [
+            candidate
+            for _, candidate in layers
+            if sum(candidate is sibling for _, sibling in layers) > 1
+        ]
         if any(
             shared_layer is None or list(shared_layer.parameters()) or list(shared_layer.buffers())
             for shared_layer in shared
@@ -60,7 +68,10 @@ def describe_layers(module: nn.Module) -> Any:
     with torch.device("meta"):  # which draws no random numbers
         rebuilt = _make_layer(kind.__name__, arguments)
     shapes = [(name, value.shape) for name, value in module.state_dict().items()]
-    is_alike = rebuilt is not None and [(name, value.shape) for name, value in rebuilt.state_dict().items()] == shapes
+    is_alike = (
+        rebuilt is not None
+        and [(name, value.shape) for name, value in rebuilt.state_dict().items()] == shapes
+    )
     return {kind.__name__: arguments} if is_alike and repr(rebuilt) == repr(module) else None
 
 
@@ -74,7 +85,9 @@ def _arguments_of(layer: nn.Module) -> dict[str, Any] | None:
         value = getattr(layer, name, parameter.default)
         if isinstance(value, torch.Tensor) or (name == "bias" and value is None):
             value = value is not None
-        is_list = isinstance(value, (tuple, list)) and all(isinstance(element, _PLAIN) for element in value)
+        is_list = isinstance(value, (tuple, list)) and all(
+            isinstance(element, _PLAIN) for element in value
+        )
         if not is_list and not isinstance(value, _PLAIN):
             return None
         arguments[name] = list(value) if is_list else value
@@ -88,7 +101,9 @@ def make_layers(description: Any) -> nn.Module:
         CheckpointMismatch: for what it does not return.
     """
     if not isinstance(description, dict) or len(description) != 1:
-        raise CheckpointMismatch(f"load_model: expected one layer, got {str(description)[:60]}; give a factory.")
+        raise CheckpointMismatch(
+            f"load_model: expected one layer, got {str(description)[:60]}; give a factory."
+        )
     ((kind, content),) = description.items()
     if kind == "Sequential":
         sequential = nn.Sequential()
@@ -97,7 +112,9 @@ def make_layers(description: Any) -> nn.Module:
         return sequential
     layer = _make_layer(kind, content)
     if layer is None:
-        raise CheckpointMismatch(f"load_model: expected a layer of torch.nn, got {kind[:60]!r}; give a factory.")
+        raise CheckpointMismatch(
+            f"load_model: expected a layer of torch.nn, got {kind[:60]!r}; give a factory."
+        )
     return layer
 
 
@@ -106,7 +123,8 @@ def _make_layer(kind: str, arguments: dict[str, Any]) -> nn.Module | None:
     if not (inspect.isclass(make) and issubclass(make, nn.Module)):
         return None
     constructor_arguments = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in arguments.items()
     }
     try:
         layer: nn.Module = make(**constructor_arguments)
@@ -219,7 +237,9 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
     compile_parameters = inspect.signature(model.compile).parameters
     unknown = sorted(set(compiled["options"]) - set(compile_parameters))
     if unknown:
-        raise CheckpointMismatch(f"load_model: expected options of compile, got {unknown}; give a factory.")
+        raise CheckpointMismatch(
+            f"load_model: expected options of compile, got {unknown}; give a factory."
+        )
     if compiled["lost"]:
         raise UsageError(
             f"load_model: expected a model that was compiled by names, and of hpcdist.losses and metrics, got "
@@ -227,7 +247,8 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
         )
     with model.strategy.scope():  # metrics belong to it
         nests = {
-            name: _make_nest(compiled.get(name)) for name in ("loss", "metrics", "weighted_metrics", "loss_weights")
+            name: _make_nest(compiled.get(name))
+            for name in ("loss", "metrics", "weighted_metrics", "loss_weights")
         }
     model.compile(lambda parameters: kind(parameters, **defaults), **nests, **compiled["options"])
 
@@ -262,7 +283,10 @@ def table_of_layers(net: nn.Module, name: str) -> list[str]:
     table = [("layer", "kind", "parameters", "shapes")]
     table += [(*row[:2], f"{n:,}", str(row[2])[1:-1]) for row, n in zip(rows, counts, strict=True)]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
-    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
+    lines = [
+        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip()
+        for a, b, c, d in table
+    ]
     n_all = sum(parameter.numel() for parameter in net.parameters())
     n_trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
     return [*lines, f"{n_all:,} parameters, {n_trained:,} of them trained"]

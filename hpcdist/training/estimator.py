@@ -117,7 +117,10 @@ class _TrainCall:
     def state_dict(self) -> dict[str, Any]:
         """Return all of it. Equal on all ranks."""
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {**public, "cursor": self._cursor if self._batches is None else self._batches.state_dict()}
+        return {
+            **public,
+            "cursor": self._cursor if self._batches is None else self._batches.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the call of an earlier run."""
@@ -152,7 +155,11 @@ class Estimator:
     """
 
     def __init__(
-        self, model_fn: Callable[..., Model], model_dir: Any = None, config: RunConfig | None = None, params: Any = None
+        self,
+        model_fn: Callable[..., Model],
+        model_dir: Any = None,
+        config: RunConfig | None = None,
+        params: Any = None,
     ) -> None:
         self.config = config or RunConfig()
         self.params = params
@@ -169,7 +176,9 @@ class Estimator:
     def _temporary_folder(self) -> str:
         """Return a new folder of the chief. Collective: chief and workers."""
         if self.strategy.cluster_resolver.cluster_spec().has_tasks("evaluator"):
-            raise UsageError("Estimator: expected model_dir, as an evaluator looks there, got none; give a folder.")
+            raise UsageError(
+                "Estimator: expected model_dir, as an evaluator looks there, got none; give a folder."
+            )
         folder = tempfile.mkdtemp(prefix="hpcdist-estimator-") if self.strategy.is_chief else ""
         if self.strategy.is_chief:
             log(f"Estimator: model_dir is {folder}")
@@ -197,8 +206,14 @@ class Estimator:
         """Return the model and what is saved of it. It writes nothing: an evaluation is no attempt to train."""
         if self._model_and_checkpoint is None:
             model = self.new_model()
-            self.strategy.prepare([model.net])  # before the first batch, which may be the same on all workers
-            parts = {"model": model.net, "optimizer": model.optimizer, "strategy": self.strategy, "call": self._call}
+            # before the first batch, which may be the same on all workers
+            self.strategy.prepare([model.net])
+            parts = {
+                "model": model.net,
+                "optimizer": model.optimizer,
+                "strategy": self.strategy,
+                "call": self._call,
+            }
             if model.loss_scale is not None:
                 parts["loss_scale"] = model.loss_scale
             checkpoint = Checkpoint(**parts)
@@ -234,7 +249,9 @@ class Estimator:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, input_fn: InputFunction, steps: int | None = None, max_steps: int | None = None) -> "Estimator":
+    def train(
+        self, input_fn: InputFunction, steps: int | None = None, max_steps: int | None = None
+    ) -> "Estimator":
         """Train, and save at the end; return self. Collective: chief and workers.
 
         Args:
@@ -253,10 +270,13 @@ class Estimator:
                     f"train: expected {name} of at least 1, and one of steps and max_steps, got {value}; give one."
                 )
         if self.strategy.cluster_resolver.task_type == "evaluator":
-            raise UsageError("train: expected chief or worker, got evaluator; call train_and_evaluate on all ranks.")
+            raise UsageError(
+                "train: expected chief or worker, got evaluator; call train_and_evaluate on all ranks."
+            )
         model, checkpoint = self._make()
         self._n_calls += 1
-        if self._call.is_running and self._n_calls < self._call.number:  # before the call that was stopped
+        # before the call that was stopped
+        if self._call.is_running and self._n_calls < self._call.number:
             return self
         with self._handling(checkpoint) as (manager, handler):  # from here on stop requests count
             if max_steps is not None and self.global_step >= max_steps:
@@ -269,7 +289,9 @@ class Estimator:
                 self._steps(model, batches)
                 self._agree_on_step()
                 if is_new and self.global_step == first:
-                    raise DataError("train: expected batches, got none; return a dataset with rows from input_fn.")
+                    raise DataError(
+                        "train: expected batches, got none; return a dataset with rows from input_fn."
+                    )
             except Exception:
                 self._call.finish()
                 raise
@@ -280,7 +302,9 @@ class Estimator:
         return self
 
     @contextlib.contextmanager
-    def _handling(self, checkpoint: Checkpoint) -> Iterator[tuple[CheckpointManager, PreemptionCheckpointHandler]]:
+    def _handling(
+        self, checkpoint: Checkpoint
+    ) -> Iterator[tuple[CheckpointManager, PreemptionCheckpointHandler]]:
         """Obey stop requests and save periodically in the block. It begins at the newest checkpoint."""
         if self._manager is None:
             folder = self.model_dir / "checkpoints"
@@ -303,7 +327,9 @@ class Estimator:
     def _agree_on_step(self) -> None:
         """Take the chief's global step: workers that step apart may have seen other numbers of batches. Collective."""
         world = self._make()[1].world
-        self._call.global_step = int(world.broadcast_text(str(self._call.global_step), 0, world.role_comm))
+        self._call.global_step = int(
+            world.broadcast_text(str(self._call.global_step), 0, world.role_comm)
+        )
 
     def _steps(self, model: Model, batches: DistributedInput) -> None:
         """Make the steps of the call that are left."""
@@ -316,7 +342,9 @@ class Estimator:
         model.train()
         with self.strategy.scope():
             model.reset_metrics()
-            for number, (batch, n_rows) in enumerate(itertools.islice(rows_of_batches(batches), n_remaining)):
+            for number, (batch, n_rows) in enumerate(
+                itertools.islice(rows_of_batches(batches), n_remaining)
+            ):
                 model.run_step(model.train_step, batch, n_rows, must_check=not number)
                 call.global_step += n_apart
                 is_printed = _is_due(config.log_step_count_steps, call.global_step, n_apart)
@@ -335,7 +363,9 @@ class Estimator:
         """Return the batches of an input function, called on this worker. Collective: chief and workers."""
 
         def make(context: Any) -> Any:
-            return _call_with(input_fn, input_context=context, params=self.params, config=self.config)
+            return _call_with(
+                input_fn, input_context=context, params=self.params, config=self.config
+            )
 
         with self.strategy.scope():
             return self.strategy.distribute_datasets_from_function(make)
@@ -353,7 +383,9 @@ class Estimator:
 
     # -- evaluation and prediction ------------------------------------------------------------------------------------
 
-    def evaluate(self, input_fn: InputFunction, steps: int | None = None, name: str | None = None) -> dict[str, Any]:
+    def evaluate(
+        self, input_fn: InputFunction, steps: int | None = None, name: str | None = None
+    ) -> dict[str, Any]:
         """Return loss and metrics by name, with "average_loss" and "global_step". Collective: chief and workers.
 
         Args:
@@ -461,7 +493,9 @@ def _evaluate_beside(estimator: Estimator, spec: EvalSpec) -> NoReturn:
     model = estimator.new_model()
     batches = estimator._batches(spec.input_fn)
     folder = estimator.model_dir / ("eval" if spec.name is None else f"eval_{spec.name}")
-    SidecarEvaluator(model, batches, estimator.model_dir / "checkpoints", spec.steps, log_dir=folder).start()
+    SidecarEvaluator(
+        model, batches, estimator.model_dir / "checkpoints", spec.steps, log_dir=folder
+    ).start()
     raise SystemExit(0)  # a job of its own, whose run is finished
 
 
@@ -486,9 +520,15 @@ def model_to_estimator(
     source_model = keras_model
     source_model.require_compiled("model_to_estimator")
     names = {id(parameter): name for name, parameter in source_model.net.named_parameters()}
-    regularizers = [(make, names.get(id(parameter))) for make, parameter in source_model.regularizers]
+    regularizers = [
+        (make, names.get(id(parameter))) for make, parameter in source_model.regularizers
+    ]
     groups = source_model.optimizer.param_groups
-    if len(groups) > 1 or source_model.has_added_losses or any(name is None for _, name in regularizers):
+    if (
+        len(groups) > 1
+        or source_model.has_added_losses
+        or any(name is None for _, name in regularizers)
+    ):
         raise UsageError(
             "model_to_estimator: expected one group of parameters, and regularizers of parameters of the module, got "
             "more groups, add_loss or others; write Estimator(function) with a function that makes the model."
@@ -499,7 +539,11 @@ def model_to_estimator(
         model = Model(copy.deepcopy(source_model.net), source_model.name)
         compiled = dict(source_model.compiled_with)
         more = compiled.pop("options")
-        model.compile(lambda parameters: type(source_model.optimizer)(parameters, **options), **compiled, **more)
+        model.compile(
+            lambda parameters: type(source_model.optimizer)(parameters, **options),
+            **compiled,
+            **more,
+        )
         for make, name in regularizers:
             model.add_regularizer(make, model.net.get_parameter(str(name)))
         return model

@@ -189,10 +189,14 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def require_tensorboard() -> None:
     """Raise ConfigurationError without the package tensorboard."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigurationError("TensorBoard: expected the package tensorboard, got none; pip install tensorboard.")
+        raise ConfigurationError(
+            "TensorBoard: expected the package tensorboard, got none; pip install tensorboard."
+        )
 
 
-def open_writer(folder: Path, step: int, is_needed: bool = True, retries: Retries | None = None) -> EventWriter | None:
+def open_writer(
+    folder: Path, step: int, is_needed: bool = True, retries: Retries | None = None
+) -> EventWriter | None:
     """Return a writer of events in a folder, from a step on.
 
     Args:
@@ -207,7 +211,9 @@ def open_writer(folder: Path, step: int, is_needed: bool = True, retries: Retrie
     if is_needed:
         require_tensorboard()
     try:
-        return EventWriter(folder, step, retries or Retries(f"TensorBoard: writing events in {folder}"))
+        return EventWriter(
+            folder, step, retries or Retries(f"TensorBoard: writing events in {folder}")
+        )
     except ImportError:
         if is_needed:
             raise

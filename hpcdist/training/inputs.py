@@ -65,13 +65,17 @@ def distribute(
     if not len(dataset):
         raise DataError(f"{call}: expected rows, got arrays without any; give data.")
     if shuffle:
-        dataset = dataset.shuffle().with_drawn_seed(int(torch.randint(1 << 62, ())))  # the chief's counts
-    return _distributed(strategy, dataset.batch(BATCH_SIZE if batch_size is None else batch_size), call)
+        # the chief's counts
+        dataset = dataset.shuffle().with_drawn_seed(int(torch.randint(1 << 62, ())))
+    return _distributed(
+        strategy, dataset.batch(BATCH_SIZE if batch_size is None else batch_size), call
+    )
 
 
 def _distributed(strategy: Strategy, dataset: Any, call: str) -> DistributedInput:
     distributed_dataset = strategy.experimental_distribute_dataset(dataset)
-    if not isinstance(distributed_dataset, DistributedInput):  # without a strategy it comes back as it is
+    # without a strategy it comes back as it is
+    if not isinstance(distributed_dataset, DistributedInput):
         raise DataError(f"{call}: expected a dataset with batch(rows), got one without; add it.")
     return distributed_dataset
 
@@ -84,10 +88,14 @@ def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
         raise UsageError(
             f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."
         )
-    return map_nest(lambda array: array[:first], arrays), map_nest(lambda array: array[first:], arrays)
+    return map_nest(lambda array: array[:first], arrays), map_nest(
+        lambda array: array[first:], arrays
+    )
 
 
-def split_all(x: Any, y: Any, weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
+def split_all(
+    x: Any, y: Any, weight: Any, fraction: float
+) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
     """Return (x, y, sample_weight) of all rows but the last `fraction`, and what there is of the last, as a tuple."""
     parts = {"x": x, "y": y, "weight": weight}
     split_parts = {name: split(part, fraction) for name, part in parts.items() if part is not None}
@@ -149,7 +157,9 @@ def by_name(outputs: Any) -> dict[str, Any]:
     for key, output in pairs:
         for name, value in by_name(output).items():
             suffix = name.removeprefix("predictions")
-            full_name = f"{key}{suffix}" if suffix.startswith("_") or not suffix else f"{key}/{suffix}"
+            full_name = (
+                f"{key}{suffix}" if suffix.startswith("_") or not suffix else f"{key}/{suffix}"
+            )
             if full_name in named_outputs:
                 raise UsageError(
                     f"predict: expected outputs with different names, got two of {full_name!r}; rename one."

@@ -25,7 +25,8 @@ class _StepCounts:
     """
 
     def __init__(self) -> None:
-        self._step_counts: dict[int, tuple[Tensor, int]] = {}  # id of the parameter -> torch's counter, its value
+        # id of the parameter -> torch's counter, its value
+        self._step_counts: dict[int, tuple[Tensor, int]] = {}
 
     def next_number(self, parameter: nn.Parameter, state: dict[str, Any]) -> int:
         """Return the number of the step that is made now, from 1; called once for each step of a parameter."""
@@ -35,7 +36,11 @@ class _StepCounts:
         if not counter.is_cuda:
             return int(counter) + 1
         cached_count = self._step_counts.get(id(parameter))
-        n_made = cached_count[1] if cached_count is not None and cached_count[0] is counter else int(counter)
+        n_made = (
+            cached_count[1]
+            if cached_count is not None and cached_count[0] is counter
+            else int(counter)
+        )
         self._step_counts[id(parameter)] = (counter, n_made + 1)
         return n_made + 1
 
@@ -44,7 +49,9 @@ class _StepCounts:
         self._step_counts = {}
 
 
-def _groups_by_step(optimizer: Optimizer, counts: _StepCounts) -> Iterator[tuple[dict[str, Any], int]]:
+def _groups_by_step(
+    optimizer: Optimizer, counts: _StepCounts
+) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield groups of parameters that have a gradient and have made as many steps, and the number of this step."""
     for group in optimizer.param_groups:
         by_number: dict[int, list[nn.Parameter]] = {}
@@ -177,7 +184,9 @@ def _gradients_of(parameters: list[nn.Parameter], name: str) -> list[Tensor]:
     return gradients
 
 
-def _states_of(optimizer: Optimizer, parameters: list[nn.Parameter], names: list[str]) -> dict[str, list[Tensor]]:
+def _states_of(
+    optimizer: Optimizer, parameters: list[nn.Parameter], names: list[str]
+) -> dict[str, list[Tensor]]:
     """Return what an optimizer keeps of parameters, by name, zeros at first; count the step that is made now."""
     states: dict[str, list[Tensor]] = {name: [] for name in names}
     for parameter in parameters:

@@ -24,7 +24,9 @@ class NumericColumn:
 
 
 def numeric_column(
-    key: str, shape: int | Sequence[int] = (1,), normalizer_fn: Callable[[Tensor], Tensor] | None = None
+    key: str,
+    shape: int | Sequence[int] = (1,),
+    normalizer_fn: Callable[[Tensor], Tensor] | None = None,
 ) -> NumericColumn:
     """Return a column of numbers, as `tf.feature_column.numeric_column`.
 
@@ -71,8 +73,12 @@ class LinearRegressor(Estimator):
 
         def make() -> Model:
             model = Model(_Linear(columns, label_dimension))
-            named = optimizers.with_rate(optimizer, rate) if isinstance(optimizer, str) else optimizer
-            model.compile(named, "mse", metrics=[_mean_of("label/mean", 0), _mean_of("prediction/mean", 1)])
+            named = (
+                optimizers.with_rate(optimizer, rate) if isinstance(optimizer, str) else optimizer
+            )
+            model.compile(
+                named, "mse", metrics=[_mean_of("label/mean", 0), _mean_of("prediction/mean", 1)]
+            )
             return model
 
         super().__init__(make, model_dir, config)
@@ -89,7 +95,11 @@ class _Linear(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, *unnamed: Tensor, **features: Tensor) -> Tensor:
-        missing = [required_column.key for required_column in self._columns if required_column.key not in features]
+        missing = [
+            required_column.key
+            for required_column in self._columns
+            if required_column.key not in features
+        ]
         if missing or unnamed:
             raise UsageError(
                 f"LinearRegressor: expected features {missing}, got {sorted(features) or 'arrays without keys'}; "

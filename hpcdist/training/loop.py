@@ -126,7 +126,11 @@ class LocalLogs(Mapping[str, float]):
 
     def __init__(self, model: "Model") -> None:
         self._model = model
-        self._names = [name for name, metric in model.named_metrics().items() if not isinstance(metric, TorchMetric)]
+        self._names = [
+            name
+            for name, metric in model.named_metrics().items()
+            if not isinstance(metric, TorchMetric)
+        ]
 
     def __getitem__(self, name: str) -> float:
         value = self._model.local_result(name) if name in self._names else None
@@ -208,7 +212,11 @@ class Fit:
         self._model.train()
         self._call("on_train_begin")
         self._model.reset_metrics()
-        with self._backup.over(self._objects(), self._callbacks_of_user) if self._backup else contextlib.nullcontext():
+        with (
+            self._backup.over(self._objects(), self._callbacks_of_user)
+            if self._backup
+            else contextlib.nullcontext()
+        ):
             with _dropping_last(self._train):
                 self._epochs()
         self._call("on_train_end", self._model.history.history and self._last_logs())
@@ -238,7 +246,8 @@ class Fit:
             "optimizer": self._model.optimizer,
             "data": self._train,
         }
-        for name, value in sorted(vars(self._model).items()):  # a subclass may have several optimizers
+        # a subclass may have several optimizers
+        for name, value in sorted(vars(self._model).items()):
             if hasattr(value, "param_groups") and value is not self._model.optimizer:
                 checkpoint_objects[name] = value
         if self._validation is not None:
@@ -256,7 +265,9 @@ class Fit:
 
     def _epochs(self) -> None:
         position = self.position
-        while position.epoch < self._options.epochs and (position.has_begun or not position.is_over):
+        while position.epoch < self._options.epochs and (
+            position.has_begun or not position.is_over
+        ):
             self._epoch(position.epoch)
             if self._backup:
                 self._backup.after_epoch()
@@ -288,11 +299,17 @@ class Fit:
         position = self.position
         model = self._model
         logs = LocalLogs(model)
-        n_remaining = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
+        n_remaining = (
+            None
+            if self._options.steps_per_epoch is None
+            else self._options.steps_per_epoch - position.step
+        )
         for batch, n_rows in self._batches(n_remaining):
             if self._has_begin_hooks and position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_begin", position.step)
-            position.count_step(model.run_step(model.train_step, batch, n_rows, must_check=not self._is_checked))
+            position.count_step(
+                model.run_step(model.train_step, batch, n_rows, must_check=not self._is_checked)
+            )
             self._is_checked = True
             if position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_end", position.step - 1, logs)
@@ -301,7 +318,9 @@ class Fit:
         if position.step % model.steps_per_execution:
             self._call("on_train_batch_end", position.step - 1, logs)
         if position.step == 0:
-            raise DataError(f"fit: expected batches in epoch {epoch + 1}, got none; give data with rows.")
+            raise DataError(
+                f"fit: expected batches in epoch {epoch + 1}, got none; give data with rows."
+            )
 
     def _batches(self, n_batches: int | None) -> Iterator[tuple[Any, int | None]]:
         """Yield the batches of one pass; with `n_batches`, that many, and continue from there in the next epoch."""
@@ -315,7 +334,9 @@ class Fit:
     def _validate(self, batches: DistributedInput) -> dict[str, float]:
         if not self.position.test_step:  # else a run goes on in the middle of a validation
             batches.leave_pass()
-        return _evaluate(self._model, batches, self._options.validation_steps, self._call, self.position)
+        return _evaluate(
+            self._model, batches, self._options.validation_steps, self._call, self.position
+        )
 
     def _is_stopped_between_batches(self) -> bool:
         """Return whether the epoch ends here. Collective where callbacks act after batches: chief and workers.
@@ -325,7 +346,10 @@ class Fit:
         if not self._has_batch_hooks:
             return False
         strategy = self._model.strategy
-        is_apart = isinstance(strategy, ParameterServerStrategy) and strategy.num_replicas_in_sync < strategy.n_replicas
+        is_apart = (
+            isinstance(strategy, ParameterServerStrategy)
+            and strategy.num_replicas_in_sync < strategy.n_replicas
+        )
         return not is_apart and self._any_rank_stops()
 
     def _any_rank_stops(self) -> bool:
@@ -360,14 +384,20 @@ def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
         for batch_with_rows in rows_of_batches(batches):
             n_empty = 0
             yield batch_with_rows
-    raise DataError("fit: expected batches for steps_per_epoch, got a dataset without rows; give data.")
+    raise DataError(
+        "fit: expected batches for steps_per_epoch, got a dataset without rows; give data."
+    )
 
 
 def require_end(batches: DistributedInput, steps: int | None, call: str, name: str) -> None:
     """Raise UsageError for a dataset without end where nothing says how many batches are wanted."""
-    is_endless = isinstance(batches, DistributedDataset) and batches.dataset.cardinality() == _INFINITE
+    is_endless = (
+        isinstance(batches, DistributedDataset) and batches.dataset.cardinality() == _INFINITE
+    )
     if is_endless and steps is None:
-        raise UsageError(f"{call}: expected {name} for a dataset without end, got none; give the number of batches.")
+        raise UsageError(
+            f"{call}: expected {name} for a dataset without end, got none; give the number of batches."
+        )
 
 
 def n_batches_of(batches: DistributedInput) -> int | None:
@@ -379,7 +409,11 @@ def n_batches_of(batches: DistributedInput) -> int | None:
 
 
 def _evaluate(
-    model: "Model", batches: DistributedInput, steps: int | None, call: Callable[..., None], position: Position
+    model: "Model",
+    batches: DistributedInput,
+    steps: int | None,
+    call: Callable[..., None],
+    position: Position,
 ) -> dict[str, float]:
     """Evaluate the batches that are left of a validation; return its logs. Collective: chief and workers.
 
@@ -399,7 +433,9 @@ def _evaluate(
         for batch, n_rows in itertools.islice(rows_of_batches(batches), n_remaining):
             call("on_test_batch_begin", position.test_step)
             is_first = position.test_step == 0
-            position.count_test_step(model.run_step(model.test_step, batch, n_rows, must_check=is_first))
+            position.count_test_step(
+                model.run_step(model.test_step, batch, n_rows, must_check=is_first)
+            )
             call("on_test_batch_end", position.test_step - 1, local)
         if not position.test_step:
             raise DataError("evaluate: expected batches, got none; give data with rows.")
@@ -418,7 +454,11 @@ def _dropping_last(batches: DistributedInput) -> Iterator[None]:
 
 
 def evaluation(
-    model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback], verbose: int | str
+    model: "Model",
+    batches: DistributedInput,
+    steps: int | None,
+    callbacks: Sequence[Callback],
+    verbose: int | str,
 ) -> dict[str, float]:
     """Evaluate, for `Model.evaluate`. Collective: chief and workers."""
     call = _caller([*callbacks, Progress(verbose)], model, steps or n_batches_of(batches), verbose)

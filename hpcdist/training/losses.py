@@ -62,7 +62,9 @@ class Loss:
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values: the loss of each row, or of each element of it."""
-        raise NotImplementedError(f"{self.name}: expected a loss that defines call(y_true, y_pred), got none.")
+        raise NotImplementedError(
+            f"{self.name}: expected a loss that defines call(y_true, y_pred), got none."
+        )
 
     def counts(self, y_true: Any) -> tuple[int, int] | None:
         """Return how many labels count, and how many there are; None: all count.
@@ -101,7 +103,9 @@ class Loss:
             return values
         weights = torch.as_tensor(sample_weight, device=values.device).to(values.dtype)
         if weights.dim() in (0, values.dim()):
-            fits = weights.shape[:1] == values.shape[: weights.dim()][:1] and _may_broadcast(weights, values)
+            fits = weights.shape[:1] == values.shape[: weights.dim()][:1] and _may_broadcast(
+                weights, values
+            )
         else:
             fits = len(values) == weights.numel()
             weights = weights.reshape(-1, *[1] * (values.dim() - 1))
@@ -177,13 +181,17 @@ class Huber(Loss):
         reduction, name: as `Loss`.
     """
 
-    def __init__(self, delta: float = 1.0, reduction: str = "sum_over_batch_size", name: str | None = None) -> None:
+    def __init__(
+        self, delta: float = 1.0, reduction: str = "sum_over_batch_size", name: str | None = None
+    ) -> None:
         super().__init__(reduction, name)
         self.delta = delta
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
-        return _mean_of_last(functional.huber_loss(y_pred, _like(y_true, y_pred), reduction="none", delta=self.delta))
+        return _mean_of_last(
+            functional.huber_loss(y_pred, _like(y_true, y_pred), reduction="none", delta=self.delta)
+        )
 
 
 class Hinge(Loss):
@@ -217,7 +225,10 @@ class _OfProbabilities(Loss):
     _activation = "Softmax"
 
     def __init__(
-        self, from_logits: bool = False, reduction: str = "sum_over_batch_size", name: str | None = None
+        self,
+        from_logits: bool = False,
+        reduction: str = "sum_over_batch_size",
+        name: str | None = None,
     ) -> None:
         super().__init__(reduction, name)
         self.from_logits: bool = from_logits
@@ -232,7 +243,9 @@ class _OfProbabilities(Loss):
         if not predictions.numel() or not bool(torch.isfinite(predictions).all()):
             return
         is_inside = bool((predictions >= 0).all()) and bool((predictions <= 1).all())
-        are_probabilities = is_inside and bool(((self._sums(predictions) - 1).abs() < _SUM_TOLERANCE).all())
+        are_probabilities = is_inside and bool(
+            ((self._sums(predictions) - 1).abs() < _SUM_TOLERANCE).all()
+        )
         low = float(predictions.min())
         high = float(predictions.max())
         if not self.from_logits and not are_probabilities:
@@ -279,7 +292,9 @@ class BinaryCrossentropy(_OfProbabilities):
         truth = _like(y_true, y_pred)
         truth = truth * (1 - self.label_smoothing) + 0.5 * self.label_smoothing
         if self.from_logits:
-            return _mean_of_last(functional.binary_cross_entropy_with_logits(y_pred, truth, reduction="none"))
+            return _mean_of_last(
+                functional.binary_cross_entropy_with_logits(y_pred, truth, reduction="none")
+            )
         probabilities = y_pred.clamp(_EPSILON, 1 - _EPSILON)
         return _mean_of_last(-truth * probabilities.log() - (1 - truth) * (1 - probabilities).log())
 
@@ -393,7 +408,9 @@ class _OfFunction(Loss):
         """Return (rows, ...) values."""
         values: Tensor = torch.as_tensor(self._function(y_true, y_pred))
         if not values.dim():
-            raise ValueError(f"{self.name} returned a single number, where one for each row is needed")
+            raise ValueError(
+                f"{self.name} returned a single number, where one for each row is needed"
+            )
         return values
 
 
@@ -434,7 +451,9 @@ def get(loss: Any) -> Loss:
         return _OfTorch(loss)
     if callable(loss):
         return _OfFunction(loss)
-    raise UsageError(f"compile: expected a loss by name, or a function, got {type(loss).__name__}; give one of these.")
+    raise UsageError(
+        f"compile: expected a loss by name, or a function, got {type(loss).__name__}; give one of these."
+    )
 
 
 def named(name: str, table: dict[str, Any], kind: str) -> Any:
@@ -447,7 +466,9 @@ def named(name: str, table: dict[str, Any], kind: str) -> Any:
         if key in table:
             return table[key]
     close = difflib.get_close_matches(name.lower(), table, 4, 0.4) or sorted(table)
-    raise UsageError(f"compile: expected a known {kind}, got {name!r}; close ones are {', '.join(close)}.")
+    raise UsageError(
+        f"compile: expected a known {kind}, got {name!r}; close ones are {', '.join(close)}."
+    )
 
 
 def snake_case(name: str) -> str:

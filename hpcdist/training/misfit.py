@@ -45,6 +45,8 @@ def _failing_layer(model: nn.Module, error: BaseException) -> tuple[str, str, st
     if not name or not type(layer).__module__.startswith("torch."):
         return None
     shapes = ", ".join(
-        f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in leaves(tuple(args)) if hasattr(tensor, "shape")
+        f"{tuple(tensor.shape)} {tensor.dtype}"
+        for tensor in leaves(tuple(args))
+        if hasattr(tensor, "shape")
     )
     return name, str(layer).splitlines()[0], shapes

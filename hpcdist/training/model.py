@@ -27,7 +27,15 @@ from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training import inputs, named_metrics, optimizers
 from hpcdist.training.callbacks import Callback, History, as_callbacks
 from hpcdist.training.description import describe, describe_layers, last_layer_of, table_of_layers
-from hpcdist.training.loop import Fit, FitOptions, evaluation, joined, prediction, validated_epochs, write_rows
+from hpcdist.training.loop import (
+    Fit,
+    FitOptions,
+    evaluation,
+    joined,
+    prediction,
+    validated_epochs,
+    write_rows,
+)
 from hpcdist.training.misfit import explained
 from hpcdist.training.objective import Objective
 from hpcdist.training.precision import LossScale, as_float32, dtype_of
@@ -132,7 +140,9 @@ class Model(nn.Module):
     @property
     def net(self) -> nn.Module:
         """The module that was given; the model itself where it is a subclass without one."""
-        is_wrapper = list(self._modules) == ["module"] and not self._parameters and not self._buffers
+        is_wrapper = (
+            list(self._modules) == ["module"] and not self._parameters and not self._buffers
+        )
         return self.module if is_wrapper else self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,9 +213,13 @@ class Model(nn.Module):
             "gradient_accumulation_steps": gradient_accumulation_steps,
         }.items():
             if not isinstance(value, int) or value < 1:
-                raise UsageError(f"compile: expected {name} of at least 1, got {value!r}; leave it out for 1.")
+                raise UsageError(
+                    f"compile: expected {name} of at least 1, got {value!r}; leave it out for 1."
+                )
         if global_clipnorm is not None and not global_clipnorm > 0:
-            raise UsageError(f"compile: expected global_clipnorm above 0, got {global_clipnorm!r}; leave it out.")
+            raise UsageError(
+                f"compile: expected global_clipnorm above 0, got {global_clipnorm!r}; leave it out."
+            )
         self._half = dtype_of(dtype_policy)
         self.loss_scale = LossScale() if self._half == torch.float16 else None
         self._require_applicable(global_clipnorm, gradient_accumulation_steps)
@@ -234,7 +248,9 @@ class Model(nn.Module):
     def _require_applicable(self, global_clipnorm: float | None, n_pieces: int) -> None:
         """Raise UsageError for options that this strategy, this model or a train_step of its own does not have."""
         is_half = self.loss_scale is not None
-        if isinstance(self.strategy, ParameterServerStrategy) and (is_half or global_clipnorm is not None):
+        if isinstance(self.strategy, ParameterServerStrategy) and (
+            is_half or global_clipnorm is not None
+        ):
             option = "mixed_float16" if is_half else "global_clipnorm"
             cure = "take mixed_bfloat16" if is_half else "leave it out"
             raise UsageError(
@@ -251,7 +267,9 @@ class Model(nn.Module):
                 "compile: expected no gradient_accumulation_steps for a model with a train_step of its own, got it; "
                 "accumulate there, with self.strategy.no_sync()."
             )
-        if global_clipnorm is not None and any(getattr(layer, "sparse", False) for layer in self.modules()):
+        if global_clipnorm is not None and any(
+            getattr(layer, "sparse", False) for layer in self.modules()
+        ):
             raise UsageError(
                 "compile: expected dense gradients with global_clipnorm, got a layer made with sparse=True; leave one "
                 "of them out."
@@ -261,7 +279,11 @@ class Model(nn.Module):
     def metrics(self) -> list[Any]:
         """The metrics that fit and evaluate reset, read and save: of `compile`; a subclass may return its own."""
         compiled = self._objective
-        return [] if compiled is None else [compiled.total, *(named_metric.metric for named_metric in compiled.metrics)]
+        return (
+            []
+            if compiled is None
+            else [compiled.total, *(named_metric.metric for named_metric in compiled.metrics)]
+        )
 
     @property
     def metrics_names(self) -> list[str]:
@@ -303,7 +325,9 @@ class Model(nn.Module):
     def require_compiled(self, call: str) -> Objective:
         """Return what the model was compiled with; raise UsageError before `compile`."""
         if self._objective is None:
-            raise UsageError(f"{call}: expected model.compile(optimizer, loss, metrics) first, got none; call it.")
+            raise UsageError(
+                f"{call}: expected model.compile(optimizer, loss, metrics) first, got none; call it."
+            )
         return self._objective
 
     # -- losses -----------------------------------------------------------------------------------------------------
@@ -354,11 +378,18 @@ class Model(nn.Module):
         counts = self._counts_of(y) if piece.counts is None else piece.counts
         rows = objective.loss_of_rows(y, y_pred, sample_weight, self._step_state.must_check, counts)
         extra_losses = self.losses if self._regularizers or self._added_losses else []
-        extra = torch.stack([torch.as_tensor(loss).sum() for loss in extra_losses]).sum() if extra_losses else None
-        objective.total.update_state(rows.detach() if extra is None else rows.detach() + extra.detach())
+        extra = (
+            torch.stack([torch.as_tensor(loss).sum() for loss in extra_losses]).sum()
+            if extra_losses
+            else None
+        )
+        objective.total.update_state(
+            rows.detach() if extra is None else rows.detach() + extra.detach()
+        )
         if self.strategy.is_averaging:
             return (rows.mean() if len(rows) else rows.sum()) + (0 if extra is None else extra)
-        n_replicas = self.strategy.n_replicas  # asynchronous workers, too, push their part of a round
+        # asynchronous workers, too, push their part of a round
+        n_replicas = self.strategy.n_replicas
         global_rows = self._step_state.global_rows
         n_rows = (piece.n_rows or len(rows)) * n_replicas if global_rows is None else global_rows
         total: Tensor = compute_average_loss(rows, global_batch_size=n_rows)
@@ -387,7 +418,9 @@ class Model(nn.Module):
         of_replica = torch.tensor(list(counts.values()), dtype=torch.float64)
         return dict(zip(counts, replica.all_reduce(ReduceOp.SUM, of_replica).tolist(), strict=True))
 
-    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Mapping[str, Any]:
+    def compute_metrics(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> Mapping[str, Any]:
         """Update the metrics by the rows of this replica; return them, to be read when somebody asks."""
         self.require_compiled("compute_metrics").update_metrics(y, y_pred, sample_weight)
         return Results(self.named_metrics)
@@ -406,7 +439,11 @@ class Model(nn.Module):
         """
         self.optimizer.zero_grad()
         x, y, weight = inputs.unpack(data)
-        logs = self._train_on_piece(x, y, weight) if self._n_pieces == 1 else self._train_in_pieces(x, y, weight)
+        logs = (
+            self._train_on_piece(x, y, weight)
+            if self._n_pieces == 1
+            else self._train_in_pieces(x, y, weight)
+        )
         self.step()
         return logs
 
@@ -489,7 +526,8 @@ class Model(nn.Module):
         device = self._device
         x = map_nest(lambda leaf: leaf.to(device), x)
         is_empty = not self.training and inputs.is_empty(x)
-        if is_empty:  # a last batch may leave nothing for this replica, and few modules take no rows
+        # a last batch may leave nothing for this replica, and few modules take no rows
+        if is_empty:
             x = map_nest(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), x)
         half = self._half
         try:
@@ -517,7 +555,11 @@ class Model(nn.Module):
         return self.strategy.device if parameter is None else parameter.device
 
     def run_step(
-        self, step: Callable[[Any], Any], batch: Any, global_rows: int | None, must_check: bool = False
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        global_rows: int | None,
+        must_check: bool = False,
     ) -> Any:
         """Run one of the steps above on every replica of this rank; return what it returns.
 
@@ -596,7 +638,10 @@ class Model(nn.Module):
         milliseconds; nothing is sent for metrics before an epoch ends.
         """
         self.require_compiled("fit")
-        if isinstance(self.strategy, ParameterServerStrategy) and self.strategy.world.coordinator is not None:
+        if (
+            isinstance(self.strategy, ParameterServerStrategy)
+            and self.strategy.world.coordinator is not None
+        ):
             raise UsageError(
                 "fit: expected every worker to run the program, got workers that serve; schedule steps by a "
                 "ClusterCoordinator, or let workers call fit in place of Server.join()."
@@ -614,20 +659,35 @@ class Model(nn.Module):
                 f"fit: expected epochs of at least initial_epoch, got {epochs} and {initial_epoch}; epochs count "
                 f"from 0."
             )
-        self._class_weights = None if class_weight is None else inputs.table_of_classes(class_weight)
+        self._class_weights = (
+            None if class_weight is None else inputs.table_of_classes(class_weight)
+        )
         if validation_split:
             if validation_data is not None or not (is_nest(x) or hasattr(x, "shape")):
                 raise UsageError(
                     "fit: expected validation_split with arrays alone, got a dataset or validation_data; give either."
                 )
-            (x, y, sample_weight), validation_data = inputs.split_all(x, y, sample_weight, validation_split)
+            (x, y, sample_weight), validation_data = inputs.split_all(
+                x, y, sample_weight, validation_split
+            )
         with self.strategy.scope():
             train = inputs.distribute(
-                self.strategy, x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, call="fit"
+                self.strategy,
+                x,
+                y,
+                sample_weight,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                call="fit",
             )
             validation = self._validation(validation_data, validation_batch_size or batch_size)
             options = FitOptions(
-                epochs, initial_epoch, steps_per_epoch, validation_steps, validated_epochs(validation_freq), verbose
+                epochs,
+                initial_epoch,
+                steps_per_epoch,
+                validation_steps,
+                validated_epochs(validation_freq),
+                verbose,
             )
             callback_list = as_callbacks(callbacks)
             self.history = History()
@@ -643,7 +703,9 @@ class Model(nn.Module):
     def _validation(self, validation_data: Any, batch_size: int | None) -> Any:
         if validation_data is None:
             return None
-        parts = validation_data if isinstance(validation_data, (tuple, list)) else (validation_data,)
+        parts = (
+            validation_data if isinstance(validation_data, (tuple, list)) else (validation_data,)
+        )
         if len(parts) > 3:
             raise UsageError(
                 f"fit: expected validation_data of (x, y) or (x, y, sample_weight), got {len(parts)} parts; "
@@ -651,7 +713,10 @@ class Model(nn.Module):
             )
         is_dataset = len(parts) == 1
         return inputs.distribute(
-            self.strategy, *parts, batch_size=None if is_dataset else batch_size, call="validation_data"
+            self.strategy,
+            *parts,
+            batch_size=None if is_dataset else batch_size,
+            call="validation_data",
         )
 
     def evaluate(  # noqa: PLR0913  Keras' names
@@ -679,7 +744,9 @@ class Model(nn.Module):
         """
         self.require_compiled("evaluate")
         with self.strategy.scope():
-            batches = inputs.distribute(self.strategy, x, y, sample_weight, batch_size=batch_size, call="evaluate")
+            batches = inputs.distribute(
+                self.strategy, x, y, sample_weight, batch_size=batch_size, call="evaluate"
+            )
             # an evaluation in a hook of fit leaves what metrics have seen in the epoch as it is
             seen = [metric.state_dict() for metric in self.metrics] if self._is_fitting else []
             logs = evaluation(self, batches, steps, as_callbacks(callbacks), verbose)
@@ -724,10 +791,18 @@ class Model(nn.Module):
         with self.strategy.scope():
             batches = inputs.distribute(self.strategy, x, batch_size=batch_size, call="predict")
             parts = prediction(self, batches, steps, as_callbacks(callbacks))
-            return joined(list(parts)) if output_file is None else write_rows(self.strategy, output_file, parts)
+            return (
+                joined(list(parts))
+                if output_file is None
+                else write_rows(self.strategy, output_file, parts)
+            )
 
     def train_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: dict[int, float] | None = None
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
     ) -> dict[str, float]:
         """Train on one global batch; return the logs of that batch alone.
 
@@ -750,10 +825,14 @@ class Model(nn.Module):
     def _on_batch(
         self, step: Any, x: Any, y: Any, weight: Any, class_weight: dict[int, float] | None
     ) -> dict[str, float]:
-        self._class_weights = None if class_weight is None else inputs.table_of_classes(class_weight)
+        self._class_weights = (
+            None if class_weight is None else inputs.table_of_classes(class_weight)
+        )
         with self.strategy.scope():
             rows = len(leaves(x)[0])
-            batches = inputs.distribute(self.strategy, x, y, weight, batch_size=rows, call="train_on_batch")
+            batches = inputs.distribute(
+                self.strategy, x, y, weight, batch_size=rows, call="train_on_batch"
+            )
             self.reset_metrics()
             for batch, global_rows in inputs.rows_of_batches(batches):
                 self.run_step(step, batch, global_rows, must_check=True)
@@ -794,10 +873,14 @@ class Model(nn.Module):
         if not isinstance(values, Mapping) or isinstance(values, Results):
             return {}
         metric_names = self.named_metrics()
-        other_values = {name: value for name, value in sorted(values.items()) if name not in metric_names}
+        other_values = {
+            name: value for name, value in sorted(values.items()) if name not in metric_names
+        }
         if not other_values:
             return {}
-        means = self.strategy.reduce_all(ReduceOp.MEAN, [_as_floats(value) for value in other_values.values()])
+        means = self.strategy.reduce_all(
+            ReduceOp.MEAN, [_as_floats(value) for value in other_values.values()]
+        )
         return {name: _number(mean) for name, mean in zip(other_values, means, strict=True)}
 
     def print_once(self, text: str) -> None:
@@ -824,7 +907,8 @@ class Model(nn.Module):
                     f"set_weights: expected {len(current_state)} arrays, got {len(weights)}; see get_weights."
                 )
             weights = {
-                name: torch.as_tensor(np.asarray(array)) for name, array in zip(current_state, weights, strict=True)
+                name: torch.as_tensor(np.asarray(array))
+                for name, array in zip(current_state, weights, strict=True)
             }
             self.net.load_state_dict(weights)
         else:
@@ -863,7 +947,9 @@ class Model(nn.Module):
         layers = self._layers if self.optimizer is not None else describe_layers(self.net)
         extra = ["regularizers"] * bool(self._regularizers) + ["add_loss"] * self.has_added_losses
         description = describe(self, layers, extra)
-        checkpoint = Checkpoint(model=self.net, description=description, **optimizer, **self._with_strategy())
+        checkpoint = Checkpoint(
+            model=self.net, description=description, **optimizer, **self._with_strategy()
+        )
         checkpoint.write(filepath)
 
     def _with_strategy(self) -> dict[str, Any]:

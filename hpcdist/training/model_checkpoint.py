@@ -95,7 +95,9 @@ class ModelCheckpoint(_Monitor):
             return True
         if not self._is_better(value, self.best):
             if self.verbose:
-                self.model.print_once(f"Epoch {self.epoch + 1}: {self.monitor} did not improve from {self.best:.5f}")
+                self.model.print_once(
+                    f"Epoch {self.epoch + 1}: {self.monitor} did not improve from {self.best:.5f}"
+                )
             return False
         self.best = value
         return True
@@ -103,7 +105,9 @@ class ModelCheckpoint(_Monitor):
     def _path_of(self, batch: int | None, logs: dict[str, Any]) -> str:
         numbers = {} if batch is None else {"batch": batch + 1}
         try:
-            return str(self._folder / self._filepath.format(epoch=self.epoch + 1, **{**numbers, **logs}))
+            return str(
+                self._folder / self._filepath.format(epoch=self.epoch + 1, **{**numbers, **logs})
+            )
         except (KeyError, IndexError) as error:
             known_names = ", ".join(["epoch", *numbers, *logs])
             raise UsageError(

@@ -28,7 +28,13 @@ class NamedAccuracy(metrics.Accuracy):
             y_true = y_true.reshape(y_pred.shape) if y_true.size == y_pred.size else y_true
             return super()._scores(to_floats(y_true), to_floats(y_pred > self._threshold))
         is_one_hot = y_true.shape == y_pred.shape
-        classes = y_true.argmax(-1) if is_one_hot else y_true[..., 0] if y_true.ndim == y_pred.ndim else y_true
+        classes = (
+            y_true.argmax(-1)
+            if is_one_hot
+            else y_true[..., 0]
+            if y_true.ndim == y_pred.ndim
+            else y_true
+        )
         return super()._scores(classes, y_pred.argmax(-1))
 
 
@@ -40,7 +46,9 @@ NAMED: dict[str, Callable[[str], Metric]] = {
     "categorical_accuracy": metrics.CategoricalAccuracy,
     "sparse_categorical_accuracy": metrics.SparseCategoricalAccuracy,
     "top_k_categorical_accuracy": lambda name: metrics.TopKCategoricalAccuracy(name=name),
-    "sparse_top_k_categorical_accuracy": lambda name: metrics.SparseTopKCategoricalAccuracy(name=name),
+    "sparse_top_k_categorical_accuracy": lambda name: metrics.SparseTopKCategoricalAccuracy(
+        name=name
+    ),
     "auc": lambda name: metrics.AUC(name=name),
     "precision": lambda name: metrics.Precision(name=name),
     "recall": lambda name: metrics.Recall(name=name),

@@ -36,13 +36,21 @@ class Objective:
         ignores_labels: whether a loss leaves out some labels.
     """
 
-    def __init__(self, owner: str, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any) -> None:
+    def __init__(
+        self, owner: str, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
+    ) -> None:
         self._owner = owner
         self._loss: Any = None if loss is None else map_nest(losses.get, loss)
         self._loss_weights = loss_weights
-        self.ignores_labels = any(getattr(loss, "ignore_class", None) is not None for loss in leaves(self._loss))
+        self.ignores_labels = any(
+            getattr(loss, "ignore_class", None) is not None for loss in leaves(self._loss)
+        )
         self.total = Mean("loss")
-        self._of_loss = {key: Mean(f"{key}_loss") for key in _keys_of(self._loss)} if is_nest(self._loss) else {}
+        self._of_loss = (
+            {key: Mean(f"{key}_loss") for key in _keys_of(self._loss)}
+            if is_nest(self._loss)
+            else {}
+        )
         self._judging = [*self._named(metrics, False), *self._named(weighted_metrics, True)]
         self.metrics = [
             *self._judging,
@@ -72,7 +80,9 @@ class Objective:
         metrics = [] if metrics is None else metrics
         if isinstance(metrics, dict):
             outputs: list[tuple[Any, Any]] = sorted(metrics.items())
-        elif isinstance(metrics, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in metrics):
+        elif isinstance(metrics, (list, tuple)) and any(
+            isinstance(item, (list, tuple)) for item in metrics
+        ):
             outputs = list(enumerate(metrics))
         else:
             outputs = [(None, metrics)]
@@ -85,7 +95,9 @@ class Objective:
                         f"compile: expected weighted_metrics that take weights, got {name!r} of torchmetrics, which "
                         f"takes none; give it as one of the metrics."
                     )
-                yield NamedMetric(name if key is None else f"{key}_{name}", metric, is_weighted, key)
+                yield NamedMetric(
+                    name if key is None else f"{key}_{name}", metric, is_weighted, key
+                )
 
     def _loss_of(self, key: Any) -> Any:
         """Return the loss of an output. None if it has none."""
@@ -107,7 +119,12 @@ class Objective:
         return counts
 
     def loss_of_rows(
-        self, y: Any, y_pred: Any, sample_weight: Any, must_check: bool, counts: Mapping[Any, tuple[float, float]]
+        self,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any,
+        must_check: bool,
+        counts: Mapping[Any, tuple[float, float]],
     ) -> Tensor:
         """Return (rows,) losses: of several outputs their weighted sum.
 
@@ -143,7 +160,9 @@ class Objective:
                 f"neither; give compile a loss."
             )
         if y is None:
-            raise UsageError(f"{self._owner}: expected batches of (x, y), got x alone; give labels, or a train_step.")
+            raise UsageError(
+                f"{self._owner}: expected batches of (x, y), got x alone; give labels, or a train_step."
+            )
         loss_weights = self._loss_weights
         if not is_nest(self._loss) and not is_nest(y_pred):
             weight = 1.0 if loss_weights is None else float(leaves(loss_weights)[0])
@@ -191,8 +210,13 @@ class Objective:
         for metric in metrics:
             name = names_by_id.get(id(metric)) or str(metric.name)
             name = losses.snake_case(name) if name == type(metric).__name__ else name
-            candidates = [name, *(f"{name}_{number}" for number in range(1, len(metrics_by_name) + 1))]
-            metrics_by_name[next(candidate for candidate in candidates if candidate not in metrics_by_name)] = metric
+            candidates = [
+                name,
+                *(f"{name}_{number}" for number in range(1, len(metrics_by_name) + 1)),
+            ]
+            metrics_by_name[
+                next(candidate for candidate in candidates if candidate not in metrics_by_name)
+            ] = metric
         return metrics_by_name
 
 

@@ -52,7 +52,11 @@ def get(optimizer_or_name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer
     """
     if isinstance(optimizer_or_name, Optimizer):
         return optimizer_or_name
-    make = named(optimizer_or_name, NAMED, "optimizer") if isinstance(optimizer_or_name, str) else optimizer_or_name
+    make = (
+        named(optimizer_or_name, NAMED, "optimizer")
+        if isinstance(optimizer_or_name, str)
+        else optimizer_or_name
+    )
     if not callable(make):
         raise UsageError(
             f"compile: expected an optimizer, its name, or a function that makes it of the parameters, got "
@@ -69,7 +73,11 @@ def get(optimizer_or_name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer
 
 def name_of(kind: type[Optimizer]) -> str:
     """Return the name of a class of optimizers in files: its own, behind "keras." if its steps are Keras'."""
-    return f"keras.{kind.__name__}" if getattr(keras_optimizers, kind.__name__, None) is kind else kind.__name__
+    return (
+        f"keras.{kind.__name__}"
+        if getattr(keras_optimizers, kind.__name__, None) is kind
+        else kind.__name__
+    )
 
 
 def class_of(name: str) -> Callable[..., Optimizer] | None:
@@ -93,7 +101,10 @@ def with_rate(name: str, rate: float) -> Callable[[Iterable[nn.Parameter]], Opti
     Raises:
         UsageError: as `get`.
     """
-    optimizers_by_name = {**NAMED, "ftrl": partial(torch.optim.Adagrad, initial_accumulator_value=0.1, eps=1e-10)}
+    optimizers_by_name = {
+        **NAMED,
+        "ftrl": partial(torch.optim.Adagrad, initial_accumulator_value=0.1, eps=1e-10),
+    }
     return partial(named(name, optimizers_by_name, "optimizer"), lr=rate)
 
 

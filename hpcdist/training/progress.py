@@ -34,7 +34,9 @@ class Progress(Callback):
 
     def __init__(self, verbose: int | str, next_save: Callable[[], str] = lambda: "") -> None:
         if verbose not in (0, 1, 2, "auto"):
-            raise UsageError(f"fit: expected verbose 0, 1, 2 or 'auto', got {verbose!r}; leave it out for 'auto'.")
+            raise UsageError(
+                f"fit: expected verbose 0, 1, 2 or 'auto', got {verbose!r}; leave it out for 'auto'."
+            )
         self._n_columns = terminal_columns(read_environment())
         has_terminal = sys.stdout.isatty() or (self._n_columns > 0 and _is_pipe(sys.stdout))
         self._verbose = 0 if verbose == 0 else 2
@@ -73,18 +75,37 @@ class Progress(Callback):
                 begun_at = max(0, batch + 1 - self.steps_until(batch))  # not 0 where a run resumes
                 total = self.params["steps"]
                 ncols = self._n_columns or None  # of the terminal that tqdm finds by itself
-                self._bar = tqdm(total=total, desc=epoch, file=sys.stdout, leave=False, initial=begun_at, ncols=ncols)
+                self._bar = tqdm(
+                    total=total,
+                    desc=epoch,
+                    file=sys.stdout,
+                    leave=False,
+                    initial=begun_at,
+                    ncols=ncols,
+                )
             self._bar.update(batch + 1 - self._bar.n)
             if now - self._reported_at > 0.5:
-                self._bar.set_postfix_str("  ".join(filter(None, (_text_of(logs), self._next_save()))), refresh=False)
+                self._bar.set_postfix_str(
+                    "  ".join(filter(None, (_text_of(logs), self._next_save()))), refresh=False
+                )
                 self._reported_at = now
-        elif self._verbose == 2 and now - self._reported_at > (_REPORT_S if self._has_reported else _FIRST_REPORT_S):
+        elif self._verbose == 2 and now - self._reported_at > (
+            _REPORT_S if self._has_reported else _FIRST_REPORT_S
+        ):
             rate = self._n_steps / (now - self._began_at)
             total = self.params["steps"]
-            remaining_text = f", {(total - batch - 1) / rate:.0f} s left in the epoch" if total else ""
+            remaining_text = (
+                f", {(total - batch - 1) / rate:.0f} s left in the epoch" if total else ""
+            )
             of = f"/{total}" if total else ""
-            texts = [f"epoch {self._epoch + 1}", f"step {batch + 1}{of}", f"{rate:.3g} steps/s{remaining_text}"]
-            self.model.print_once("  ".join([*texts, f"{_text_of(logs)} (this rank)", self._next_save()]).rstrip())
+            texts = [
+                f"epoch {self._epoch + 1}",
+                f"step {batch + 1}{of}",
+                f"{rate:.3g} steps/s{remaining_text}",
+            ]
+            self.model.print_once(
+                "  ".join([*texts, f"{_text_of(logs)} (this rank)", self._next_save()]).rstrip()
+            )
             self._reported_at = now
             self._has_reported = True
 
@@ -103,7 +124,9 @@ class Progress(Callback):
         now = time.monotonic()
         step_s = max(0.0, self._stepped_at - self._began_at) / max(1, self._n_steps)
         pace = f"{self._n_steps} steps  {now - self._began_at:.1f} s  {step_s * 1e3:.3g} ms/step"
-        self.model.print_once(f"epoch {epoch + 1}/{self.params['epochs']}  {pace}  {_text_of(logs)}")
+        self.model.print_once(
+            f"epoch {epoch + 1}/{self.params['epochs']}  {pace}  {_text_of(logs)}"
+        )
         self._has_reported = True
 
     def on_test_end(self, logs: Logs) -> None:

@@ -96,7 +96,9 @@ class SidecarEvaluator:
 
     def _run_folder(self) -> Path:
         """Return the run folder: that of the checkpoints, or the one above."""
-        is_above = self._folder.name == "checkpoints" or (self._folder.parent / "decision.json").exists()
+        is_above = (
+            self._folder.name == "checkpoints" or (self._folder.parent / "decision.json").exists()
+        )
         return self._folder.parent if is_above else self._folder
 
     def start(self) -> None:
@@ -160,7 +162,9 @@ class SidecarEvaluator:
             return
         self.evaluations = self._earlier()
         self._n_earlier = len(self.evaluations)
-        self._seen = {(Path(entry["path"]).name, int(entry["saved_ns"])) for entry in self.evaluations}
+        self._seen = {
+            (Path(entry["path"]).name, int(entry["saved_ns"])) for entry in self.evaluations
+        }
         self._has_read_earlier = True
 
     def _earlier(self) -> list[dict[str, Any]]:
@@ -192,7 +196,9 @@ class SidecarEvaluator:
 
     def _next(self) -> tuple[Path, int] | None:
         """Return the newest checkpoint that is not damaged, with its time; None if it was evaluated, or without one."""
-        whole = (checkpoint for checkpoint in self._newest_first() if checkpoint not in self._damaged)
+        whole = (
+            checkpoint for checkpoint in self._newest_first() if checkpoint not in self._damaged
+        )
         newest = next(whole, None)
         if newest is None or (newest[0].name, newest[1]) in self._seen:
             return None

@@ -31,7 +31,11 @@ class TensorBoard(Callback):
     saved = ("n_steps",)
 
     def __init__(self, log_dir: Any = "logs", update_freq: str | int = "epoch") -> None:
-        steps = {"epoch": 0, "batch": 1}.get(update_freq, update_freq) if isinstance(update_freq, str) else update_freq
+        steps = (
+            {"epoch": 0, "batch": 1}.get(update_freq, update_freq)
+            if isinstance(update_freq, str)
+            else update_freq
+        )
         if not isinstance(steps, int) or steps < 0:
             raise UsageError(
                 f"TensorBoard: expected update_freq 'epoch', 'batch' or steps, got {update_freq!r}; "
@@ -65,7 +69,9 @@ class TensorBoard(Callback):
             for name in logs:
                 value = logs.get(name)
                 if value is not None:
-                    self._writer("batches", self.n_steps - 1).add_scalar(f"batch_{name}", value, self.n_steps - 1)
+                    self._writer("batches", self.n_steps - 1).add_scalar(
+                        f"batch_{name}", value, self.n_steps - 1
+                    )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Write the values of an epoch."""
@@ -74,7 +80,9 @@ class TensorBoard(Callback):
         for name, value in {**logs, "learning_rate": self.model.learning_rate}.items():
             kind = "validation" if name.startswith("val_") else "train"
             if isinstance(value, (int, float)):
-                self._writer(kind, epoch).add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
+                self._writer(kind, epoch).add_scalar(
+                    f"epoch_{name.removeprefix('val_')}", value, epoch
+                )
         for writer in self._writers.values():
             writer.flush()
 

@@ -140,7 +140,11 @@ STOPS = [
     Mutant("progress is beyond the highest step", "has_progress", "attempt.base_step", "-1", DECISION),
     Mutant("preempted attempts do not count", "without_progress", "not is_excused", "True", DECISION),
     Mutant(
-        "a corrected program starts anew", "without_progress", "attempt.program != started_attempts[-1].program", "False", DECISION
+        "a corrected program starts anew",
+        "without_progress",
+        "attempt.program != started_attempts[-1].program",
+        "False",
+        DECISION,
     ),
     Mutant("a person may try again", "without_progress", "attempt.is_new_try", "False", DECISION),
     Mutant("suspect on other nodes or in other jobs only", "suspects", "_differ(...)", "True", DECISION),
@@ -211,7 +215,9 @@ COPIES_AND_METRICS = [
     Mutant("a folder of another user is not emptied", "FastTier.remove", "self._require_own()", "pass", OWN_MEMORY),
     Mutant("suspects in memory", "Restore.newest", "copy[0].step not in skipped", "True", MEMORY),
     Mutant("newer on disk", "Restore._search", "on_disk[-1] >= in_memory", "False", MEMORY),
-    Mutant("from memory to the disk", "CheckpointManager.restore_or_initialize", "restored.is_in_memory", "False", MEMORY),
+    Mutant(
+        "from memory to the disk", "CheckpointManager.restore_or_initialize", "restored.is_in_memory", "False", MEMORY
+    ),
     Mutant("memory of a later attempt", "FastTier.remove", "self._store.check_current()", "pass", MEMORY),
     Mutant("metrics after the checkpoint are cut", "MetricsFile._cut", "record[1] <= last_step", "True", METRICS),
     Mutant("damaged metrics are set aside", "MetricsFile._set_aside", "self._replace(...)", "pass", METRICS),
@@ -248,7 +254,9 @@ IN_RECIPES = [
         "environ.get('SLURM_ARRAY_JOB_ID')",
         JOB,
     ),
-    Mutant("a count left by another job", "Job._count_restarts", "min(earlier_count, int(variable))", "int(variable)", JOB),
+    Mutant(
+        "a count left by another job", "Job._count_restarts", "min(earlier_count, int(variable))", "int(variable)", JOB
+    ),
     Mutant("a chain ends, whatever fails", "job:main", "code != RUN_AGAIN", "code == 0", FILES),
     Mutant("requeued only if the script is lost", "watch:main", "is_script_lost(...)", "True", JOB),
     Mutant("a job that runs is watched", "is_script_lost", "facts.state == 'RUNNING'", "True", JOB),

@@ -145,7 +145,8 @@ def on_device(index: int) -> Iterator[None]:
 
 def is_device_buffer(buffer: Any) -> bool:
     """Return whether a buffer lives on a GPU. Does not import cupy."""
-    if hasattr(buffer, "new_tensor"):  # torch: its __cuda_array_interface__ raises while a gradient is wanted
+    # torch: its __cuda_array_interface__ raises while a gradient is wanted
+    if hasattr(buffer, "new_tensor"):
         return str(buffer.device.type) == "cuda"
     return hasattr(buffer, "__cuda_array_interface__")
 
@@ -179,7 +180,9 @@ def device_array(buffer: Any) -> DeviceArray:
         array = cupy.asarray(buffer)
         dtype = array.dtype.name
     if not array.flags.c_contiguous:
-        raise CollectiveError("nccl: expected a contiguous buffer, got one that is not; pass a copy.")
+        raise CollectiveError(
+            "nccl: expected a contiguous buffer, got one that is not; pass a copy."
+        )
     return DeviceArray(array.reshape(-1), dtype)
 
 
@@ -295,7 +298,8 @@ def _wait_by_event(buffer: Any) -> _WaitByEvent:
         device_id = int(buffer.device.index)
         with on_device(device_id):
             stream = make_stream()
-            buffer.detach().reshape(-1)[:1].__dlpack__(stream=stream.ptr)  # makes the stream wait for torch's
+            # makes the stream wait for torch's
+            buffer.detach().reshape(-1)[:1].__dlpack__(stream=stream.ptr)
             return _WaitByEvent(stream.record(), device_id)
     array = cupy.asarray(buffer)  # waits for the stream that other libraries name
     device_id = int(array.device.id)
@@ -382,7 +386,9 @@ def _pinned(n_elements: int, dtype: Any) -> HostArray:
     return array
 
 
-def _reduce_on_host(host: HostArray, dtype: str, host_all_reduce: Callable[[HostArray], None]) -> None:
+def _reduce_on_host(
+    host: HostArray, dtype: str, host_all_reduce: Callable[[HostArray], None]
+) -> None:
     """Reduce a piece. MPI has no half precision; widening on the host, not the device, halves the bytes copied."""
     if dtype == "bfloat16":
         wide = (host.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

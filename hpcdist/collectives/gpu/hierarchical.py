@@ -25,7 +25,10 @@ _ALIGNMENT_BYTES = 16
 
 
 def all_reduce(
-    buffer: Any, group: Group, op: Op = SUM, lane_all_reduce: Callable[[HostArray], None] | None = None
+    buffer: Any,
+    group: Group,
+    op: Op = SUM,
+    lane_all_reduce: Callable[[HostArray], None] | None = None,
 ) -> None:
     """Replace `buffer` by its sum over the group.
 
@@ -50,7 +53,9 @@ def all_reduce(
     """
     array = device_array(buffer)
     if op is not SUM:
-        raise CollectiveError(f"hierarchical: expected a sum of GPU buffers, got {op.name}; choose NCCL for it.")
+        raise CollectiveError(
+            f"hierarchical: expected a sum of GPU buffers, got {op.name}; choose NCCL for it."
+        )
     check(array, op.name)
     if not array.size:
         return
@@ -65,7 +70,9 @@ def all_reduce(
         _reduce_in_steps(array, node, lane)
 
 
-def _reduce_in_steps(array: DeviceArray, node: NcclCommunicator, lane: Callable[[HostArray], None]) -> None:
+def _reduce_in_steps(
+    array: DeviceArray, node: NcclCommunicator, lane: Callable[[HostArray], None]
+) -> None:
     part = equal_part(array.size, node.size, max(1, _ALIGNMENT_BYTES // array.array.itemsize))
     whole = padded(array, part * node.size)
     owned_slice = whole[node.rank * part : (node.rank + 1) * part]

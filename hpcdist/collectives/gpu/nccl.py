@@ -100,9 +100,13 @@ def queue_for(array: DeviceArray, group: Group) -> AbstractContextManager[None]:
 def check(array: DeviceArray, op: str) -> None:
     """Raise CollectiveError for a dtype or op that NCCL does not have; on this rank only, before anything is sent."""
     if array.dtype not in DTYPES:
-        raise CollectiveError(f"nccl: expected a dtype of {', '.join(DTYPES)}, got {array.dtype}; convert it first.")
+        raise CollectiveError(
+            f"nccl: expected a dtype of {', '.join(DTYPES)}, got {array.dtype}; convert it first."
+        )
     if op not in OPS:
-        raise CollectiveError(f"nccl: expected an op of {', '.join(OPS)}, got {op!r}; name one of them.")
+        raise CollectiveError(
+            f"nccl: expected an op of {', '.join(OPS)}, got {op!r}; name one of them."
+        )
 
 
 def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunicator":
@@ -145,7 +149,9 @@ class NcclCommunicator:
         yields: see `wait_until`.
     """
 
-    def __init__(self, comm: MPI.Comm, device: int, inner: Any, limit_s: float, yields: int = YIELDS) -> None:
+    def __init__(
+        self, comm: MPI.Comm, device: int, inner: Any, limit_s: float, yields: int = YIELDS
+    ) -> None:
         self.rank = comm.rank
         self.size = comm.size
         self.device = device
@@ -157,7 +163,9 @@ class NcclCommunicator:
     def all_reduce(self, array: DeviceArray, op: str = "sum") -> None:
         """Replace `array` by its reduction. Collective: its ranks. Queued, not waited for."""
         dtype = self._prepare(array, op)
-        self._inner.allReduce(array.address, array.address, array.size, dtype, self._op(op), _stream())
+        self._inner.allReduce(
+            array.address, array.address, array.size, dtype, self._op(op), _stream()
+        )
 
     def reduce_scatter(self, source: DeviceArray, target: DeviceArray, op: str = "sum") -> None:
         """Put this rank's part of the reduction into `target`. Collective: its ranks. Queued, not waited for.
@@ -169,7 +177,9 @@ class NcclCommunicator:
         """
         dtype = self._prepare(source, op)
         self._check_parts(source, target)
-        self._inner.reduceScatter(source.address, target.address, target.size, dtype, self._op(op), _stream())
+        self._inner.reduceScatter(
+            source.address, target.address, target.size, dtype, self._op(op), _stream()
+        )
 
     def all_gather(self, source: DeviceArray, target: DeviceArray) -> None:
         """Put the `source` of all ranks into `target`, in order. Collective: its ranks. Queued, not waited for.
@@ -202,7 +212,8 @@ class NcclCommunicator:
     def _check_peers(self, waited_s: float) -> None:
         try:
             self._inner.check_async_error()
-        except (self._nccl.NcclError, KeyError) as error:  # cupy before 13.4 does not know the code of a failed peer
+        except (self._nccl.NcclError, KeyError) as error:
+            # cupy before 13.4 does not know the code of a failed peer
             self._inner.abort()
             text = f"NCCL's error {error}" if isinstance(error, KeyError) else str(error)
             raise CollectiveFailed(

@@ -65,7 +65,8 @@ def find_nccl(group: Group, device: int | None = None) -> None:
 def has_gpu(group: Group) -> bool:
     """Return whether any rank sees a GPU. Collective: group.comm."""
     n_gpus = visible_gpus(read_environment())
-    with contextlib.suppress(ConfigurationError):  # of what is missing: it is raised where NCCL is set up after all
+    # of what is missing: it is raised where NCCL is set up after all
+    with contextlib.suppress(ConfigurationError):
         n_gpus += len(visible_devices())
     return group.world.all_reduce_int(n_gpus, MPI.MAX, group.comm) > 0
 
@@ -129,7 +130,9 @@ def _broadcast_unique_id(group: Group, comm: MPI.Comm) -> Any:
 
 def pack_unique_id(unique_id: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return a unique id as (129,) uint8: its form, then its bytes. cupy 14 gives bytes, older ones signed numbers."""
-    return np.array([isinstance(unique_id, bytes), *(number & 0xFF for number in unique_id)], np.uint8)
+    return np.array(
+        [isinstance(unique_id, bytes), *(number & 0xFF for number in unique_id)], np.uint8
+    )
 
 
 def unpack_unique_id(packed: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
@@ -169,7 +172,9 @@ class _Joining:
     def _run(self) -> None:
         try:
             use_device(self._device)  # the current device is the thread's
-            self.inner = load_nccl().NcclCommunicator(self._comm.size, self._unique_id, self._comm.rank)
+            self.inner = load_nccl().NcclCommunicator(
+                self._comm.size, self._unique_id, self._comm.rank
+            )
         except Exception as error:  # noqa: BLE001 - handed to the thread that waits, which raises it on all ranks
             self.error = error
 

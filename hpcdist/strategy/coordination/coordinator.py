@@ -13,7 +13,12 @@ from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.coordination.definitions import Definitions
 from hpcdist.strategy.coordination.dispatch import Dispatcher
 from hpcdist.strategy.coordination.queue import Closure
-from hpcdist.strategy.coordination.values import LOOK_S, PerWorkerDataset, PerWorkerValues, RemoteValue
+from hpcdist.strategy.coordination.values import (
+    LOOK_S,
+    PerWorkerDataset,
+    PerWorkerValues,
+    RemoteValue,
+)
 from hpcdist.strategy.coordination.worker import seed_of
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 
@@ -60,7 +65,9 @@ class ClusterCoordinator:
 
     _dispatcher: Dispatcher
 
-    def __new__(cls, strategy: Strategy, closure_timeout_s: float | None = None) -> "ClusterCoordinator":
+    def __new__(
+        cls, strategy: Strategy, closure_timeout_s: float | None = None
+    ) -> "ClusterCoordinator":
         """Return the coordinator of a strategy."""
         if not isinstance(strategy, ParameterServerStrategy):
             raise UsageError(
@@ -68,7 +75,9 @@ class ClusterCoordinator:
             )
         return strategy.the_coordinator(lambda: object.__new__(cls))
 
-    def __init__(self, strategy: ParameterServerStrategy, closure_timeout_s: float | None = None) -> None:
+    def __init__(
+        self, strategy: ParameterServerStrategy, closure_timeout_s: float | None = None
+    ) -> None:
         if hasattr(self, "_dispatcher"):  # it was there
             return
         world = strategy.world
@@ -86,7 +95,9 @@ class ClusterCoordinator:
                 f"ClusterCoordinator: expected closure_timeout_s above 0, got {closure_timeout_s}; leave it out for no "
                 f"limit."
             )
-        self._dispatcher = Dispatcher(world, comm, strategy.client_ranks[1:], self._definitions, closure_timeout_s)
+        self._dispatcher = Dispatcher(
+            world, comm, strategy.client_ranks[1:], self._definitions, closure_timeout_s
+        )
         self._n_scheduled = self._n_steps = 0
         atexit.register(self.leave)
 
@@ -108,7 +119,9 @@ class ClusterCoordinator:
         """The strategy that this is the coordinator of."""
         return self._strategy
 
-    def schedule(self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None) -> RemoteValue:
+    def schedule(
+        self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None
+    ) -> RemoteValue:
         """Let a worker call fn(*args, **kwargs) as soon as one is free, and return what will hold its result.
 
         Returns at once, unless 262,144 functions wait already. Where functions take less than 50 ms, a worker is given
@@ -124,7 +137,9 @@ class ClusterCoordinator:
             Exception: the first one of functions that failed since the last was raised. `fn` is cancelled then.
         """
         if not callable(fn):
-            raise UsageError(f"schedule: expected a function, got {type(fn).__name__}; pass the function itself.")
+            raise UsageError(
+                f"schedule: expected a function, got {type(fn).__name__}; pass the function itself."
+            )
         self._require_running("schedule")
         payload = self._definitions.dump(fn, tuple(args or ()), dict(kwargs or {}))
         queue = self._dispatcher.queue
@@ -224,7 +239,9 @@ class ClusterCoordinator:
         if isinstance(dataset_fn, DistributedDataset):
             dataset = dataset_fn.dataset
             options = dataset_fn.options
-            return PerWorkerDataset(lambda: strategy.experimental_distribute_dataset(dataset, options))
+            return PerWorkerDataset(
+                lambda: strategy.experimental_distribute_dataset(dataset, options)
+            )
         if isinstance(dataset_fn, DistributedFromFunction):
             first_dataset = dataset_fn.datasets[0]
             options = dataset_fn.options

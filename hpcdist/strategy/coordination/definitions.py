@@ -46,7 +46,9 @@ class Definitions:
         shared: the state of defined objects that is not on servers.
     """
 
-    def __init__(self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters) -> None:
+    def __init__(
+        self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters
+    ) -> None:
         self._strategy = strategy
         self._engine = engine
         self._storage = storage
@@ -78,7 +80,9 @@ class Definitions:
                 f"{getattr(function, '__name__', function)!r}: {type(error).__name__}: {error}; make files, locks, "
                 f"generators and compiled modules on the worker, by create_per_worker_resource."
             ) from error
-        settings = {number: settings_of(optimizer) for number, optimizer in self._optimizers.items()}
+        settings = {
+            number: settings_of(optimizer) for number, optimizer in self._optimizers.items()
+        }
         return pickles.dumps((sent, settings, self.shared.modes()))
 
     def _require_served(self) -> None:
@@ -107,7 +111,11 @@ class Definitions:
         if isinstance(obj, PerWorkerValues):
             return self._define("resource", obj, obj.make)
         is_ours = isinstance(obj, nn.Module) and obj in self._engine.managed.modules
-        return self._define("object", obj, obj) if is_ours or isinstance(obj, Dataset) or is_shared(obj) else None
+        return (
+            self._define("object", obj, obj)
+            if is_ours or isinstance(obj, Dataset) or is_shared(obj)
+            else None
+        )
 
     def _name_of_variable(self, parameter: nn.Parameter) -> Name | None:
         number = self._storage.variable_number(parameter)
@@ -150,14 +158,18 @@ class Definitions:
             )
         self._unfinished.add(id(obj))
         try:
-            payload = pickles.dumps(value, lambda part: None if part is value else self._name_of(part))
+            payload = pickles.dumps(
+                value, lambda part: None if part is value else self._name_of(part)
+            )
         finally:
             self._unfinished.discard(id(obj))
         self._n_objects += 1
         name = self._names[id(obj)] = (kind, self._n_objects)
         self.log.append(pickles.dumps((*name, payload)))
         if kind == "resource":  # it ends with the program's last reference to it
-            weakref.finalize(obj, _forget, weakref.ref(self), id(obj), self._n_objects).atexit = False
+            weakref.finalize(
+                obj, _forget, weakref.ref(self), id(obj), self._n_objects
+            ).atexit = False
             return name
         self._objects.append(obj)  # kept, so that its id stays its own
         if kind == "object":
@@ -180,7 +192,9 @@ class Definitions:
             {key: list(value) if key == "params" else value for key, value in group.items()}
             for group in optimizer.param_groups
         ]
-        name = self._define("optimizer", optimizer, (number, type(optimizer), optimizer.defaults, groups))
+        name = self._define(
+            "optimizer", optimizer, (number, type(optimizer), optimizer.defaults, groups)
+        )
         self._optimizers[name[1]] = optimizer
         torch_hooks.note_step(optimizer)
         return name
@@ -204,7 +218,9 @@ class Copies:
         shared: the state of the copies that is not on servers.
     """
 
-    def __init__(self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters, worker: int) -> None:
+    def __init__(
+        self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters, worker: int
+    ) -> None:
         self._strategy = strategy
         self._engine = engine
         self._storage = storage
@@ -234,7 +250,8 @@ class Copies:
         elif kind == "resource":
             self._makers[number] = value
         elif kind == "object":
-            if isinstance(value, Dataset) and value.has_drawn_seed:  # nobody asked for one order on all workers
+            # nobody asked for one order on all workers
+            if isinstance(value, Dataset) and value.has_drawn_seed:
                 value = value.with_drawn_seed((value.order.seed or 0) + self._worker)
             self._objects[number] = value
             self.shared.add(number, value)
@@ -242,12 +259,17 @@ class Copies:
     def _learn_layout(self, layout: Layout) -> None:
         device = self._strategy.device
         variables = [
-            nn.Parameter(torch.zeros(spec.shape, dtype=spec.dtype, device=device)) for spec in layout.variables
+            nn.Parameter(torch.zeros(spec.shape, dtype=spec.dtype, device=device))
+            for spec in layout.variables
         ]
         self._storage.learn(layout, variables)
 
     def _learn_optimizer(
-        self, number: int, kind: type[Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]
+        self,
+        number: int,
+        kind: type[Optimizer],
+        defaults: dict[str, Any],
+        groups: list[dict[str, Any]],
     ) -> Optimizer:
         optimizer = kind.__new__(kind)
         optimizer.__setstate__({"defaults": defaults, "state": {}, "param_groups": groups})
@@ -284,7 +306,9 @@ class Copies:
                 for group, values in zip(self._objects[number].param_groups, groups, strict=True):
                     group.update(values)
         self.shared.set_modes(modes)
-        loaded: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickles.loads(sent, self._find)
+        loaded: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickles.loads(
+            sent, self._find
+        )
         return loaded
 
 

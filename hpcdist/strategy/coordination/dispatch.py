@@ -139,13 +139,17 @@ class Dispatcher:
             self._look()
         self._require_all_done()
         for worker in self._workers.values():
-            self._mailbox.send(worker.rank, Message(Kind.LEAVE, worker.number, numbers=np.array([self._exit_code])))
+            self._mailbox.send(
+                worker.rank, Message(Kind.LEAVE, worker.number, numbers=np.array([self._exit_code]))
+            )
         wait_until(lambda: self._mailbox.is_sent, self._world.timeout_s, 0)
         self._wait_for_silent()
 
     def _require_all_done(self) -> None:
         """End the job if a worker still runs a function: it would be waited for without an end."""
-        busy = [worker for worker in self._workers.values() if worker.sent_at and not worker.is_silent]
+        busy = [
+            worker for worker in self._workers.values() if worker.sent_at and not worker.is_silent
+        ]
         if busy:
             ranks = ", ".join(str(worker.rank) for worker in busy)
             code = int(ExitCode.INTERNAL)
@@ -251,10 +255,18 @@ class Dispatcher:
 
     def _free_worker(self) -> _Worker | None:
         """Return a worker that may be given a closure: one that has none, else one that is soon done."""
-        heard = [worker for worker in self._workers.values() if not (worker.is_silent or worker.is_stuck)]
+        heard = [
+            worker for worker in self._workers.values() if not (worker.is_silent or worker.is_stuck)
+        ]
         idle = [worker for worker in heard if not worker.sent_at]
-        has_enough = self.queue.n_waiting >= len(self._workers) and not self._definitions.shared.has_tensors
-        soon_done = [worker for worker in heard if has_enough and worker.last_s < _SHORT_S and len(worker.sent_at) == 1]
+        has_enough = (
+            self.queue.n_waiting >= len(self._workers) and not self._definitions.shared.has_tensors
+        )
+        soon_done = [
+            worker
+            for worker in heard
+            if has_enough and worker.last_s < _SHORT_S and len(worker.sent_at) == 1
+        ]
         return next(iter([*idle, *soon_done]), None)
 
     def _send_closures(self) -> None:
@@ -275,7 +287,9 @@ class Dispatcher:
         if must_pull:
             worker.n_seen = self.queue.n_ended
         payload = pickles.dumps((new, news, must_pull, closure.payload, closure.seed))
-        message = Message(Kind.CLOSURE, worker.number, clock=closure.number, text=closure.name, payload=payload)
+        message = Message(
+            Kind.CLOSURE, worker.number, clock=closure.number, text=closure.name, payload=payload
+        )
         worker.sent_at.append(self._now)
         self._mailbox.send(worker.rank, message)
 
@@ -287,7 +301,9 @@ class Dispatcher:
         error = None if has_value else _error_of(payload, worker)
         with self.changed:
             awaited = self.queue.awaited_number(worker.number)
-            assert message.clock == awaited, f"function {awaited} of worker {worker.number}, got {message.clock}"
+            assert message.clock == awaited, (
+                f"function {awaited} of worker {worker.number}, got {message.clock}"
+            )
             is_awaited = self.queue.is_awaited(worker.number)
             if error is None and is_awaited:
                 error = self._apply(changes)
@@ -306,7 +322,8 @@ class Dispatcher:
         """Make the changes of a function; return why they cannot be made."""
         try:
             self._definitions.shared.apply(changes)
-        except (RuntimeError, KeyError) as error:  # of a buffer that the program has replaced meanwhile
+        except (RuntimeError, KeyError) as error:
+            # of a buffer that the program has replaced meanwhile
             return error
         return None
 
@@ -369,7 +386,12 @@ class Dispatcher:
     def _report(self) -> None:
         """Log which functions run, once, if none has ended for as long as the time limit."""
         limit_s = self._world.timeout_s
-        since = max([self._ended_at, *(sent for worker in self._workers.values() for sent in worker.sent_at)])
+        since = max(
+            [
+                self._ended_at,
+                *(sent for worker in self._workers.values() for sent in worker.sent_at),
+            ]
+        )
         if self._is_reported or not self.queue.has_running or self._now - since <= limit_s:
             return
         self._is_reported = True
@@ -388,6 +410,10 @@ def _error_of(payload: Bytes, worker: _Worker) -> Exception:
     except Exception as caught:  # noqa: BLE001  of a class that only the worker can import
         error = HpcdistError(f"a function failed, and its error cannot be read here: {caught}")
         trace = ""
-    function_error = error if isinstance(error, Exception) else HpcdistError(f"{type(error).__name__}: {error}")
-    function_error.__cause__ = WorkerError(f"on worker {worker.number}, rank {worker.rank}:\n{trace}")
+    function_error = (
+        error if isinstance(error, Exception) else HpcdistError(f"{type(error).__name__}: {error}")
+    )
+    function_error.__cause__ = WorkerError(
+        f"on worker {worker.number}, rank {worker.rank}:\n{trace}"
+    )
     return function_error

@@ -176,7 +176,9 @@ class ClosureQueue:
             self._waiting.remove(closure)
         return closure
 
-    def cancel_waiting(self, reason: str = "another function had failed; schedule it again") -> None:
+    def cancel_waiting(
+        self, reason: str = "another function had failed; schedule it again"
+    ) -> None:
         """Cancel what has not begun."""
         while self._waiting:
             closure = self._waiting.popleft()
@@ -184,7 +186,9 @@ class ClosureQueue:
             closure.is_over = True
             closure.used = None
             closure.result.set_error(
-                ClosureCancelledError(f"schedule: expected {closure.name!r} to run, got it cancelled, as {reason}.")
+                ClosureCancelledError(
+                    f"schedule: expected {closure.name!r} to run, got it cancelled, as {reason}."
+                )
             )
 
     def take_error(self) -> BaseException | None:

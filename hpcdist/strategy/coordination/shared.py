@@ -64,8 +64,14 @@ class SharedState:
             if isinstance(obj, nn.Module):
                 for index, module in enumerate(self._parts_of(obj, set())):
                     self._modules[number, index] = module
-                    parameters = (parameter for parameter in module._parameters.values() if parameter is not None)
-                    self._frozen |= {id(parameter) for parameter in parameters if not self._is_served(parameter)}
+                    parameters = (
+                        parameter
+                        for parameter in module._parameters.values()
+                        if parameter is not None
+                    )
+                    self._frozen |= {
+                        id(parameter) for parameter in parameters if not self._is_served(parameter)
+                    }
                 self._defined.add(id(obj))
             elif is_shared(obj) and obj.adds_up:
                 self._seen[number] = obj
@@ -78,7 +84,11 @@ class SharedState:
         visited_ids.add(id(module))
         yield module
         for child in module._modules.values():
-            if child is not None and id(child) not in self._defined and id(child) not in visited_ids:
+            if (
+                child is not None
+                and id(child) not in self._defined
+                and id(child) not in visited_ids
+            ):
                 yield from self._parts_of(child, visited_ids)
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor, bool]]:
@@ -87,7 +97,11 @@ class SharedState:
             is_norm = isinstance(module, _NormBase)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    yield (place, name), buffer.detach(), is_norm or buffer.nbytes <= _COMPARED_BYTES
+                    yield (
+                        (place, name),
+                        buffer.detach(),
+                        is_norm or buffer.nbytes <= _COMPARED_BYTES,
+                    )
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in self._frozen:
                     yield (place, name), parameter.detach(), False
@@ -113,7 +127,11 @@ class SharedState:
     def _has_changed(self, key: Key, tensor: Tensor) -> bool:
         """Return whether a tensor has changed since it was noted."""
         noted_tensor, version, values = self._snapshots.get(key, (None, 0, None))
-        if noted_tensor is None or noted_tensor.data_ptr() != tensor.data_ptr() or tensor._version != version:
+        if (
+            noted_tensor is None
+            or noted_tensor.data_ptr() != tensor.data_ptr()
+            or tensor._version != version
+        ):
             return True
         return values is not None and not torch.equal(values, tensor)
 
@@ -129,7 +147,8 @@ class SharedState:
                 place: (
                     module.training,
                     tuple(
-                        parameter is not None and parameter.requires_grad for parameter in module._parameters.values()
+                        parameter is not None and parameter.requires_grad
+                        for parameter in module._parameters.values()
                     ),
                 )
                 for place, module in self._modules.items()
@@ -146,7 +165,11 @@ class SharedState:
             ]
         copied_parameters = [parameter for parameter in parameters if id(parameter) in self._frozen]
         return next(
-            (parameter for parameter in copied_parameters if parameter.requires_grad or self._is_served(parameter)),
+            (
+                parameter
+                for parameter in copied_parameters
+                if parameter.requires_grad or self._is_served(parameter)
+            ),
             None,
         )
 
@@ -176,7 +199,12 @@ class SharedState:
             tensors = {key: tensor for key, tensor, _ in self._tensors()}
             for key, (is_added, value) in changed.items():
                 current = tensors.get(key)
-                self._assign(key, current + value.to(current.device) if is_added and current is not None else value)
+                self._assign(
+                    key,
+                    current + value.to(current.device)
+                    if is_added and current is not None
+                    else value,
+                )
             for number, contribution in seen.items():
                 self._seen[number].add_seen(contribution)
 
@@ -188,7 +216,9 @@ class SharedState:
             module = self._modules.get(place)
             if module is not None:
                 module.training = is_training
-                for parameter, is_trained in zip(module._parameters.values(), are_trained, strict=False):
+                for parameter, is_trained in zip(
+                    module._parameters.values(), are_trained, strict=False
+                ):
                     if parameter is not None and parameter.requires_grad != is_trained:
                         parameter.requires_grad_(is_trained)
 
@@ -199,11 +229,14 @@ class SharedState:
             self._assign(key, value)
         self._snapshots.clear()
         for key, tensor, is_compared in self._tensors():
-            self._note(key, tensor, must_copy=is_compared or _is_whole(tensor) or key[0][1] == _VARIABLE)
+            self._note(
+                key, tensor, must_copy=is_compared or _is_whole(tensor) or key[0][1] == _VARIABLE
+            )
         for shared_object in self._variables.values():
             shared_object.take_assigned()
         for shared_object in self._seen.values():
-            shared_object.take_seen()  # what an earlier function has left that failed, or is in a new copy
+            # what an earlier function has left that failed, or is in a new copy
+            shared_object.take_seen()
 
     @torch.no_grad()
     def changes(self) -> Changes:
@@ -213,13 +246,24 @@ class SharedState:
             if self._has_changed(key, tensor):
                 changed[key] = self._change(key, tensor)
         seen = {number: shared_object.take_seen() for number, shared_object in self._seen.items()}
-        return changed, {number: contribution for number, contribution in seen.items() if contribution is not None}
+        return changed, {
+            number: contribution
+            for number, contribution in seen.items()
+            if contribution is not None
+        }
 
     def _change(self, key: Key, after: Tensor) -> Change:
         before = self._snapshots.get(key, (None, 0, None))[2]
         number, index = key[0]
-        is_sum = not self._variables[number].take_assigned() if index == _VARIABLE else _is_whole(after)
-        if is_sum and before is not None and before.shape == after.shape and before.dtype is not torch.bool:
+        is_sum = (
+            not self._variables[number].take_assigned() if index == _VARIABLE else _is_whole(after)
+        )
+        if (
+            is_sum
+            and before is not None
+            and before.shape == after.shape
+            and before.dtype is not torch.bool
+        ):
             return True, (after - before).cpu()
         return False, after.cpu().clone()
 

@@ -55,7 +55,13 @@ class RemoteValue:
         self._is_there.set()
 
     def __repr__(self) -> str:
-        state = "not there yet" if not self._is_there.is_set() else "failed" if self._error is not None else "there"
+        state = (
+            "not there yet"
+            if not self._is_there.is_set()
+            else "failed"
+            if self._error is not None
+            else "there"
+        )
         return f"RemoteValue({state})"
 
 

@@ -47,7 +47,9 @@ def current_worker_index() -> int:
         RuntimeError: outside of scheduled functions.
     """
     if _worker_index is None:
-        raise RuntimeError("current_worker_index: expected a call in a scheduled function, got none.")
+        raise RuntimeError(
+            "current_worker_index: expected a call in a scheduled function, got none."
+        )
     return _worker_index
 
 
@@ -103,7 +105,9 @@ class _Worker:
         drain = Drain(self.world.timeout_s)
         while True:
             if drain.is_over(end_of_training()):
-                log(f"{self.world}: the chief's program has ended without a ClusterCoordinator: leaving")
+                log(
+                    f"{self.world}: the chief's program has ended without a ClusterCoordinator: leaving"
+                )
                 return
             received.clear()
             wait_until(functools.partial(self._receive, received), _LOOK_S, yields, _MAX_SLEEP_S)
@@ -111,7 +115,9 @@ class _Worker:
                 if message.kind is Kind.LEAVE:
                     self.exit_code = int(message.numbers[0])
                     return
-                answer = Message(Kind.RESULT, message.worker, clock=message.clock, payload=self._run(message))
+                answer = Message(
+                    Kind.RESULT, message.worker, clock=message.clock, payload=self._run(message)
+                )
                 self.mailbox.send(self.coordinator, answer)
 
     def _receive(self, received: list[tuple[int, Message]]) -> bool:
@@ -223,12 +229,23 @@ class _Heart:
                 self._signals.last = ""
             text = b"" if self._reasons.empty() else self._reasons.get().encode()
             sent = [pending_send for pending_send in sent if not pending_send[0].Test()]
-            sent.append((worker.comm.Isend(np.frombuffer(text, np.uint8), worker.coordinator, BEAT_TAG), text))
+            sent.append(
+                (
+                    worker.comm.Isend(np.frombuffer(text, np.uint8), worker.coordinator, BEAT_TAG),
+                    text,
+                )
+            )
             running = worker.running_since
             limit_s = worker.world.timeout_s
-            if running is not None and running[0] != reported and time.monotonic() - running[0] > limit_s:
+            if (
+                running is not None
+                and running[0] != reported
+                and time.monotonic() - running[0] > limit_s
+            ):
                 reported = running[0]
-                log(f"{worker.world}: {running[1]!r} has run for {limit_s:g} s, and is still running; stack:")
+                log(
+                    f"{worker.world}: {running[1]!r} has run for {limit_s:g} s, and is still running; stack:"
+                )
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
 
 

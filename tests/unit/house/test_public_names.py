@@ -84,7 +84,7 @@ def test_the_tree_in_errors_names_every_class():
 def test_flags_of_the_job_are_frozen():
     """A new flag is a decision: users' scripts depend on each of them."""
     text = (ROOT / "jobs" / "train.py").read_text()
-    flags = re.findall(r'add_argument\("(--[\w-]+)"', text)
+    flags = re.findall(r'\badd\("(--[\w-]+)"', text)
     assert flags == [
         "--model",
         "--data",
@@ -94,6 +94,7 @@ def test_flags_of_the_job_are_frozen():
         "--strategy",
         "--roles",
         "--max-staleness",
+        "--device",
         "--seed",
         "--run-dir",
         "--save-every",
