@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-LIMIT_S, TIMEOUT_S = 15, 2
+LIMIT_S = 15
+TIMEOUT_S = 2
 PROGRAM = """
 import os, pathlib, sys
 import numpy as np
@@ -81,7 +82,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "sign"), CASES)
 def test_a_rank_that_is_gone_ends_the_job(start, nothing_left, tmp_path, name, sign):
     """The ranks do nothing but make one call again and again: the signal finds rank 1 inside it."""
-    program, pids = tmp_path / "program.py", tmp_path / "pids"
+    program = tmp_path / "program.py"
+    pids = tmp_path / "pids"
     program.write_text(PROGRAM)
     pids.mkdir()
     job = start(2, program, CALLS[name], pids, environ={"HPCDIST_TIMEOUT_S": str(TIMEOUT_S)})

@@ -151,7 +151,8 @@ except PSUnavailable as error:
 @pytest.mark.feature("semantics.lost-server", "semantics.transient-server-errors")
 @pytest.mark.sweep
 def test_a_server_that_does_not_answer_is_psunavailable_and_stays_so(start, tmp_path):
-    program, pid_file = tmp_path / "silent.py", tmp_path / "pid"
+    program = tmp_path / "silent.py"
+    pid_file = tmp_path / "pid"
     program.write_text(SILENT_SERVER)
     outcome = start(3, program, pid_file, environ={"HPCDIST_TIMEOUT_S": "2"}).wait(120)
     assert "first pull: expected answers of 1 parameter servers" in outcome.output, outcome.output

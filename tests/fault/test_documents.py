@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Kinds of the blocks on README's first screen: the program, and what it prints.
 KINDS = ("python", "console")
-LIMIT_FROM_NOTHING_S, LIMIT_INSTALLED_S = 180, 60
+LIMIT_FROM_NOTHING_S = 180
+LIMIT_INSTALLED_S = 60
 #: Every command of the pages, and the test that runs it or what stands for it.
 COMMANDS = {
     "pip install -e .": "test_an_existing_environment",
@@ -168,7 +169,8 @@ def test_the_first_screen(clone, clean_environ):
     command = shown.splitlines()[0].removeprefix("$ ")
     output, _ = run(command, clone, clean_environ, 90)
     pattern = re.compile(r"epoch (\d)/5  128 steps  .* ms/step  loss (\S+)  accuracy (\S+)$", re.MULTILINE)
-    expected, printed = pattern.findall(shown), pattern.findall(output)
+    expected = pattern.findall(shown)
+    printed = pattern.findall(output)
     assert [epoch for epoch, _, _ in printed] == [epoch for epoch, _, _ in expected]
     assert float(printed[-1][1]) == pytest.approx(float(expected[-1][1]), rel=0.05)
 
@@ -198,7 +200,7 @@ def test_the_three_ways(clone, clean_environ):
 
 @pytest.mark.timeout(200)
 def test_parameter_servers_as_in_the_readme(clone, clean_environ):
-    commands = [one for block in blocks(ROOT / "README.md", "sh") for one in block.splitlines() if "--roles" in one]
+    commands = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if "--roles" in line]
     for command, folder in zip(commands, ("train", "coordinated"), strict=True):
         output, seconds = run(command, clone, clean_environ, 110)
         assert re.search(rf"accuracy 0\.9\d+  checkpoint \S*runs/{folder}/\S+$", output, re.MULTILINE), output[-2000:]

@@ -32,7 +32,9 @@ def has_begun(folder, attempt):
 def test_a_run_that_is_harmed_ends_as_an_unbroken_one(start, tmp_path, seed):
     whole = start(2, JOB, "--model-dir", tmp_path / "whole", *OPTIONS).wait(90)
     assert whole.code == 0, whole.output
-    run, draws, n_harms = tmp_path / "run", random.Random(seed), 0
+    run = tmp_path / "run"
+    draws = random.Random(seed)
+    n_harms = 0
     for attempt in range(1, 5):
         job = start(2, JOB, "--model-dir", run, *OPTIONS)
         sign = draws.choice([signal.SIGKILL, signal.SIGTERM])

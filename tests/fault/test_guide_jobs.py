@@ -67,13 +67,16 @@ def test_the_custom_loop_learns(clean_environ):
 def test_the_loss_curve_of_the_linear_regression(clean_environ, n_ranks):
     """Worked out by hand: d = w + b - 1 and w change by known amounts at each step."""
     out = run(clean_environ, n_ranks, "linear_regression.py")
-    weight, bias, expected = 0.5, 0.0, []
+    weight = 0.5
+    bias = 0.0
+    expected = []
     for _ in range(5):
         losses = []
         for _ in range(10):
             error = weight + bias - 1
             losses.append(error**2 + 1e-4 * weight**2)
-            weight, bias = weight - 0.01 * (2 * error + 2e-4 * weight), bias - 0.01 * 2 * error
+            weight = weight - 0.01 * (2 * error + 2e-4 * weight)
+            bias = bias - 0.01 * 2 * error
         expected.append(np.mean(losses))
     found = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", out)]
     assert found == pytest.approx(expected, abs=2e-6)
@@ -186,7 +189,7 @@ def test_the_guide_by_compile_and_fit_goes_on_from_its_own_files(clean_environ, 
         *("4/6", "5/6", "6/6"),
     ]
     assert float(lines[-1].removeprefix("test accuracy ")) > 0.93
-    assert sorted(one.name for one in (tmp_path / "ckpt").iterdir()) == [f"ckpt-{n}.keras" for n in range(1, 7)]
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == [f"ckpt-{n}.keras" for n in range(1, 7)]
 
 
 @pytest.mark.sweep

@@ -9,7 +9,8 @@ import pytest
 from real_jobs import MPIRUN, PYTHON
 
 #: How long a job may take to start, and to end once a rank has failed: a launcher alone would wait for ever.
-START_S, LIMIT_S = 25, 15
+START_S = 25
+LIMIT_S = 15
 #: MPICH's mpirun reports either the code of the rank that aborted, or that of a rank which it then killed.
 KILLED_OTHERS = 9
 SIZES = """

@@ -89,7 +89,8 @@ def code_of(name):
 
 
 def test_few_lines_differ_from_the_plain_script_and_the_guide_shows_them():
-    plain, own = code_of("own_script_plain.py"), code_of("own_script.py")
+    plain = code_of("own_script_plain.py")
+    own = code_of("own_script.py")
     changed = [line for line in difflib.ndiff(plain, own) if line[0] in "+-" and line[2:].strip()]
     assert sum(line.startswith("+") for line in changed) <= MAX_CHANGED
     assert len(plain) >= 100

@@ -42,7 +42,8 @@ class Kill:
     """
 
     def __init__(self, job, run_dir, delay_s, in_training, while_saving, after_progress):
-        before, step_before = half_written(run_dir), newest_step(run_dir)
+        before = half_written(run_dir)
+        step_before = newest_step(run_dir)
         self._wait(job, lambda: not in_training or "replicas;" in job.log.read_text(), 30)
         self._wait(job, lambda: not after_progress or newest_step(run_dir) > step_before, 60)
         time.sleep(delay_s)
@@ -69,18 +70,23 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(start, root, tmp_path
     """
     finish(start, root, tmp_path / "unbroken")
     chance = random.Random(SEED)
-    kills, run_dir, n_without_progress = [], tmp_path / "killed", 0
+    kills = []
+    run_dir = tmp_path / "killed"
+    n_without_progress = 0
     for attempt in range(60):
-        in_training, while_saving = attempt % 4 != 0, attempt % 4 in (1, 3)
+        in_training = attempt % 4 != 0
+        while_saving = attempt % 4 in (1, 3)
         delay_s = chance.uniform(0, 1.0) if in_training else chance.uniform(0, 3)
-        job, after_progress = start(2, *command(root, run_dir)), n_without_progress == 2
+        job = start(2, *command(root, run_dir))
+        after_progress = n_without_progress == 2
         kill = Kill(job, run_dir, delay_s, in_training, while_saving, after_progress)
         n_without_progress = 0 if kill.has_progressed else n_without_progress + 1
         if kill.was_running:
             kills.append(kill)
         else:  # it had finished: start over, so that the later kills have something to hit
             assert final_state(run_dir) == final_state(tmp_path / "unbroken")
-            run_dir, n_without_progress = tmp_path / f"killed-{len(kills)}", 0
+            run_dir = tmp_path / f"killed-{len(kills)}"
+            n_without_progress = 0
         if len(kills) == N_KILLS:
             break
     finish(start, root, run_dir)
@@ -121,7 +127,8 @@ def test_another_number_of_ranks_resumes_at_the_same_sample(start, root, tmp_pat
     finish(start, root, tmp_path / "moved", 3, "--epochs", "5")
     output = finish(start, root, tmp_path / "moved", 1)
     assert "ranks 3 -> 1" in output
-    names, states = [], []
+    names = []
+    states = []
     for run in ("unbroken", "moved"):
         step, arrays, state, _ = final_state(tmp_path / run)
         names.append((step, state["objects"]["data"]))

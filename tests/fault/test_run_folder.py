@@ -52,7 +52,7 @@ def run(start, tmp_path):
 
 def hpcdist(tmp_path, *arguments):
     """Return what a command prints."""
-    command = [PYTHON, "-m", "hpcdist", *(str(one) for one in arguments)]
+    command = [PYTHON, "-m", "hpcdist", *(str(argument) for argument in arguments)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -90,9 +90,11 @@ def test_where_the_time_of_the_slow_rank_goes(run, tmp_path):
         header, *rest = records(tmp_path / "run" / "trace" / "0001" / f"rank-{rank:05d}.jsonl")
         assert (header["rank"], header["size"], header["role"]) == (rank, 3, f"worker:{rank}")
         windows = [one for one in rest if "window" in one]
-        total = {key: sum(one[key] for one in windows) for key in ("n_steps", "rows", "step_s", "communication_s")}
+        total = {
+            key: sum(window[key] for window in windows) for key in ("n_steps", "rows", "step_s", "communication_s")
+        }
         assert (total["n_steps"], total["rows"]) == (50, 400)
-        assert sum(one["save_s"] for one in windows) > 0
+        assert sum(window["save_s"] for window in windows) > 0
         waited = total["communication_s"] / total["step_s"]
         assert waited < 0.4 if rank == 1 else waited > 0.5, f"rank {rank} waits {waited:.2f} of its steps"
         steps = [one["step"] for one in rest if "spans" in one]
@@ -104,9 +106,9 @@ def test_where_the_time_of_the_slow_rank_goes(run, tmp_path):
     hpcdist(tmp_path, "trace", "run")
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     sums = {}
-    for one in events:
-        if one.get("cat") == "communication" and one["name"].startswith("gradients"):
-            sums.setdefault(one["pid"], []).append((one["ts"], one["ts"] + one["dur"]))
+    for event in events:
+        if event.get("cat") == "communication" and event["name"].startswith("gradients"):
+            sums.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for together in zip(*sums.values(), strict=True):  # nobody leaves a sum before all have entered it
         assert max(began for began, _ in together) <= min(ended for _, ended in together)
 
@@ -180,6 +182,8 @@ def test_ranks_beside_parameter_servers_are_named_as_elsewhere(start, root, tmp_
     assert sorted(path.name for path in (tmp_path / "run" / "trace" / "0001").iterdir()) == [
         *("rank-00001.jsonl", "rank-00002.jsonl")
     ]
-    windows = [one for one in records(tmp_path / "run" / "trace" / "0001" / "rank-00001.jsonl") if "window" in one]
-    assert sum(one["communication_s"] for one in windows) > 0
-    assert sum(one["stale"][0] for one in windows) > 0, "two workers push, and each misses some of the other's"
+    windows = [
+        record for record in records(tmp_path / "run" / "trace" / "0001" / "rank-00001.jsonl") if "window" in record
+    ]
+    assert sum(window["communication_s"] for window in windows) > 0
+    assert sum(window["stale"][0] for window in windows) > 0, "two workers push, and each misses some of the other's"

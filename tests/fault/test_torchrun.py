@@ -70,7 +70,8 @@ def test_torch_s_own_tests_of_collectives_pass(torchrun, root, tmp_path):
     ids=["all_reduce-killed", "all_gather-stopped", "messages-stopped"],
 )
 def test_a_rank_that_is_gone_ends_the_job(torchrun, nothing_left, tmp_path, call, sign):
-    program, pids = tmp_path / "program.py", tmp_path / "pids"
+    program = tmp_path / "program.py"
+    pids = tmp_path / "pids"
     program.write_text(PROGRAM)
     pids.mkdir()
     job = torchrun(2, program, call, pids, environ={"HPCDIST_TIMEOUT_S": str(TIMEOUT_S)})
@@ -134,7 +135,8 @@ def test_groups_are_made_again(torchrun, tmp_path):
 
 def test_ranks_of_mpi_inside_a_process_of_torchrun(torchrun, tmp_path):
     """They are MPI's, whatever RANK and WORLD_SIZE they inherit."""
-    inner, outer = tmp_path / "inner.py", tmp_path / "outer.py"
+    inner = tmp_path / "inner.py"
+    outer = tmp_path / "outer.py"
     inner.write_text(
         "import torch, torch.distributed as dist\nimport hpcdist.torch_backend\n"
         'dist.init_process_group("hpcdist", init_method="hpcdist://")\nvalue = torch.ones(1)\ndist.all_reduce(value)\n'

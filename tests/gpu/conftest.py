@@ -14,7 +14,8 @@ from hpcdist.plan.devices import plan_devices
 _spec = importlib.util.spec_from_file_location("mpi_conftest", Path(__file__).parent.parent / "mpi" / "conftest.py")
 _mpi = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_mpi)
-comm, make_group = _mpi.comm, _mpi.make_group
+comm = _mpi.comm
+make_group = _mpi.make_group
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,7 @@ def test_a_weighted_sampler_resumes_with_the_same_rows(comm, strategy, shared_pa
     resumed[3].restore_or_initialize()
     resumed_rows, resumed_weights = train(resumed)
     assert resumed_rows == rows[2:]
-    assert all(torch.equal(left, right) for left, right in zip(resumed_weights, weights, strict=True))
+    assert all(torch.equal(weight, right) for weight, right in zip(resumed_weights, weights, strict=True))
 
 
 def test_the_programs_own_loader_reads_beside_the_gpu(comm, strategy):

@@ -101,7 +101,9 @@ def test_staged_copies_wait_for_the_current_stream(comm, cupy, on_gpu):
 def test_memory_of_another_rank_by_cuda_ipc(comm, cupy):
     if comm.size == 1:
         pytest.skip("a process cannot open its own memory: takes two ranks")
-    runtime, nbytes = cupy.cuda.runtime, 2 << 20  # the unit in which CUDA shares memory
+    # the unit in which CUDA shares memory
+    runtime = cupy.cuda.runtime
+    nbytes = 2 << 20
     own = cupy.ndarray((nbytes // 8,), np.float64, cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0))
     own.set(np.full(nbytes // 8, comm.rank, np.float64))
     cupy.cuda.runtime.deviceSynchronize()

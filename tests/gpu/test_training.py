@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*expected NCCL and a GPU for each rank.*"),
 ]
 
-N_ROWS, N_INPUTS = 24, 16
+N_ROWS = 24
+N_INPUTS = 16
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def train_alone(device, n_steps):
 
 
 def assert_close(weights, expected, tolerance):
-    differences = [float((left - right).abs().max()) for left, right in zip(weights, expected, strict=True)]
+    differences = [float((weight - right).abs().max()) for weight, right in zip(weights, expected, strict=True)]
     assert max(differences) < tolerance
 
 
@@ -244,7 +245,8 @@ def test_fit_on_the_device(comm, gpu):
         inputs, targets = (tensor.cpu().numpy() for tensor in global_batch(0, "cpu"))
         return model.fit(inputs, targets, batch_size=8, epochs=3, shuffle=False, verbose=0).history
 
-    on_gpu, on_cpu = history_on(None), history_on("cpu")
+    on_gpu = history_on(None)
+    on_cpu = history_on("cpu")
     assert on_gpu.keys() == on_cpu.keys()
     for name, values in on_gpu.items():
         np.testing.assert_allclose(values, on_cpu[name], rtol=1e-3, atol=1e-4)

@@ -42,7 +42,8 @@ class Job:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], hosts: "RunsJobs") -> None:
         self._hosts = hosts
-        self._before, self.started = hosts.bytes_sent(), time.monotonic()
+        self._before = hosts.bytes_sent()
+        self.started = time.monotonic()
         self._files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())
         self._last_printed: tuple[str, str] | None = None
         self.process = subprocess.Popen(

@@ -22,7 +22,8 @@ def receive(address: str, seconds: float) -> None:
 
 def _receive_for(stream: socket.socket, buffer: bytearray, seconds: float) -> float:
     """Return the bytes/s that arrive in the next `seconds`."""
-    started, n_bytes = time.monotonic(), 0
+    started = time.monotonic()
+    n_bytes = 0
     while (elapsed := time.monotonic() - started) < seconds:
         n_bytes += stream.recv_into(buffer)
     return n_bytes / elapsed

@@ -13,7 +13,9 @@ OVERHEAD = 1.05
 def test_sums_and_bytes_between_hosts(hosts, library, ranks_per_host):
     found = library.run(hosts, "algorithms.py", N_ELEMENTS, ranks_per_host=ranks_per_host).result
     assert found["n_hosts"] == 2
-    ways, bound = found["ways"], found["nbytes"]  # 2(m-1)/m * n for m = 2
+    # 2(m-1)/m * n for m = 2
+    ways = found["ways"]
+    bound = found["nbytes"]
     for name, way in ways.items():
         assert way["n_wrong"] == 0, name
         assert len(way["bits"]) == 1, name

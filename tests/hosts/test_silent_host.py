@@ -8,7 +8,8 @@ from conftest import PROGRAMS, RATE_BITS_PER_S
 from virtual_hosts import VirtualHosts
 
 pytestmark = pytest.mark.timeout(120)
-WATCHDOG_S, LIMIT_S = 5, 20
+WATCHDOG_S = 5
+LIMIT_S = 20
 
 
 @pytest.fixture

@@ -53,7 +53,9 @@ class Host:
     """A set of namespaces, kept by its first process, `pid`; `address` is where the others reach it."""
 
     def __init__(self, name: str, address: str, environ: Mapping[str, str]) -> None:
-        self.name, self.address, self._environ = name, address, environ
+        self.name = name
+        self.address = address
+        self._environ = environ
         self._keeper = subprocess.Popen(
             [*_UNSHARE, "sh", "-c", _FIRST_PROCESS, name],
             env=dict(environ),

@@ -70,7 +70,8 @@ class VirtualHosts:
     ) -> None:
         environ = os.environ if environ is None else environ
         self.environ = {**environ, "PATH": path_with_sbin(environ)}
-        self.rate_bits_per_s, self.burst_bytes = rate_bits_per_s, burst_bytes
+        self.rate_bits_per_s = rate_bits_per_s
+        self.burst_bytes = burst_bytes
         self.hosts: list[Host] = []
         self._jobs: list[Job] = []
         try:
@@ -106,7 +107,8 @@ class VirtualHosts:
             host.batch("tc", [self._limit("eth0")])
 
     def _limit(self, device: str) -> str:
-        rate, burst = int(self.rate_bits_per_s), self.burst_bytes
+        rate = int(self.rate_bits_per_s)
+        burst = self.burst_bytes
         return f"qdisc add dev {device} root tbf rate {rate}bit burst {burst}b latency 100ms"
 
     def bytes_sent(self) -> list[int]:
@@ -124,7 +126,8 @@ class VirtualHosts:
 
         Measured by the receiver after a fifth of `seconds`, when the stream has reached its rate.
         """
-        first, second = self.hosts[0], self.hosts[1]
+        first = self.hosts[0]
+        second = self.hosts[1]
         program = [sys.executable, str(HERE / "stream.py")]
         receiver = subprocess.Popen(
             [*second.enter(), *program, "receive", second.address, str(seconds)],

@@ -73,7 +73,8 @@ class Trained:
 
 def trained_alone(n_steps):
     torch.manual_seed(0)
-    model, first = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    model = nn.Linear(3, 2).double()
+    first = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD([*model.parameters(), *first.parameters()], lr=0.1)
     for _ in range(n_steps):
         optimizer.zero_grad()
@@ -103,7 +104,8 @@ def test_means_of_equal_micro_batches(comm, way):
 
 @pytest.mark.feature("collectives.accumulation-without-sync")
 def test_zero_grad_between_runs_drops_what_all_replicas_have(comm):
-    trained, fresh = Trained(8), Trained(8)
+    trained = Trained(8)
+    fresh = Trained(8)
     rows = micro_batches(1)[0]
     with trained.strategy.no_sync():
         trained.strategy.run(trained.backward, args=(rows * 100, True))
@@ -116,7 +118,8 @@ def test_zero_grad_between_runs_drops_what_all_replicas_have(comm):
 @pytest.mark.parametrize("holder", ["all", "only the first"])
 @pytest.mark.parametrize("zero", ["none", "in place"])
 def test_zeroing_between_runs_drops_what_any_replica_has(comm, holder, zero):
-    trained, fresh = Trained(8), Trained(8)
+    trained = Trained(8)
+    fresh = Trained(8)
     rows = micro_batches(1)[0]
 
     def accumulate():
@@ -144,7 +147,8 @@ def test_changing_between_runs_what_replicas_have_is_refused(comm):
 
 def test_what_a_replica_drops_in_a_run_does_not_weigh(comm):
     """It accumulates other rows afterwards, through fewer layers."""
-    trained, fresh = Trained(4, "mean"), Trained(4, "mean")
+    trained = Trained(4, "mean")
+    fresh = Trained(4, "mean")
     rows = micro_batches(1)[0]
 
     def accumulate(first_rows, is_dropped):

@@ -13,14 +13,17 @@ from hpcdist.runtime.process import make_world
 from hpcdist.runtime.step_flags import Request
 
 pytestmark = pytest.mark.mpi
-ROWS, BATCH = 96, 12
+ROWS = 96
+BATCH = 12
 
 
 class Watcher:
     """Wants what it is told to, and notes at which poll it learnt of what."""
 
     def __init__(self, world, clock=time.monotonic):
-        self.want, self.n_polls, self.learnt = Request.NONE, 0, []
+        self.want = Request.NONE
+        self.n_polls = 0
+        self.learnt = []
         self.agreement = Agreement(world, self.requested, clock)
         self.world = world
 

@@ -114,7 +114,8 @@ def test_ordered_sums_have_the_same_bits_on_any_placement(comm, tiny, make_group
 
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_unordered_sums_have_the_same_bits_on_all_ranks_and_in_all_runs(comm, tiny, make_group, hosts):
-    group, seen = make_group(hosts), []
+    group = make_group(hosts)
+    seen = []
     for _ in range(2):
         buffer = random_rows(comm, 3001, seed=2)[comm.rank]
         hierarchical.all_reduce(buffer, group, SUM, False)
@@ -132,7 +133,8 @@ def test_many_hosts_sum_by_halving_with_the_same_bits(comm, tiny, make_group, mo
     halved = direct.copy()
     hierarchical.all_reduce(direct, group)
     monkeypatch.setattr(route, "DIRECT_HOSTS", 1)
-    used, call = [], slices.run_schedule
+    used = []
+    call = slices.run_schedule
     monkeypatch.setattr(slices, "run_schedule", lambda *given: used.append(call(*given)))
     asked = Route(Implementation.HIERARCHICAL, is_ordered=group.placement.is_aligned)
     for _ in range(2):
@@ -174,7 +176,8 @@ def test_slots_are_not_used_again_before_all_have_read_them(comm, tiny, make_gro
 @pytest.mark.feature("collectives.hierarchical-all-reduce")
 @pytest.mark.parametrize("hosts", ["2 each", "1 and rest"])
 def test_bytes_that_leave_a_host_are_the_formula(comm, tiny, make_group, monkeypatch, hosts):
-    group, sent = make_group(hosts), []
+    group = make_group(hosts)
+    sent = []
 
     class Counted(hierarchical.LaneExchange):
         def send(self, array, peer):
@@ -255,7 +258,8 @@ def test_what_was_measured_is_logged_by_rank_0(comm, caplog):
 
 def test_a_measurement_is_in_the_journal(comm, monkeypatch):
     """So that a rank which does not take part is seen by the watchdog."""
-    own, seen = comm.Dup(), []
+    own = comm.Dup()
+    seen = []
     monkeypatch.setattr(algorithms, "measure", lambda group: seen.append(str(group.journal.current)))
     hpcdist.all_reduce(np.ones(5000), comm=own)
     assert seen == ["all_reduce sum float64 x 5000"] * (comm.size > 1)  # one rank has nothing to measure
@@ -307,7 +311,8 @@ def test_a_wire_rounds_alike_whatever_the_link_was_timed_at(comm, make_group, mo
 
 def test_auto_measures_what_it_runs(comm, make_group, monkeypatch):
     """On many hosts that is halving: a message to each host would not end."""
-    group, seen = make_group("1 each"), []
+    group = make_group("1 each")
+    seen = []
     monkeypatch.setattr(route, "DIRECT_HOSTS", 1)
     monkeypatch.setattr(hierarchical, "all_reduce", lambda *given: seen.append("direct"))
     monkeypatch.setattr(slices, "all_reduce", lambda *given: seen.append("halving"))
@@ -320,9 +325,11 @@ def test_auto_measures_what_it_runs(comm, make_group, monkeypatch):
 @pytest.mark.parametrize("name", ON_HOST, ids=lambda name: name.value.lower())
 def test_what_a_sum_is_divided_by(comm, tiny, make_group, name, divisor, n_elements):
     """With the bits of the sum, divided afterwards."""
-    group, asked = make_group(), Route(name, is_ordered=True)
+    group = make_group()
+    asked = Route(name, is_ordered=True)
     rows = random_rows(comm, n_elements, seed=6)
-    total, divided = rows[comm.rank].copy(), rows[comm.rank].copy()
+    total = rows[comm.rank].copy()
+    divided = rows[comm.rank].copy()
     algorithms.run(asked, total, group)
     algorithms.run(asked, divided, group, divisor=divisor)
     assert divided.tobytes() == (total / np.float32(divisor)).tobytes()

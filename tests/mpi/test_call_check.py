@@ -82,7 +82,8 @@ def test_another_call_on_one_rank(comm, call_check, odd, name):
 
 def test_another_order_on_one_rank(comm, call_check, odd):
     call_check.check("all_reduce sum", "float32", 1)
-    first, second = ("a", 1), ("b", 2)
+    first = ("a", 1)
+    second = ("b", 2)
     op, n_elements = second if odd else first
     text = text_everywhere(comm, call_check, op, "float32", n_elements, site="train.py:5")
     assert text.startswith("collective 2: expected a float32 x 1 at train.py:5 as on ")
@@ -135,7 +136,8 @@ def test_a_rank_that_does_not_come_is_named(comm, world, odd, monkeypatch, absen
 def test_the_time_limit_is_the_groups_own(comm, world, odd, monkeypatch):
     """One rank stays away; the world would wait for it for much longer."""
     monkeypatch.setattr("hpcdist.diagnostics.call_check.ANSWER_S", 0.5)
-    world.debug, world.timeout_s = frozenset({"collectives"}), 20.0
+    world.debug = frozenset({"collectives"})
+    world.timeout_s = 20.0
     own = Group(comm, world, timeout_s=0.3)
     own.watchdog.stop()  # which would end the job
     text = ""

@@ -257,7 +257,9 @@ def test_an_evaluator_does_not_take_part_in_the_workers_saves(comm, shared_path)
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_the_end_waits_for_a_save_whose_manager_nobody_holds(comm, shared_path, monkeypatch, caplog, is_replaced):
     """Who lets go of it, maybe the thread that writes, waits for nothing; that it was replaced ends no job."""
-    later, gate, sync = [], threading.Event(), durable.Disk.sync
+    later = []
+    gate = threading.Event()
+    sync = durable.Disk.sync
     monkeypatch.setattr(atexit, "register", lambda act, *given, **more: later.append(act))
 
     def sync_when_told(disk, descriptor):
@@ -387,7 +389,8 @@ def test_a_save_continues_in_the_background(comm, shared_path, monkeypatch):
     values = np.full(1000, 1.0)
     manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
     manager.begin_attempt()
-    write_now, pwrite = threading.Event(), os.pwrite
+    write_now = threading.Event()
+    pwrite = os.pwrite
 
     def write(*arguments):
         assert write_now.wait(30)
@@ -426,10 +429,15 @@ def test_a_background_save_that_fails_is_raised_by_the_next_call_on_all_ranks(co
 @pytest.mark.feature("complaints.long-work-on-one-rank")
 def test_a_disk_that_is_slow_is_waited_for_and_one_that_is_stuck_is_not(comm, shared_path, monkeypatch):
     """The limit is for one block, not for the file: whoever waits hears from the chief that it comes forward."""
-    values, at_end, told = np.zeros(5 << 20), [], []  # 10 blocks
+    # 10 blocks
+    values = np.zeros(5 << 20)
+    at_end = []
+    told = []
     monkeypatch.setattr(atexit, "register", at_end.append)
     manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
-    world, pwrite, delays_s = manager.checkpoint.world, os.pwrite, [0.2]
+    world = manager.checkpoint.world
+    pwrite = os.pwrite
+    delays_s = [0.2]
     monkeypatch.setattr(world, "timeout_s", 1.0)
 
     def write(*arguments):
@@ -488,7 +496,9 @@ def test_numbers_and_texts_are_state(comm, shared_path):
         return Manager(hpcdist.Checkpoint(**values), shared_path)
 
     first = manager(epoch=np.int64(0), rate=np.float64(0.1), phase="warm", is_tuned=False)
-    first.checkpoint["epoch"], first.checkpoint["rate"], first.checkpoint["phase"] = 3, float("inf"), "täglich"
+    first.checkpoint["epoch"] = 3
+    first.checkpoint["rate"] = float("inf")
+    first.checkpoint["phase"] = "täglich"
     first.checkpoint["is_tuned"] = np.bool_(True)
     first.checkpoint["rate"] = np.float64("inf")
     first.save(7)
@@ -671,7 +681,8 @@ def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
 
 
 def test_a_save_that_is_being_written_belongs_to_the_attempt_before(comm, shared_path, monkeypatch):
-    values, pwrite = np.zeros(3), os.pwrite
+    values = np.zeros(3)
+    pwrite = os.pwrite
     manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
     first = manager.save(1)
 

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core]
 @pytest.mark.parametrize("root", [0, -1])
 def test_broadcast(comm, root):
     root %= comm.size
-    array, tensor = np.full((2, 3), comm.rank), torch.full((3,), float(comm.rank), dtype=torch.bfloat16)
+    array = np.full((2, 3), comm.rank)
+    tensor = torch.full((3,), float(comm.rank), dtype=torch.bfloat16)
     hpcdist.broadcast(array, root)
     hpcdist.broadcast(tensor, root)
     assert set(array.reshape(-1).tolist()) == {root}
@@ -229,7 +230,8 @@ def test_threads_end_with_their_group(comm):
     def threads():
         return {thread for thread in threading.enumerate() if thread.name == "hpcdist-communication"}
 
-    own, before = comm.Dup(), threads()
+    own = comm.Dup()
+    before = threads()
     hpcdist.all_reduce_async(np.ones(3), comm=own).wait()
     made = threads() - before
     assert made

@@ -30,7 +30,8 @@ class Trained:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
 
     def backward(self, step=0):
-        rank, size = self.strategy.rank, self.strategy.size
+        rank = self.strategy.rank
+        size = self.strategy.size
         x = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(step))[rank::size]
         self.optimizer.zero_grad()
         loss = (self.model(x) - x.sum(1, keepdim=True)).square()
@@ -156,10 +157,12 @@ def test_what_is_left_out_arrives_later(comm, hook, make):
     """With the same gradient at each step, the mean of what arrives goes to it: nothing is lost for good."""
     if comm.size == 1:
         return
-    trained, exact = Trained(hook, make()), Trained().backward()
+    trained = Trained(hook, make())
+    exact = Trained().backward()
     first = trained.backward()
     assert (first - exact).norm() > 0.1 * exact.norm()
-    n_steps, total = 60, first.clone()
+    n_steps = 60
+    total = first.clone()
     for _ in range(n_steps - 1):
         total += trained.backward()
     assert (total / n_steps - exact).norm() < 0.1 * exact.norm()
@@ -203,7 +206,8 @@ class TwoModels:
 def test_nothing_is_lost_between_models_in_turn_and_batches_of_any_size(comm, hook, make, memory):
     """What has arrived and what is remembered are together the sum of all gradients, whatever a step divides by."""
     state = make()
-    trained, exact = TwoModels(hook, state), TwoModels().sum_of_gradients()
+    trained = TwoModels(hook, state)
+    exact = TwoModels().sum_of_gradients()
     arrived = trained.sum_of_gradients()
     n_remembered = 0
     for parameter, total, expected in zip(trained.parameters, arrived, exact, strict=True):
@@ -247,7 +251,8 @@ def test_values_out_of_range(make):
 )
 def test_digits_are_learned(comm, hook, make):
     images, labels = sklearn_datasets.load_digits(return_X_y=True)
-    images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    images = torch.tensor(images / 16, dtype=torch.float32)
+    labels = torch.tensor(labels)
     data = hpcdist.Dataset.from_tensor_slices((images, labels))
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     if hook is not None:

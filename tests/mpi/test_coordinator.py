@@ -20,7 +20,7 @@ def nothing_alive():
     """Check that strategies end with their tests: losses of other tests look for those that are alive."""
     yield
     gc.collect()
-    assert not [one for one in live_strategies() if isinstance(one, hpcdist.ParameterServerStrategy)]
+    assert not [strategy for strategy in live_strategies() if isinstance(strategy, hpcdist.ParameterServerStrategy)]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def step_of(model, optimizer):
 
 
 def weights(model):
-    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 # -- the guide -------------------------------------------------------------------------------------------------------
@@ -138,7 +138,9 @@ def test_the_guides_custom_loop_runs(coordinated):
 
         per_worker_dataset = coordinator.create_per_worker_dataset(per_worker_dataset_fn)
         per_worker_iterator = iter(per_worker_dataset)
-        num_epochs, steps_per_epoch, found = 4, 40, []
+        num_epochs = 4
+        steps_per_epoch = 40
+        found = []
         for _ in range(num_epochs):
             accuracy.reset_states()
             for _ in range(steps_per_epoch):
@@ -334,7 +336,9 @@ def test_functions_are_as_the_program_has_them_whenever_they_are_scheduled(coord
     """Also where they, or functions that they use, are sent once: from their second use on, if nothing changed."""
 
     def body(coordinator):
-        scale, table, calls = 1.0, [0], {"n": 0}
+        scale = 1.0
+        table = [0]
+        calls = {"n": 0}
 
         def helper(x):
             return x * scale
@@ -373,7 +377,8 @@ def test_steps_one_after_another_have_the_bits_of_one_process(coordinated, parti
         model, optimizer = make_model(coordinator.strategy, lambda own: torch.optim.Adam(own, lr=0.02))
         alone, its_own = make_model(hpcdist.get_strategy(), lambda own: torch.optim.Adam(own, lr=0.02))
         schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in (optimizer, its_own)]
-        step, plain_step = step_of(model, optimizer), step_of(alone, its_own)
+        step = step_of(model, optimizer)
+        plain_step = step_of(alone, its_own)
         for number in range(8):
             loss = coordinator.schedule(step, (number,))
             coordinator.join()
@@ -576,7 +581,10 @@ def test_blocks_that_share_a_module_keep_their_own_statistics(coordinated):
     class Block(nn.Module):
         def __init__(self, act, scale):
             super().__init__()
-            self.fc, self.bn, self.act, self.scale = nn.Linear(3, 3), nn.BatchNorm1d(3), act, scale
+            self.fc = nn.Linear(3, 3)
+            self.bn = nn.BatchNorm1d(3)
+            self.act = act
+            self.scale = scale
 
         def forward(self, x):
             return self.act(self.bn(x + self.scale))

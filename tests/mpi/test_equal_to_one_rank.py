@@ -14,7 +14,8 @@ from images import load_digits
 from train import MODELS
 
 pytestmark = pytest.mark.mpi
-BATCH, STEPS = 50, 12
+BATCH = 50
+STEPS = 12
 #: Sums are taken in another order: float32 rounding, magnified by Adam, which divides by the root of tiny squares.
 TOLERANCE = {"sgd": 2e-6, "adam": 2e-4}
 OPTIMIZERS = {

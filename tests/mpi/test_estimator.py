@@ -42,7 +42,7 @@ def batches_of(step, n_local, is_endless=True):
     x, y = map(torch.from_numpy, draws())
     first = [4 * (step * n_local + replica) for replica in range(n_local)]
     places = [[row % 24 if is_endless else row for row in range(begin, begin + 4)] for begin in first]
-    kept = [[row for row in own if row < 24] for own in places]
+    kept = [[row for row in place if row < 24] for place in places]
     return [(x[own], y[own]) for own in kept]
 
 
@@ -84,8 +84,8 @@ def ranks(comm, config):
 
 
 def close(made, expected):
-    for own, other in zip(made.model.get_weights(), expected, strict=True):
-        torch.testing.assert_close(torch.from_numpy(own), other, rtol=1e-4, atol=1e-6)
+    for weight, other in zip(made.model.get_weights(), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(weight), other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.feature("training.estimator")
@@ -98,10 +98,12 @@ def test_the_guides_regressor(config):
         return hpcdist.Dataset.from_tensor_slices((features, np.ones(10, np.float32))).repeat(1000).batch(10)
 
     assert regressor.train(input_fn=input_fn, steps=3) is regressor
-    weight, bias = 0.0, 0.0
+    weight = 0.0
+    bias = 0.0
     for _ in range(3):
         error = weight + bias - 1
-        weight, bias = weight - 0.2 * 2 * error, bias - 0.2 * 2 * error
+        weight = weight - 0.2 * 2 * error
+        bias = bias - 0.2 * 2 * error
     found = regressor.evaluate(input_fn=input_fn, steps=10)
     assert found["loss"] == found["average_loss"] == pytest.approx((weight + bias - 1) ** 2, rel=1e-4)
     assert found["label/mean"] == 1.0
@@ -133,7 +135,7 @@ def test_the_next_estimator_resumes_from_the_folder(config, shared_path, ranks):
     assert again.global_step == 8
     close(again, by_hand(3, ranks, weights=by_hand(5, ranks)))  # a new call begins its input anew
     again.train(lambda: pytest.fail("not called: the steps are made"), max_steps=8)
-    kept = sorted(one.name[:13] for one in (shared_path / "checkpoints").glob("step-*.h5"))
+    kept = sorted(path.name[:13] for path in (shared_path / "checkpoints").glob("step-*.h5"))
     assert kept == ["step-00000004", "step-00000005", "step-00000008"]
 
 
@@ -258,7 +260,7 @@ def test_workers_with_the_same_rows_are_no_warning(config, caplog):
     """Input of estimators is not sharded; in a loop of one's own the same first batch on all ranks is a warning."""
     rows = tuple(map(torch.from_numpy, draws()))
     Estimator(linear, config=config).evaluate(lambda: hpcdist.Dataset.from_tensor_slices(rows).batch(4))
-    assert not [one for one in caplog.records if "the same first batch" in one.getMessage()]
+    assert not [record for record in caplog.records if "the same first batch" in record.getMessage()]
 
 
 def test_a_run_that_was_killed_at_the_end_of_its_data(config, shared_path, monkeypatch):
@@ -323,7 +325,8 @@ def test_after_a_call_that_raised_the_next_one_is_its_own(config, shared_path):
 
 def test_two_estimators_in_one_program(config, shared_path):
     other = RunConfig(shared_path / "other", train_distribute=config.train_distribute, log_step_count_steps=0)
-    first, second = Estimator(linear, config=config), Estimator(linear, config=other)
+    first = Estimator(linear, config=config)
+    second = Estimator(linear, config=other)
     first.train(endless, steps=3)
     second.train(endless, steps=4)
     first.train(endless, steps=3)

@@ -54,14 +54,17 @@ def by_hand(rows, epochs, make_optimizer=lambda parameters: torch.optim.Adam(par
     optimizer = make_optimizer(net.parameters())
     found = {"loss": [], "accuracy": []}
     for _ in range(epochs):
-        total, right = 0.0, 0
+        total = 0.0
+        right = 0
         for begin in range(0, N_ROWS, 16):
-            outputs, truth = net(x[begin : begin + 16]), y[begin : begin + 16]
+            outputs = net(x[begin : begin + 16])
+            truth = y[begin : begin + 16]
             losses = nn.functional.cross_entropy(outputs, truth, reduction="none")
             optimizer.zero_grad()
             losses.mean().backward()
             optimizer.step()
-            total, right = total + losses.sum().item(), right + int((outputs.argmax(1) == truth).sum())
+            total = total + losses.sum().item()
+            right = right + int((outputs.argmax(1) == truth).sum())
         found["loss"].append(total / N_ROWS)
         found["accuracy"].append(right / N_ROWS)
     return found, net
@@ -76,8 +79,8 @@ def test_the_history_is_that_of_a_loop_by_hand(strategy, rows):
     assert history.history["accuracy"] == expected["accuracy"]
     assert history.history["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert model.history is history
-    for own, other in zip(model.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+    for parameter, parameter in zip(model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(parameter, parameter, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.feature("training.history")
@@ -87,7 +90,7 @@ def test_four_replicas_have_one_history_on_any_number_of_ranks(comm, rows):
     def run(strategy):
         model = make_model(strategy)
         fitted = model.fit(*rows, batch_size=16, epochs=2, validation_data=rows, verbose=0, shuffle=False)
-        return json.dumps(fitted.history), [one.detach().clone() for one in model.parameters()]
+        return json.dumps(fitted.history), [parameter.detach().clone() for parameter in model.parameters()]
 
     own = run(hpcdist.MultiWorkerMirroredStrategy(num_replicas=4))
     alone = comm.Split(comm.rank, 0)
@@ -257,7 +260,7 @@ def test_a_model_is_saved_and_loaded_with_its_optimizer(strategy, rows, shared_p
     model.fit(
         *rows, batch_size=16, epochs=2, callbacks=ModelCheckpoint(folder / "m-{epoch}.h5"), verbose=0, shuffle=False
     )
-    assert sorted(one.name for one in folder.iterdir()) == ["m-1.h5", "m-2.h5"]
+    assert sorted(path.name for path in folder.iterdir()) == ["m-1.h5", "m-2.h5"]
     expected = model.fit(*rows, batch_size=16, verbose=0, shuffle=False).history
     with strategy.scope():
         loaded = hpcdist.load_model(folder / "m-2.h5")
@@ -328,7 +331,8 @@ def test_several_outputs_have_losses_and_metrics_of_their_own(strategy, rows):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.two = nn.Linear(5, 3), nn.Linear(5, 1)
+            self.one = nn.Linear(5, 3)
+            self.two = nn.Linear(5, 1)
 
         def forward(self, x):
             return {"kind": self.one(x), "sum": self.two(x)}
@@ -380,12 +384,15 @@ def test_the_guides_custom_loop_prints_the_guides_losses(strategy):
         return loss.detach()
 
     printed = [float(strategy.reduce("SUM", strategy.run(train_step, args=batch), axis=None)) for batch in data]
-    kernel, bias, expected = -0.382, 0.0, []
+    kernel = -0.382
+    bias = 0.0
+    expected = []
     for _ in range(210):
         z = kernel + bias
         expected.append(math.log1p(math.exp(-z)) + 1e-4 * kernel**2)
         slope = -1 / (1 + math.exp(z))
-        kernel, bias = kernel - 0.01 * (slope + 2e-4 * kernel), bias - 0.01 * slope
+        kernel = kernel - 0.01 * (slope + 2e-4 * kernel)
+        bias = bias - 0.01 * slope
     assert printed == pytest.approx(expected, abs=1e-5)
 
 
@@ -451,7 +458,8 @@ def test_the_summary_is_that_of_the_chief(comm, strategy):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
-            self.scale, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(3, 2)
+            self.scale = nn.Parameter(torch.ones(2))
+            self.layer = nn.Linear(3, 2)
 
     with strategy.scope():
         model = hpcdist.Model(Own())
@@ -472,7 +480,7 @@ def test_steps_that_a_call_does_not_divide(comm, rows, shared_path):
     model.fit(*rows, batch_size=16, epochs=2, callbacks=[saved, hook], verbose=0)
     assert seen == [1, 3, 4] * 2
     comm.barrier()
-    assert sorted(one.name for one in shared_path.glob("m-*")) == ["m-2-2.h5"]
+    assert sorted(path.name for path in shared_path.glob("m-*")) == ["m-2-2.h5"]
 
 
 def test_outputs_that_are_not_what_a_loss_takes(strategy, rows):
@@ -508,9 +516,11 @@ def test_data_that_does_not_fit(strategy, rows):
 
 def test_the_digits_are_learned(strategy):
     digits = sklearn_datasets.load_digits()
-    x, y = (digits.data / 16).astype(np.float32), digits.target
+    x = (digits.data / 16).astype(np.float32)
+    y = digits.target
     order = np.random.default_rng(1).permutation(len(x))
-    train, test = order[:1500], order[1500:]
+    train = order[:1500]
+    test = order[1500:]
     with strategy.scope():
         torch.manual_seed(1)
         model = hpcdist.Model(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10), nn.Softmax(-1)))
@@ -637,7 +647,8 @@ def test_a_subclass_with_a_module_and_more_has_all_of_it(strategy, shared_path):
             return self.head(self.module(x))
 
     with strategy.scope():
-        model, other = Own(), Own()
+        model = Own()
+        other = Own()
     model.save_weights(shared_path / "own.h5")
     other.load_weights(shared_path / "own.h5")
     assert len(model.get_weights()) == 4
@@ -661,7 +672,7 @@ def test_what_a_file_cannot_hold_is_not_left_out(strategy, rows, shared_path):
     frozen.save(shared_path / "frozen.h5")
     with strategy.scope():
         loaded = hpcdist.load_model(shared_path / "frozen.h5")
-    assert [one.requires_grad for one in loaded.net.parameters()] == [False, False, True, True]
+    assert [parameter.requires_grad for parameter in loaded.net.parameters()] == [False, False, True, True]
 
 
 def test_data_without_end(strategy, rows):
@@ -693,7 +704,8 @@ def test_a_metric_of_one_output_reads_that_one(strategy, rows):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(5, 1), nn.Linear(5, 1)
+            self.a = nn.Linear(5, 1)
+            self.b = nn.Linear(5, 1)
 
         def forward(self, x):
             return {"a": self.a(x), "b": self.b(x)}
@@ -720,7 +732,8 @@ def test_callbacks_that_differ_between_ranks(comm, rows):
 
 def test_predictions_go_to_a_file_row_by_row(comm, strategy, rows, shared_path):
     x, _ = rows
-    model, path = make_model(strategy), shared_path / "new" / "out.h5"
+    model = make_model(strategy)
+    path = shared_path / "new" / "out.h5"
     assert model.predict(x, batch_size=16, output_file=path) is None
     np.testing.assert_array_equal(h5py.File(path)["predictions"][:], model.predict(x, batch_size=16))
     assert [one.name for one in path.parent.iterdir()] == ["out.h5"]
@@ -751,7 +764,8 @@ def test_predictions_go_to_a_file_row_by_row(comm, strategy, rows, shared_path):
 class Several(nn.Module):
     def __init__(self):
         super().__init__()
-        self.own, self.named = nn.Linear(5, 3), Named()
+        self.own = nn.Linear(5, 3)
+        self.named = Named()
 
     def forward(self, x):
         return [self.own(x), self.named(x)]
@@ -760,7 +774,8 @@ class Several(nn.Module):
 class Named(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(5, 3), nn.Linear(5, 1)
+        self.one = nn.Linear(5, 3)
+        self.two = nn.Linear(5, 1)
 
     def forward(self, x):
         return {"one": self.one(x), "two": self.two(x)}
@@ -864,7 +879,8 @@ def test_a_module_that_takes_no_empty_batch_is_evaluated(strategy, rows):
         def forward(self, x):
             return x.view(len(x), 5, -1).mean(-1)
 
-    x, y = rows[0][:1], rows[1][:1]
+    x = rows[0][:1]
+    y = rows[1][:1]
     with strategy.scope():
         model = hpcdist.Model(nn.Sequential(Reshape(), nn.Linear(5, 3)))
         model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True), ["accuracy"])
@@ -890,7 +906,8 @@ def test_a_pass_that_is_left_does_not_drop_the_rows_of_its_last_batch(comm):
 def test_an_evaluator_takes_the_newest_file_that_is_whole(comm, rows, shared_path, tmp_path, caplog):
     """Two files, of which the newer one is damaged; then the older one is not evaluated again."""
     files = shared_path / "files"
-    whole, damaged = files / "whole.h5", files / "damaged.h5"
+    whole = files / "whole.h5"
+    damaged = files / "damaged.h5"
     hpcdist.Checkpoint(model=nn.Linear(5, 3)).write(whole)
     with hpcdist.get_strategy().scope():
         torch.manual_seed(1)
@@ -904,6 +921,6 @@ def test_an_evaluator_takes_the_newest_file_that_is_whole(comm, rows, shared_pat
     comm.barrier()
     evaluator = hpcdist.SidecarEvaluator(model, rows, files, max_evaluations=1, log_dir=tmp_path / "log", poll_s=0.01)
     evaluator.start()
-    assert [one["path"] for one in evaluator.evaluations] == [str(whole)]
+    assert [evaluation["path"] for evaluation in evaluator.evaluations] == [str(whole)]
     assert comm.rank or "left out" in caplog.text
     assert evaluator._next() is None

@@ -37,7 +37,8 @@ def fitted(rows, kind=None, given=None, **options):
     ids=["of torch", "a function"],
 )
 def test_losses_of_torch_and_functions(rows, loss):
-    found, expected = fitted(rows, given={"loss": loss})[1], fitted(rows)[1]
+    found = fitted(rows, given={"loss": loss})[1]
+    expected = fitted(rows)[1]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
@@ -69,7 +70,8 @@ def test_metrics_take_weights_where_they_are_asked_to(rows):
 
 
 def test_a_compiled_module_trains_alike(rows, monkeypatch):
-    compiled, make = [], torch.compile
+    compiled = []
+    make = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or make(module, backend="eager"))
     assert fitted(rows, given={"jit_compile": True})[1] == fitted(rows)[1]
     assert len(compiled) == 1
@@ -165,13 +167,13 @@ def test_files_whose_paths_differ_by_rank(comm, rows, shared_path):
     saved = ModelCheckpoint(shared_path / ("files" if comm.rank == 0 else f"other{comm.rank}") / "m-{epoch}.h5")
     fitted(rows, callbacks=[saved])
     comm.barrier()
-    assert sorted(one.name for one in (shared_path / "files").iterdir()) == ["m-1.h5", "m-2.h5"]
-    assert [one.name for one in shared_path.iterdir()] == ["files"]
+    assert sorted(path.name for path in (shared_path / "files").iterdir()) == ["m-1.h5", "m-2.h5"]
+    assert [path.name for path in shared_path.iterdir()] == ["files"]
 
 
 def test_a_dataset_without_rows(rows):
     model, _ = fitted(rows)
-    empty = hpcdist.Dataset.from_tensor_slices(tuple(one[:0] for one in rows)).batch(16)
+    empty = hpcdist.Dataset.from_tensor_slices(tuple(row[:0] for row in rows)).batch(16)
     for call in (model.fit, model.evaluate, lambda given, **options: model.predict(given)):
         with pytest.raises(DataError, match="expected .* got (none|no rows|0)"):
             call(empty, verbose=0)

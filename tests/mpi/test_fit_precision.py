@@ -65,15 +65,15 @@ def by_hand(rows, n_epochs=2, clip=None):
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()
-    return [one.detach() for one in net.parameters()]
+    return [parameter.detach() for parameter in net.parameters()]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}, {"global_clipnorm": 0.5}], ids=str)
 def test_gradients_are_those_of_one_process(strategy, rows, options):
     model, _ = fitted(strategy, rows, **options)
-    for own, other in zip(model.parameters(), by_hand(rows, clip=options.get("global_clipnorm")), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+    for parameter, other in zip(model.parameters(), by_hand(rows, clip=options.get("global_clipnorm")), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.core
@@ -86,7 +86,8 @@ def test_pieces_are_summed_over_replicas_once(comm, strategy, rows):
         model, history = fitted(strategy, rows, n_epochs=1, **options)
         return len(model.net.dtypes), history["loss"], journal.n_entered - first
 
-    whole, pieces = run(), run(gradient_accumulation_steps=3)
+    whole = run()
+    pieces = run(gradient_accumulation_steps=3)
     assert pieces[0] > whole[0], "more, and smaller, forward passes"
     assert pieces[1] == pytest.approx(whole[1], rel=1e-5)
     assert pieces[2] == whole[2]
@@ -116,8 +117,8 @@ def on_workers(comm, work):
 def test_pieces_with_servers(comm, rows):
     def train(strategy):
         model, _ = fitted(strategy, rows, gradient_accumulation_steps=3)
-        for own, other in zip(model.get_weights(), by_hand(rows), strict=True):
-            torch.testing.assert_close(torch.from_numpy(own), other, rtol=1e-4, atol=1e-6)
+        for weight, other in zip(model.get_weights(), by_hand(rows), strict=True):
+            torch.testing.assert_close(torch.from_numpy(weight), other, rtol=1e-4, atol=1e-6)
 
     on_workers(comm, train)
 
@@ -144,24 +145,25 @@ def test_layers_compute_in_half_precision(strategy, rows, policy, dtype, monkeyp
     monkeypatch.setattr(precision, "_FIRST_SCALE", 64.0)  # which does not overflow
     model, history = fitted(strategy, rows, n_epochs=8, dtype_policy=policy)
     assert set(model.net.dtypes) == {dtype}
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.predict(rows[0], verbose=0).dtype == np.float32
     assert history["loss"][-1] < 0.3 * history["loss"][0]
-    for own, other in zip(model.parameters(), by_hand(rows, n_epochs=8), strict=True):
-        torch.testing.assert_close(own, other, rtol=0.05, atol=0.02)
+    for parameter, other in zip(model.parameters(), by_hand(rows, n_epochs=8), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.feature("training.mixed-precision")
 @pytest.mark.core
 def test_an_overflow_on_one_replica_is_skipped_on_all(comm, strategy, rows):
     """Its gradient is infinite in float16 with the scale of that step; half of it is not."""
-    x, y = rows[0][:16].copy(), rows[1][:16].copy()
+    x = rows[0][:16].copy()
+    y = rows[1][:16].copy()
     y[1] = 300.0  # of one replica: 2 * 300 / 16 * 32768 is more than float16 holds
     with strategy.scope():
         torch.manual_seed(1)
         model = hpcdist.Model(nn.Linear(5, 1))
         model.compile(lambda p: torch.optim.SGD(p, lr=0.001), "mse", dtype_policy="mixed_float16")
-    before = [one.detach().clone() for one in model.parameters()]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     scales = []
     for _ in range(14):
         model.train_on_batch(x, y)
@@ -171,7 +173,7 @@ def test_an_overflow_on_one_replica_is_skipped_on_all(comm, strategy, rows):
     assert scales[0] == 2.0**14, "an overflow at the first step"
     assert scales[-1] == scales[-2], "then none"
     assert not all(map(torch.equal, before, model.parameters()))
-    mine = [scales, [one.tolist() for one in model.parameters()]]
+    mine = [scales, [parameter.tolist() for parameter in model.parameters()]]
     assert comm.bcast(mine) == mine, "the same on all ranks"
 
 
@@ -256,7 +258,7 @@ def test_a_step_of_its_own_does_not_ignore_options(strategy, rows):
             model = OwnStep(is_plain)
             model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "mse", **options)
         model.fit(*rows, batch_size=16, shuffle=False, verbose=0)
-        return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
     assert not torch.equal(train(False, global_clipnorm=0.1), train(False))
     assert torch.equal(train(True), train(False))
@@ -272,7 +274,8 @@ class OwnAccumulation(hpcdist.Model):
 
     def __init__(self, n_batches=2):
         super().__init__(nn.Linear(5, 1))
-        self.n_calls, self.n_batches = 0, n_batches
+        self.n_calls = 0
+        self.n_batches = n_batches
 
     def train_step(self, data):
         x, y, _ = self.unpack(data)
@@ -286,16 +289,17 @@ class OwnAccumulation(hpcdist.Model):
 
 
 def test_a_step_of_its_own_may_accumulate_and_clip(comm, rows):
-    x, y = rows[0][:32], rows[1][:32]
+    x = rows[0][:32]
+    y = rows[1][:32]
     clip = 0.01
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         torch.manual_seed(1)
         model = OwnAccumulation()
         model.compile(lambda p: torch.optim.SGD(p, lr=1.0), "mse", global_clipnorm=clip)
-    before = torch.cat([one.detach().reshape(-1).clone() for one in model.parameters()])
+    before = torch.cat([parameter.detach().reshape(-1).clone() for parameter in model.parameters()])
     model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
-    after = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+    after = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     assert (after - before).norm() == pytest.approx(clip, rel=1e-4)
 
 

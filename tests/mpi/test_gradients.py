@@ -308,7 +308,8 @@ def test_channels_last_weights_keep_their_strides(strategy, comm):
 def test_several_optimizers_and_models(strategy, comm):
     """A GAN's two optimizers: each backward sums what it touched, and step moves only its own parameters."""
     with strategy.scope():
-        generator, critic = nn.Linear(2, 4), nn.Linear(4, 1)
+        generator = nn.Linear(2, 4)
+        critic = nn.Linear(4, 1)
     optimizers = [torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())]
     for step in range(3):
         noise = torch.randn(2, 2)
@@ -444,7 +445,8 @@ def test_a_failed_backward_after_a_good_one(pair, comm, set_to_none):
 def test_a_backward_that_raises_leaves_what_it_did_not_write(strategy, comm):
     """As torch does: a second backward through a freed graph touches nothing."""
     with strategy.scope():
-        used, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        used = nn.Linear(2, 1)
+        other = nn.Linear(2, 1)
     x = torch.ones(3, 2)
     (used(x) + other(x)).sum().backward()
     sums = [other.weight.grad.clone(), used.weight.grad.clone()]
@@ -479,7 +481,8 @@ def test_a_step_inside_a_backward_is_refused_for_gradients_of_an_earlier_one(pai
     if comm.size == 1:
         pytest.skip("one replica sums nothing")
     model, _ = pair
-    last, first = model[2].bias, model[0].bias
+    last = model[2].bias
+    first = model[0].bias
     optimizer = torch.optim.SGD([first], lr=0.1)
     loss_of(model, local_rows(comm)[0]).backward()
     handle = last.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())  # before the first layer's
@@ -826,7 +829,8 @@ def test_a_second_kind_of_loss_is_an_error(comm, n_local):
         return
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local and n_local * comm.size)
     with strategy.scope():
-        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        model = nn.Linear(2, 1)
+        other = nn.Linear(2, 1)
 
     def step(loss_fn):
         model.zero_grad()
@@ -1014,7 +1018,9 @@ def test_dropout_draws_by_seed_step_and_replica(comm):
             found.append(torch.rand(4).tolist())
         return found
 
-    first, again, other = draws(1), draws(1), draws(2)
+    first = draws(1)
+    again = draws(1)
+    other = draws(2)
     assert first == again
     assert first != other
     everyone = [tuple(numbers) for rank in comm.allgather(first) for numbers in rank]
@@ -1167,7 +1173,8 @@ def test_copies_and_pickles_of_a_model_know_nothing_of_its_strategy(strategy):
 
 def test_a_model_that_is_gone_takes_part_as_nothing(strategy, comm):
     with strategy.scope():
-        first, second = nn.Linear(1, 1), nn.BatchNorm1d(1)
+        first = nn.Linear(1, 1)
+        second = nn.BatchNorm1d(1)
     first(torch.ones(1, 1)).sum().backward()
     del second
     first.zero_grad()
@@ -1178,7 +1185,8 @@ def test_a_model_that_is_gone_takes_part_as_nothing(strategy, comm):
 def test_a_layer_that_only_some_replicas_use_sums_what_they_have(strategy, comm):
     """From the second step on rank 0 alone uses the layer: the others add zero, not what their slot held before."""
     with strategy.scope():
-        layer, always = nn.Linear(1, 1), nn.Linear(1, 1)
+        layer = nn.Linear(1, 1)
+        always = nn.Linear(1, 1)
     for step in range(3):
         layer.zero_grad()
         loss = always(torch.ones(1, 1)).sum()
@@ -1263,7 +1271,8 @@ def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows(comm):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    weights, scales = [model.weight.detach().clone()], []
+    weights = [model.weight.detach().clone()]
+    scales = []
     for step in range(3):
         optimizer.zero_grad()
         overflows = step == 1 and comm.rank == comm.size - 1
@@ -1279,4 +1288,4 @@ def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows(comm):
     assert torch.equal(weights[1], weights[2])
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[2], weights[3])
-    assert len({str(one) for one in comm.allgather([one.tolist() for one in weights])}) == 1
+    assert len({str(weight) for weight in comm.allgather([weight.tolist() for weight in weights])}) == 1

@@ -148,7 +148,8 @@ def test_the_custom_training_loop(comm):
 
     losses = []
     for _ in range(6):
-        total_loss, num_batches = 0.0, 0
+        total_loss = 0.0
+        num_batches = 0
         for x in train_dist_dataset:
             total_loss += distributed_train_step(x)
             num_batches += 1

@@ -31,7 +31,8 @@ def raised_everywhere(comm, function):
 
 def uneven(number, comm):
     rng = random.Random(number)
-    rows, batch = rng.choice([1, 2, rng.randint(1, 30)]), rng.randint(1, 3 * comm.size)
+    rows = rng.choice([1, 2, rng.randint(1, 30)])
+    batch = rng.randint(1, 3 * comm.size)
     return rows, batch, rng.random() < 0.3, rng.randint(0, 9)
 
 
@@ -49,7 +50,8 @@ def test_uneven_inputs_every_sample_once_and_exact_metrics(strategy, comm, first
         values = torch.arange(rows, dtype=torch.float64) + 0.5
         dataset = hpcdist.Dataset.from_tensor_slices(values).shuffle(seed=seed).batch(batch, is_dropping)
         whole = [part.tolist() for part in dataset]
-        total, means = 0.0, []
+        total = 0.0
+        means = []
         for part in strategy.experimental_distribute_dataset(dataset):
             total += strategy.reduce("sum", part, axis=0).item()
             means.append(strategy.reduce("mean", part, axis=0).item())

@@ -197,7 +197,7 @@ def test_workers_are_kept_if_they_are_persistent(strategy, comm, method, is_pers
         pids.append(set(torch.cat([part[0] for part in parts]).tolist()))
         assert all(torch.cat([part[2] for part in parts])), "get_worker_info().dataset is the program's"
         assert (method == "forkserver") == (not any(torch.cat([part[3] for part in parts]))) or not pids[-1]
-    assert all(len(found) <= 1 for found in pids)
+    assert all(len(pid) <= 1 for pid in pids)
     workers = set().union(*pids)
     assert os.getpid() not in workers
     assert len(workers) == (1 if is_persistent else 3)

@@ -81,7 +81,8 @@ def trained_by_hand(comm, n_steps, n_in_round, first_local_step=0):
 @pytest.mark.parametrize("gradient_op", ["sum", "mean"])
 @pytest.mark.parametrize(("n_in_round", "first"), [(4, 0), (3, 5)])
 def test_they_are_the_local_steps_of_every_rank_and_their_mean(comm, gradient_op, n_in_round, first):
-    trained, n_steps = Trained(n_in_round, first, gradient_op), first + 2 * n_in_round
+    trained = Trained(n_in_round, first, gradient_op)
+    n_steps = first + 2 * n_in_round
     for _ in range(n_steps):
         trained.step()
     expected = trained_by_hand(comm, n_steps, n_in_round, first)
@@ -144,7 +145,8 @@ def test_a_save_of_the_programs_own_ends_the_round(comm, shared_path):
 
 def test_accumulation_before_a_local_step(comm):
     """Two halves of a batch, the first under no_sync, give the step of the whole."""
-    whole, halves = Trained(2), Trained(2)
+    whole = Trained(2)
+    halves = Trained(2)
     for trained in (whole, halves):
         trained.optimizer.zero_grad()
     whole.loss().backward()
@@ -154,8 +156,8 @@ def test_accumulation_before_a_local_step(comm):
     whole.optimizer.step()
     halves.optimizer.step()
     torch.testing.assert_close(
-        torch.cat([one.reshape(-1) for one in halves.model.parameters()]),
-        torch.cat([one.reshape(-1) for one in whole.model.parameters()]),
+        torch.cat([parameter.reshape(-1) for parameter in halves.model.parameters()]),
+        torch.cat([parameter.reshape(-1) for parameter in whole.model.parameters()]),
     )
 
 
@@ -190,7 +192,8 @@ def test_one_replica_per_rank(options):
 @pytest.mark.feature("strategies.local-sgd")
 def test_digits_are_learned(comm):
     images, labels = sklearn_datasets.load_digits(return_X_y=True)
-    images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    images = torch.tensor(images / 16, dtype=torch.float32)
+    labels = torch.tensor(labels)
     strategy = make_strategy(8, 24, gradient_op=None)
     torch.manual_seed(0)
     with strategy.scope():

@@ -18,12 +18,14 @@ pytestmark = pytest.mark.mpi
 def root_logger():
     """Return the root logger, and give it its handlers and level back."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     root.handlers = []
     yield root
     for handler in root.handlers:
         handler.close()
-    root.handlers, root.level = handlers, level
+    root.handlers = handlers
+    root.level = level
 
 
 @pytest.mark.feature("observability.logs-by-rank")

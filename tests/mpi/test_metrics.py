@@ -12,7 +12,8 @@ from hpcdist.errors import UsageError
 
 pytestmark = pytest.mark.mpi
 
-N_ROWS, N_CLASSES = 11, 4
+N_ROWS = 11
+N_CLASSES = 4
 LOGITS = torch.randn(N_ROWS, N_CLASSES, generator=torch.Generator().manual_seed(3))
 CLASSES = torch.arange(N_ROWS) % N_CLASSES
 WEIGHTS = torch.linspace(0.1, 2.0, N_ROWS)
@@ -31,7 +32,8 @@ def make(strategy, kind, **options):
 def own_rows(*tensors):
     """Return this replica's part: of very different lengths, of the first replica none."""
     replica = hpcdist.get_replica_context()
-    n, number = replica.num_replicas_in_sync, replica.replica_id_in_sync_group
+    n = replica.num_replicas_in_sync
+    number = replica.replica_id_in_sync_group
     bounds = [N_ROWS * (k * k) // (n * n) for k in range(n + 1)] if n > 1 else [0, N_ROWS]
     return [None if tensor is None else tensor[bounds[number] : bounds[number + 1]] for tensor in tensors]
 
@@ -101,7 +103,8 @@ def test_examples_of_the_pages(metric, truths, predictions, weights, expected):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_losses_of_logits(smoothing):
     options = {"from_logits": True, "label_smoothing": smoothing}
-    binary, one_hot = metrics.BinaryCrossentropy(**options), metrics.CategoricalCrossentropy(**options)
+    binary = metrics.BinaryCrossentropy(**options)
+    one_hot = metrics.CategoricalCrossentropy(**options)
     binary.update_state(ONE_HOT, LOGITS)
     one_hot.update_state(ONE_HOT, LOGITS)
     moved = (ONE_HOT * (1 - smoothing) + smoothing / 2).double()
@@ -119,16 +122,19 @@ def test_losses_of_logits(smoothing):
 def test_areas_by_their_definition(curve, method):
     """At 21 thresholds, counted one by one."""
     generator = np.random.default_rng(5)
-    truth, found = generator.integers(0, 2, 300) == 1, np.round(generator.random(300), 3)
+    truth = generator.integers(0, 2, 300) == 1
+    found = np.round(generator.random(300), 3)
     metric = metrics.AUC(21, curve, method)
     metric.update_state(truth, found)
     points = [-1e-7, *[(one + 1) / 20 for one in range(19)], 1 + 1e-7]
     counts = [((found > at) & truth, (found > at) & ~truth) for at in points]
     recalls = [right.sum() / truth.sum() for right, _ in counts]
     if curve == "ROC":
-        xs, ys = [wrong.sum() / (~truth).sum() for _, wrong in counts], recalls
+        xs = [wrong.sum() / (~truth).sum() for _, wrong in counts]
+        ys = recalls
     else:
-        xs, ys = recalls, [right.sum() / max(1, right.sum() + wrong.sum()) for right, wrong in counts]
+        xs = recalls
+        ys = [right.sum() / max(1, right.sum() + wrong.sum()) for right, wrong in counts]
     join = {"interpolation": lambda one, other: (one + other) / 2, "minoring": min, "majoring": max}[method]
     area = sum((xs[n] - xs[n + 1]) * join(ys[n], ys[n + 1]) for n in range(20))
     if (curve, method) == ("PR", "interpolation"):  # both counts are linear between two thresholds
@@ -138,7 +144,8 @@ def test_areas_by_their_definition(curve, method):
 
 def area_between(right, wrong, more_right, more_wrong):
     """Return the integral of precision over true positives, by 2,000 trapezoids."""
-    first, last = right.sum(), more_right.sum()
+    first = right.sum()
+    last = more_right.sum()
     positives = np.linspace(first + wrong.sum(), last + more_wrong.sum(), 2001)
     trues = np.linspace(first, last, 2001)
     if not positives[0]:  # precision is the same all the way
@@ -149,7 +156,8 @@ def area_between(right, wrong, more_right, more_wrong):
 def test_several_thresholds_and_one_class(strategy):
     metric = make(strategy, metrics.Recall, thresholds=[0.1, 0.5], class_id=1)
     update(strategy, metric, ONE_HOT, CHANCES)
-    truth, found = ONE_HOT[:, 1] > 0, CHANCES[:, 1]
+    truth = ONE_HOT[:, 1] > 0
+    found = CHANCES[:, 1]
     expected = [float((found[truth] > at).double().mean()) for at in (0.1, 0.5)]
     assert metric.result().tolist() == pytest.approx(expected)
 
@@ -187,7 +195,8 @@ def test_weights(strategy, kind, tensors, expected):
     metric = make(strategy, kind)
     update(strategy, metric, *tensors, WEIGHTS)
     assert float(metric.result()) == pytest.approx(in_one_process(kind, *tensors, WEIGHTS), rel=1e-13)
-    once, twice = make(strategy, kind), make(strategy, kind)
+    once = make(strategy, kind)
+    twice = make(strategy, kind)
     update(strategy, once, *tensors, (CLASSES == 2).float())
     kept = [tensor[CLASSES == 2] for tensor in tensors]
     assert float(once.result()) == pytest.approx(in_one_process(kind, *kept), rel=1e-13)
@@ -242,7 +251,7 @@ def test_it_has_the_same_bits_on_any_number_of_ranks():
     metric = make(strategy, metrics.Sum)
     values = torch.tensor([1, 2.0**53, 1, 1, 2, 2, 2], dtype=torch.float64)
     strategy.run(lambda: metric.update_state(values[hpcdist.get_replica_context().replica_id_in_sync_group]))
-    v = [float(one) for one in values]
+    v = [float(value) for value in values]
     tree = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + v[6])
     assert float(metric.result()) == tree != sum(v)
 

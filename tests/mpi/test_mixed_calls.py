@@ -19,7 +19,8 @@ class Values:
         self.strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas)
         on_read = {"synchronization": "ON_READ", "aggregation": "SUM"}
         with self.strategy.scope():
-            self.loss, self.accuracy = hpcdist.metrics.Mean("loss"), hpcdist.metrics.Mean("accuracy")
+            self.loss = hpcdist.metrics.Mean("loss")
+            self.accuracy = hpcdist.metrics.Mean("accuracy")
             self.unnamed = [hpcdist.Variable(0.0, **on_read) for _ in range(2)]
         self.strategy.run(self.update)
         self.number = self.strategy.run(lambda: torch.tensor(1.0))
@@ -31,7 +32,8 @@ class Values:
         self.accuracy.update_state([3.0])
 
     def calls(self):
-        reduce, gather = self.strategy.reduce, self.strategy.gather
+        reduce = self.strategy.reduce
+        gather = self.strategy.gather
         return {
             "loss": self.loss.result,
             "accuracy": self.accuracy.result,
@@ -113,11 +115,13 @@ def test_reductions_by_the_library_that_do_not_fit_together_are_found(comm, op, 
     """By the ranks beside the one that differs, before anybody uses the result: the job would end."""
     if comm.size == 1:
         return
-    own, given = comm.Dup(), {"implementation": "MPI"}
+    own = comm.Dup()
+    given = {"implementation": "MPI"}
     for _ in range(3):
         hpcdist.all_reduce(np.ones(2), comm=own, **given)
     error = None
-    values, name = np.ones(2, dtype if comm.rank == 0 else float), op if comm.rank == 0 else "sum"
+    values = np.ones(2, dtype if comm.rank == 0 else float)
+    name = op if comm.rank == 0 else "sum"
     try:
         hpcdist.all_reduce(values, name, comm=own, **given)
     except DesyncError as caught:

@@ -121,7 +121,8 @@ def test_hierarchical_bfloat16(comm, cupy, make_group):
 
 @pytest.mark.feature("gpu.ordered-device-collectives", "complaints.nccl-beside-mpi")
 def test_the_lane_gets_host_memory_and_this_ranks_part_only(comm, cupy, make_group):
-    group, seen = make_group(1), []
+    group = make_group(1)
+    seen = []
 
     def lane(host):
         seen.append((type(host), host.size))
@@ -176,13 +177,14 @@ def test_uneven_hosts_are_refused_on_all_ranks(comm, cupy, make_group):
 )
 def test_who_sums_device_buffers(comm, monkeypatch, make_group, implementation, ranks_per_host, nccl_calls):
     """AUTO is NCCL where all have it; other algorithms get a copy on the host."""
-    cupy, group = install(monkeypatch, comm), make_group(ranks_per_host)
+    cupy = install(monkeypatch, comm)
+    group = make_group(ranks_per_host)
     array = cupy.array(values(comm.rank, 10).astype(np.float32))
     calls.reduce_buffer(array, SUM, CommunicationOptions(implementation=implementation), group)
     assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
     if comm.size > 1:
         logs = [group.peek(("nccl", which)) for which in ("all", "node")]
-        assert {call for kept in logs if kept for call in kept._inner.log} == nccl_calls
+        assert {call for log in logs if log for call in log._inner.log} == nccl_calls
 
 
 @pytest.mark.parametrize("implementation", [Implementation.AUTO, Implementation.HIERARCHICAL])
@@ -210,7 +212,8 @@ def test_truth_values_on_a_device_are_refused(comm, cupy, make_group):
 def test_without_a_gpu_each_auto_goes_through_the_host(comm, monkeypatch, make_group):
     if comm.size == 1:
         pytest.skip("one rank shares with nobody")
-    cupy, group = install(monkeypatch, comm, devices=(f"gpu-{max(0, comm.rank - 1)}",)), make_group()
+    cupy = install(monkeypatch, comm, devices=(f"gpu-{max(0, comm.rank - 1)}",))
+    group = make_group()
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     array = cupy.array(values(comm.rank, 10).astype(np.float32))
     calls.reduce_buffer(array, SUM, CommunicationOptions(implementation=Implementation.AUTO), group)
@@ -311,7 +314,8 @@ def endless(cupy, monkeypatch):
 def test_a_peer_that_fails_is_reported(comm, cupy, monkeypatch, make_group, error, text):
     group = make_group()
     communicator = nccl.communicator_of(group, group.comm, 0)
-    inner, aborted = communicator._inner, []
+    inner = communicator._inner
+    aborted = []
 
     def failed():
         raise error
@@ -369,10 +373,12 @@ def test_buckets_are_summed_behind_their_gradients_and_beside_later_ones(
     options = CommunicationOptions(implementation=implementation)
     reducer = Reducer(group, options, device=torch.device("cuda:0"))
     assert reducer.route.is_on_device
-    limits, order = reducer.begin_buckets(64 << 20), []
+    limits = reducer.begin_buckets(64 << 20)
+    order = []
     if ranks_per_host is None:
         assert (limits.bucket_bytes, limits.last_bytes) == (25 << 20, 1 << 20)
-    handles, buckets = [], [np.zeros(100, np.float32) for _ in range(2)]
+    handles = []
+    buckets = [np.zeros(100, np.float32) for _ in range(2)]
 
     def gradient(number):
         order.append(number)

@@ -171,7 +171,8 @@ def test_every_algorithm_trains_to_the_same_weights_on_all_ranks(comm, over_host
 def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkeypatch):
     """The order of events: a bucket is started when its last gradient is there, also while others are missing."""
     events = []
-    start, after = Reducer.start, torch_hooks.after_accumulation
+    start = Reducer.start
+    after = torch_hooks.after_accumulation
 
     def noted(self, array, bucket, is_exact, **more):
         events.append("counts" if is_exact else bucket)
@@ -223,7 +224,8 @@ def test_what_a_half_wire_rounds_away_comes_later(comm, over_hosts, dtype):
     group = multi_worker.group_of(make_world().role_comm)
     values = np.linspace(1, 2, 1001, dtype=np.float32) * (1 + comm.rank)
     exact = sum(np.linspace(1, 2, 1001) * (1 + rank) for rank in range(comm.size))
-    kept, n_sums = HalfWire(dtype), 50
+    kept = HalfWire(dtype)
+    n_sums = 50
     total = np.zeros(1001)
     for _ in range(n_sums):
         buffer = values.copy()
@@ -332,15 +334,16 @@ def test_two_models_in_turn_as_a_gan(comm, over_hosts):
         torch.manual_seed(1)
         strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
         with strategy.scope():
-            maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+            maker = nn.Linear(4, 4)
+            judge = nn.Linear(4, 1)
             optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (maker, judge)]
         rows = torch.Generator().manual_seed(comm.rank)
         for _ in range(3):
-            for own, model in zip(optimizers, (maker, judge), strict=True):
+            for optimizer, model in zip(optimizers, (maker, judge), strict=True):
                 model.zero_grad()
                 other = judge if model is maker else maker
                 judge(maker(torch.randn(3, 4, generator=rows))).mean().backward()
-                own.step()
+                optimizer.step()
                 other.zero_grad()
         results.append(b"".join(p.detach().numpy().tobytes() for m in (maker, judge) for p in m.parameters()))
     assert results[0] == results[1]
@@ -416,7 +419,8 @@ def test_replicas_at_different_backwards_are_an_error(comm, over_hosts, hosts):
 def test_a_module_built_between_forward_and_a_checkpointed_backward(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     with strategy.scope():
-        model, last = nn.Linear(2, 2), nn.Linear(2, 1)
+        model = nn.Linear(2, 2)
+        last = nn.Linear(2, 1)
     loss = last(torch.utils.checkpoint.checkpoint(model, torch.ones(1, 2), use_reentrant=False)).sum()
     with strategy.scope():
         later = nn.Linear(2, 1)

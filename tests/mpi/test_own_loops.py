@@ -23,7 +23,8 @@ import loops
 import weighed_loops
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("no_handler_left")]
-ROWS, BATCH = 24, 6
+ROWS = 24
+BATCH = 6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -102,7 +103,8 @@ def test_a_loader_of_the_programs_own_resumes_at_the_exact_batch_twice_in_an_epo
     """With dropout: what a loader draws at the start of a pass must not shift the numbers of a resumed one."""
     unbroken = Program(make_dropout, rate=0.01)
     sampler = hpcdist.DistributedSampler(rows_of(), seed=5)
-    seen, parts = [], []
+    seen = []
+    parts = []
     with unbroken.handler(shared_path / "unbroken", data=sampler) as handler:
         train_on_own_loader(unbroken, handler, sampler, seen)
         n_steps = handler.step
@@ -353,7 +355,8 @@ def test_a_peek_in_each_epoch_resumes_at_the_end_of_an_epoch(comm, shared_path):
 def test_what_a_program_evaluates_at_its_end_is_not_saved_as_its_last_step(comm, shared_path):
     """The best weights are loaded and tested on a distributed dataset, whose draws are points of the loop, too."""
     program = Program()
-    batches, test_batches = program.distributed(), program.distributed()
+    batches = program.distributed()
+    test_batches = program.distributed()
     handler = program.handler(shared_path / "run", data=batches)
     for x, y in batches.take(3):
         program.step(x, y)
@@ -423,7 +426,8 @@ def test_a_stop_in_a_validation_saves_the_end_of_the_pass_or_waits(comm, shared_
 
     def attempt(stops):
         program = Program()
-        batches, validation = program.distributed(), program.distributed()
+        batches = program.distributed()
+        validation = program.distributed()
         schedule = torch.optim.lr_scheduler.StepLR(program.optimizer, 1, 0.5)
         handler = program.handler(shared_path / f"{is_changed}", data=batches, schedule=schedule)
         with contextlib.suppress(SystemExit), handler:
@@ -551,7 +555,8 @@ def test_the_plan_knows_the_rows_whatever_a_batch_looks_like(comm, collate):
 def test_what_the_chief_alone_does_keeps_no_rank_waiting(comm, shared_path):
     """A validation by a loader of its own, a peek, a sample in train mode, a backward of its own."""
     program = Program()
-    batches, others = program.distributed(), program.distributed()
+    batches = program.distributed()
+    others = program.distributed()
     own = torch.ones(3, requires_grad=True)
     with program.handler(shared_path / "run", data=batches) as handler:
         if comm.rank == 0:

@@ -19,7 +19,8 @@ def strategy(request):
 @pytest.fixture
 def sums(strategy, monkeypatch):
     """Return a list to which every all-reduce of values adds their dtype; that of shapes is three float64."""
-    seen, summed = [], strategy.sum_over_replicas
+    seen = []
+    summed = strategy.sum_over_replicas
 
     def counting(rows):
         seen.append("shapes" if rows[0].shape == (3,) and rows[0].dtype == np.float64 else str(rows[0].dtype))

@@ -50,7 +50,8 @@ def on_servers(comm):
         assert left_with == (0 if comm.rank < (n_servers if entries is None else 1) else None)
         return result
 
-    run.n_servers, run.n_workers = n_servers, comm.size - n_servers
+    run.n_servers = n_servers
+    run.n_workers = comm.size - n_servers
     return run
 
 
@@ -89,13 +90,14 @@ def train(strategy, model, optimizer, steps, scheduler=None):
 
 
 def weights(model):
-    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 OPTIMIZERS = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
     "AdamW in groups": lambda parameters: torch.optim.AdamW(
-        [{"params": one, "lr": 0.01 * (1 + number)} for number, one in enumerate(parameters)], weight_decay=0.1
+        [{"params": parameter, "lr": 0.01 * (1 + number)} for number, parameter in enumerate(parameters)],
+        weight_decay=0.1,
     ),
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
@@ -190,7 +192,8 @@ def test_one_worker_alone_is_plain_training(comm, on_servers, across):
 def test_workers_learn_digits_together(on_servers, options):
     images, labels = sklearn_datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(1).permutation(len(labels))
-    images, labels = torch.tensor(images[order] / 16, dtype=torch.float32), torch.tensor(labels[order])
+    images = torch.tensor(images[order] / 16, dtype=torch.float32)
+    labels = torch.tensor(labels[order])
 
     def body(strategy):
         torch.manual_seed(0)
@@ -244,7 +247,8 @@ def test_bfloat16_scalars_frozen_and_unused_parameters(on_servers, across):
             torch.manual_seed(2)
             half = nn.Linear(3, 2).bfloat16()
             scale = nn.Parameter(torch.tensor(2.0))
-            frozen, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+            frozen = nn.Linear(2, 2)
+            unused = nn.Linear(2, 2)
             frozen.requires_grad_(False)
             optimizer = torch.optim.SGD([*half.parameters(), scale, *frozen.parameters(), *unused.parameters()], lr=0.5)
         before = [one.detach().clone() for one in (half.weight, scale, frozen.weight, unused.weight)]
@@ -632,7 +636,9 @@ def test_an_entry_joins_rows_and_keeps_what_none_of_its_ranks_used(comm, in_entr
     def body(strategy):
         with strategy.scope():
             torch.manual_seed(2)
-            table, once, never = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1), nn.Linear(4, 1)
+            table = nn.Embedding(50, 4, sparse=True)
+            once = nn.Linear(4, 1)
+            never = nn.Linear(4, 1)
             rest = [*once.parameters(), *never.parameters()]
             optimizers = [torch.optim.SparseAdam(table.parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.1)]
         before = [one.detach().clone() for one in (table.weight, once.weight, never.weight)]
@@ -709,7 +715,8 @@ def test_a_stop_request_to_any_rank_of_an_entry_reaches_all(comm, in_entries):
 
     def body(strategy):
         model, optimizer = make_model(strategy)
-        requester, flags = Requester(), strategy.world.step_flags
+        requester = Requester()
+        flags = strategy.world.step_flags
         flags.attach(requester)
         found = []
         for step in range(4):

@@ -96,7 +96,7 @@ def test_values_and_threads_of_replicas_are_there_too(comm, default_device, kind
     default_device("meta")
     made = strategy.experimental_distribute_values_from_function(lambda of: torch.ones(1))
     parts = strategy.run(lambda one: (one + 1, torch.zeros(1)), args=(made,))
-    assert {one.device.type for part in parts for one in part.values} == {"cpu"}
+    assert {value.device.type for part in parts for value in part.values} == {"cpu"}
     without = hpcdist.MirroredStrategy()
     assert without.run(lambda: torch.ones(1).device.type) == "meta"
     with without.scope():
@@ -202,7 +202,8 @@ def test_parts_weigh_by_their_rows_when_batches_are_moved(comm):
 @pytest.mark.parametrize("replicas", [None, 4])
 def test_reduced_values_lie_on_the_host_or_in_a_replica_where_they_were(comm, replicas):
     strategy = hpcdist.MirroredStrategy(num_replicas=replicas, gradient_op="sum")
-    n, value = strategy.num_replicas_in_sync, OnDevice(torch.ones(2, 3))
+    n = strategy.num_replicas_in_sync
+    value = OnDevice(torch.ones(2, 3))
     assert value.device.type == "meta"
     parts = strategy.run(lambda: OnDevice(torch.ones(2, 3)))
     for found, expected in (

@@ -26,7 +26,8 @@ from hpcdist.resilience.stop import STOP_FOR_GOOD
 from hpcdist.runtime.step_flags import Request
 
 pytestmark = pytest.mark.mpi
-ROWS, BATCH = 96, 12
+ROWS = 96
+BATCH = 12
 N_STEPS = ROWS // BATCH
 
 
@@ -486,7 +487,8 @@ def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, advanc
 def test_what_a_save_costs_is_with_its_read_back(comm, make_job, monkeypatch):
     verify = CheckpointFile.verify
     monkeypatch.setattr(CheckpointFile, "verify", lambda *arguments: (time.sleep(0.5), verify(*arguments)))
-    job, n_saves = make_job(time_limit_s=600, save_every_steps=5), []
+    job = make_job(time_limit_s=600, save_every_steps=5)
+    n_saves = []
     job.train(1, lambda step: n_saves.append(job.handler.deadline.n_saves()))
     assert job.handler.deadline.save.p99 >= 0.5
     assert n_saves[:6] == [1, 1, 1, 2, 2, 1], "one is due after the fifth"
@@ -497,7 +499,8 @@ def test_what_a_save_costs_is_with_its_read_back(comm, make_job, monkeypatch):
 
 
 def test_saves_that_become_slower_are_measured_too(comm, make_job, monkeypatch):
-    verify, delay_s = CheckpointFile.verify, [0.0]
+    verify = CheckpointFile.verify
+    delay_s = [0.0]
     monkeypatch.setattr(CheckpointFile, "verify", lambda *arguments: (time.sleep(delay_s[0]), verify(*arguments)))
     job = make_job(time_limit_s=600, save_every_steps=2)
 
@@ -853,7 +856,8 @@ def test_with_save_fn_nobody_counts(comm, shared_path, make_job):
 
 
 def test_a_later_handler_takes_over(comm, make_job):
-    first, second = make_job("one"), make_job("two")
+    first = make_job("one")
+    second = make_job("two")
     assert second.strategy.world.step_flags.requester is second.handler
     first.handler.close()
     assert second.strategy.world.step_flags.requester is second.handler

@@ -134,7 +134,9 @@ def train_with_merges(strategy):
     with strategy.scope():
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.2), Held())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    norm, held, drawn = model[1], model[3], []
+    norm = model[1]
+    held = model[3]
+    drawn = []
     held.forward = lambda x: x * held.w
     ema = torch.optim.swa_utils.AveragedModel(model)
 
@@ -184,7 +186,8 @@ def test_an_error_in_a_merge_call_is_every_replica_s_to_catch(strategy):
 
 
 def test_a_merge_call_draws_the_same_numbers_on_all_ranks_and_none_of_a_replica_s(strategy, comm):
-    model, drawn = make_model(strategy), []
+    model = make_model(strategy)
+    drawn = []
 
     def fn(merges):
         first = torch.rand(1).item()

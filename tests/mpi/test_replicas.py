@@ -144,7 +144,7 @@ def test_run_gives_each_replica_its_own_and_returns_all(strategy, comm):
 def test_equal_numbers_are_values_of_every_replica(strategy):
     """Small whole numbers are one object in Python."""
     counts = strategy.run(lambda: (3, True, 1.5))
-    assert [strategy.reduce("sum", one, axis=None) for one in counts] == [15, 5, 7.5]
+    assert [strategy.reduce("sum", count, axis=None) for count in counts] == [15, 5, 7.5]
 
 
 @pytest.mark.feature("tf.gather-misfit-among")
@@ -223,14 +223,17 @@ def test_reduce_takes_every_dtype_of_numpy(over_hosts, dtype, hosts):
 
 
 def test_waiting_for_other_ranks_partial_sums_takes_no_core(comm, make_group):
-    group, plan = make_group(), ReplicaPlan(2 * comm.size + 1, comm.size)
+    group = make_group()
+    plan = ReplicaPlan(2 * comm.size + 1, comm.size)
     rows = [np.ones(1000) for _ in plan.subtrees[comm.rank]]
     comm.Barrier()
     if comm.rank == 0:
         time.sleep(0.6)
-    began, began_cpu = time.monotonic(), time.process_time()
+    began = time.monotonic()
+    began_cpu = time.process_time()
     subtree_sums.all_reduce(rows, rows[0], group, plan)
-    waited_s, cpu_s = time.monotonic() - began, time.process_time() - began_cpu
+    waited_s = time.monotonic() - began
+    cpu_s = time.process_time() - began_cpu
     assert rows[0].tolist() == [sum(map(len, plan.subtrees))] * 1000
     assert comm.rank == 0 or cpu_s < waited_s / 2
 
@@ -353,7 +356,8 @@ def test_merge_calls_in_loops_and_conditions(strategy):
         return strategy.reduce("sum", own, axis=None)
 
     def fn(replica):
-        context, total = hpcdist.get_replica_context(), replica
+        context = hpcdist.get_replica_context()
+        total = replica
         for _ in range(3):
             if total < 50:
                 total = context.merge_call(add, args=(torch.tensor(total),)).item()
@@ -397,7 +401,7 @@ def test_each_replica_clips_its_own_copy(strategy):
 
     found = strategy.run(fn, args=(ids(strategy),))
     assert model.weight.tolist() == [[-2.5, -2.5]]
-    assert [one.tolist() for one in found.values] == [[[2.5, 2.5]]] * len(found.values)
+    assert [value.tolist() for value in found.values] == [[[2.5, 2.5]]] * len(found.values)
 
 
 def test_a_second_backward_adds_its_own_sum(strategy):
@@ -411,7 +415,7 @@ def test_a_second_backward_adds_its_own_sum(strategy):
 
     for number in (1, 2):
         found = strategy.run(fn, args=(ids(strategy),))
-        assert all(one.tolist() == [[15 * number, 15 * number]] for one in found.values)
+        assert all(value.tolist() == [[15 * number, 15 * number]] for value in found.values)
 
 
 def test_each_sum_is_seen_before_the_next_one_overwrites_it(strategy):
@@ -460,7 +464,9 @@ def test_modules_built_in_a_run_are_the_replica_s_own_until_they_are_stepped(com
 
     def fn(steps):
         model.zero_grad()
-        weighted, own, copied = nn.CrossEntropyLoss(torch.ones(3)), nn.Linear(3, 3), copy.deepcopy(model)
+        weighted = nn.CrossEntropyLoss(torch.ones(3))
+        own = nn.Linear(3, 3)
+        copied = copy.deepcopy(model)
         weighted(own(copied(model(torch.ones(1, 3)))), torch.tensor([0])).backward()
         if steps:
             torch.optim.SGD(own.parameters(), lr=0.1).step()
@@ -525,7 +531,8 @@ def test_an_error_in_all_replicas_leaves_nothing_behind(strategy, stage):
 def test_a_gan_s_two_optimizers(strategy):
     """Two models, each stepped by its own optimizer on gradients that reach both."""
     with strategy.scope():
-        one, two = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        one = nn.Linear(1, 1, bias=False)
+        two = nn.Linear(1, 1, bias=False)
         first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two))
     nn.init.ones_(one.weight)
     nn.init.ones_(two.weight)

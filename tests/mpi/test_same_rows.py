@@ -184,7 +184,8 @@ def test_datasets_that_worker_processes_read_are_left_unread(comm, strategy, tmp
 
 class Lazy(torch.utils.data.Dataset):
     def __init__(self, path):
-        self.path, self.file = path, None
+        self.path = path
+        self.file = None
 
     def __len__(self):
         return 40

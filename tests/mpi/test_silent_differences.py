@@ -250,8 +250,8 @@ def test_a_loss_that_the_closure_has_reduced_is_taken_as_it_is(comm):
         model = make_model()
     found = train_reduced(strategy, model, x[comm.rank :: comm.size], 1 / N_ROWS)
     assert found == pytest.approx(expected)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    for parameter, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, parameter, rtol=1e-9, atol=1e-9)
 
 
 def test_a_loss_that_is_equal_on_all_ranks_at_first_is_summed_all_the_same(comm):
@@ -342,9 +342,9 @@ def test_a_gradient_that_is_undefined_counts_as_none(comm, over_hosts, way):
         penalty(plain, x).backward()
     assert plain[1].bias.grad is None
     assert model[1].bias.grad is None
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         if expected.grad is not None:
-            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("n_more", "is_used_by_all"), [(1, True), (0, False)])
@@ -384,8 +384,8 @@ def test_sums_inside_a_backward_do_not_meet_buckets(comm, over_hosts, n_more, is
         own.zero_grad()
         loss_of(plain, x, is_used).backward()
         own.step()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_gradients_are_applied_after_zero_grad_of_either_kind(comm):
@@ -454,8 +454,8 @@ def test_sums_in_the_model_and_a_mean_over_parts_of_different_length(comm, n_row
         strategy.run(step, args=(part,))
     plain = build(nn.BatchNorm1d)
     plain(x).square().mean().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-9, atol=1e-9)
 
 
 def test_sums_have_the_strides_of_what_is_summed(comm):

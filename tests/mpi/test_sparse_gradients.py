@@ -15,7 +15,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # torch's own Adagrad makes it
 ]
 
-N_ROWS, WIDTH = 40, 3
+N_ROWS = 40
+WIDTH = 3
 
 
 class Table(nn.Module):
@@ -37,7 +38,8 @@ def make(strategy, optimizer, lr=0.1, **options):
     torch.manual_seed(5)
     with strategy.scope():
         model = Table(**options)
-        sparse, dense = list(model.table.parameters()), list(model.dense.parameters())
+        sparse = list(model.table.parameters())
+        dense = list(model.dense.parameters())
         if optimizer is torch.optim.SparseAdam:
             return model, [optimizer(sparse, lr=lr), torch.optim.SGD(dense, lr=lr)]
         return model, [optimizer(model.parameters(), lr=lr)]
@@ -85,8 +87,8 @@ def test_weights_are_those_of_one_process(comm, over_hosts, optimizer, hosts):
             (model(numbers_of(step)[:1]).sum() * 0).backward()
         for one in optimizers:
             one.step()
-    for found, expected in zip(model.parameters(), alone(optimizer, 6, mean_square), strict=True):
-        torch.testing.assert_close(found.detach(), expected, rtol=1e-12, atol=1e-12)
+    for parameter, expected in zip(model.parameters(), alone(optimizer, 6, mean_square), strict=True):
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradient_has_the_rows_that_ranks_have_used_and_no_others(comm):
@@ -144,7 +146,7 @@ def test_bits_are_those_of_dense_gradients_on_any_number_of_ranks(comm, kind, dt
     for one, expected in zip(found, gradients(is_sparse=False), strict=True):
         assert torch.equal(one, expected)
     digests = comm.allgather([one.view(torch.uint8).numpy().tobytes() for one in found])
-    assert all(one == digests[0] for one in digests)
+    assert all(digest == digests[0] for digest in digests)
 
 
 @pytest.mark.parametrize("num_replicas", [None, 4])

@@ -372,7 +372,8 @@ weights = model.weight.detach().clone()
 
 @pytest.mark.feature("tf.onedevicestrategy-device-inputs", "strategies.one-device-strategy")
 def test_inputs_are_moved():
-    strategy, data = hpcdist.OneDeviceStrategy("meta"), make_data()
+    strategy = hpcdist.OneDeviceStrategy("meta")
+    data = make_data()
     kept = hpcdist.InputOptions(experimental_fetch_to_device=False)
     for batches, kind in (
         (strategy.experimental_distribute_dataset(data), "meta"),
@@ -442,7 +443,8 @@ def gpus(monkeypatch):
 
 @pytest.mark.parametrize("asked", [None, "cuda"])
 def test_each_rank_takes_its_own_gpu(comm, gpus, asked):
-    chosen, own = gpus(comm.size), torch.device("cuda", comm.rank)
+    chosen = gpus(comm.size)
+    own = torch.device("cuda", comm.rank)
     strategy = hpcdist.MultiWorkerMirroredStrategy(device=asked)
     assert strategy.device == own
     assert chosen == [own]

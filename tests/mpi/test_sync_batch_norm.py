@@ -12,7 +12,8 @@ import hpcdist
 
 pytestmark = pytest.mark.mpi
 
-N_ROWS, N_CHANNELS = 10, 3
+N_ROWS = 10
+N_CHANNELS = 3
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
@@ -30,7 +31,8 @@ def batch(n_dims, offset=0.0, dtype=torch.float32):
 def own_part():
     """Return a replica's rows: none on the first of several, most on the last."""
     replica = hpcdist.get_replica_context()
-    n, number = replica.num_replicas_in_sync, replica.replica_id_in_sync_group
+    n = replica.num_replicas_in_sync
+    number = replica.replica_id_in_sync_group
     return slice(N_ROWS * number**2 // n**2, N_ROWS * (number + 1) ** 2 // n**2)
 
 
@@ -75,12 +77,13 @@ def make_old(new, n_dims, **options):
 @pytest.mark.parametrize("n_dims", [2, 3, 4, 5])
 def test_it_is_torchs_of_the_whole_batch(strategy, n_dims):
     new = make(strategy)
-    old, (rows, direction) = make_old(new, n_dims), batch(n_dims)
+    old = make_old(new, n_dims)
+    (rows, direction) = batch(n_dims)
     for _ in range(2):
         old.zero_grad()
         new.zero_grad()
-        for found, expected in zip(in_parts(strategy, new, rows, direction), whole(old, rows, direction), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+        for part, expected in zip(in_parts(strategy, new, rows, direction), whole(old, rows, direction), strict=True):
+            torch.testing.assert_close(part, expected, rtol=1e-5, atol=2e-5)
     for name, expected in old.state_dict().items():
         torch.testing.assert_close(new.state_dict()[name], expected, rtol=1e-5, atol=1e-6, msg=name)
     new.eval()
@@ -92,7 +95,8 @@ def test_it_is_torchs_of_the_whole_batch(strategy, n_dims):
 @pytest.mark.parametrize("options", [{"affine": False}, {"momentum": None}, {"track_running_stats": False}])
 def test_options(strategy, options):
     new = make(strategy, **options)
-    old, (rows, direction) = make_old(new, 2, **options), batch(2)
+    old = make_old(new, 2, **options)
+    (rows, direction) = batch(2)
     if options.get("affine") is False:
         assert not list(new.parameters())
         outputs = strategy.gather(strategy.run(lambda: new(rows[own_part()])), 0)
@@ -116,7 +120,8 @@ def test_a_large_mean_does_not_drown_the_variance(strategy):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_dtype_is_kept(strategy, dtype):
-    new, (rows, _) = make(strategy), batch(2, dtype=dtype)
+    new = make(strategy)
+    (rows, _) = batch(2, dtype=dtype)
     new = new.double() if dtype is torch.float64 else new
     outputs = strategy.gather(strategy.run(lambda: new(rows[own_part()]).detach()), 0)
     assert outputs.dtype is dtype
@@ -127,7 +132,8 @@ def test_the_dtype_is_kept(strategy, dtype):
 def test_it_has_the_same_bits_on_any_number_of_ranks():
     """The sums of four parts of two rows, added as ((0 + 1) + (2 + 3)) in float64, say what the bits are."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=4, gradient_op="sum")
-    new, rows = make(strategy, affine=False), batch(2)[0][:8]
+    new = make(strategy, affine=False)
+    rows = batch(2)[0][:8]
     parts = rows.double().view(4, 2, N_CHANNELS)
     sums = [torch.cat([part.sum(0), (part * part).sum(0)]) for part in parts]
     mean, of_squares = (((sums[0] + sums[1]) + (sums[2] + sums[3])) / 8).chunk(2)
@@ -171,7 +177,8 @@ def test_a_model_is_trained_as_by_one_process(strategy, comm):
 
 def test_a_bare_loop_on_one_replica_per_rank(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
-    new, (rows, direction) = make(strategy), batch(2)
+    new = make(strategy)
+    (rows, direction) = batch(2)
     output, gradient, *_ = whole(make_old(new, 2), rows, direction)
     part = slice(N_ROWS * comm.rank // comm.size, N_ROWS * (comm.rank + 1) // comm.size)
     own = rows[part].clone().requires_grad_()
@@ -220,7 +227,8 @@ def test_no_rows_at_all_leave_the_statistics_alone(strategy):
 @pytest.mark.feature("collectives.sync-batch-norm")
 def test_convert(strategy):
     model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.ModuleDict({"norm": nn.BatchNorm2d(3, eps=0.5, momentum=None)})).eval()
-    weight, mean = model[1]["norm"].weight, model[1]["norm"].running_mean
+    weight = model[1]["norm"].weight
+    mean = model[1]["norm"].running_mean
     with strategy.scope():
         assert hpcdist.convert_sync_batchnorm(model) is model
         alone = hpcdist.convert_sync_batchnorm(nn.BatchNorm1d(3, affine=False, track_running_stats=False))

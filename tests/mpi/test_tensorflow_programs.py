@@ -27,7 +27,9 @@ def programs(comm):
 def differences(programs, comm, is_default=False):
     outcomes = [replay(program, comm, is_default) for program in programs]
     return {
-        one["number"]: (one["step"], one["texts"]) for one in outcomes if one["outcome"] not in ("same", "intended")
+        outcome["number"]: (outcome["step"], outcome["texts"])
+        for outcome in outcomes
+        if outcome["outcome"] not in ("same", "intended")
     }
 
 
@@ -37,7 +39,7 @@ def test_programs_as_tensorflow(programs, comm):
 
 
 def test_one_replica_per_rank_as_tensorflow(programs, comm):
-    programs = [one for one in programs if one["n_replicas"] == comm.size]
+    programs = [program for program in programs if program["n_replicas"] == comm.size]
     assert len(programs) >= 8
     assert differences(programs, comm, is_default=True) == {}
 

@@ -92,13 +92,14 @@ def reduce(draws, rank, size):
 
 
 def reduce_scatter(draws, rank, size):
-    dtype, shape = draws.choice((*FLOATS, *INTEGERS)), shape_of(draws)
+    dtype = draws.choice((*FLOATS, *INTEGERS))
+    shape = shape_of(draws)
     parts = [values(draws, dtype, shape, rank) for _ in range(size)]
     kind = draws.choice([OP.SUM, OP.PRODUCT, OP.MIN, OP.MAX])
 
     def run(group):
         own = torch.empty(shape, dtype=dtype)
-        dist.reduce_scatter(own, [own_copy(one, group) for one in parts], kind, group=group)
+        dist.reduce_scatter(own, [own_copy(part, group) for part in parts], kind, group=group)
         return own
 
     return run
@@ -118,7 +119,8 @@ def reduce_scatter_tensor(draws, rank, size):
 
 
 def broadcast(draws, rank, size):
-    tensor, root = any_values(draws, rank), draws.randrange(size)
+    tensor = any_values(draws, rank)
+    root = draws.randrange(size)
 
     def run(group):
         own = own_copy(tensor, group)
@@ -151,7 +153,8 @@ def all_gather_into_tensor(draws, rank, size):
 
 
 def gather(draws, rank, size):
-    tensor, root = any_values(draws, rank), draws.randrange(size)
+    tensor = any_values(draws, rank)
+    root = draws.randrange(size)
 
     def run(group):
         outputs = [torch.empty_like(tensor) for _ in range(size)] if rank == root else None
@@ -162,13 +165,14 @@ def gather(draws, rank, size):
 
 
 def scatter(draws, rank, size):
-    shape, root = shape_of(draws), draws.randrange(size)
+    shape = shape_of(draws)
+    root = draws.randrange(size)
     dtype = draws.choice((*FLOATS, *INTEGERS))
     parts = [values(draws, dtype, shape, rank) for _ in range(size)]
 
     def run(group):
         output = torch.empty(shape, dtype=dtype)
-        dist.scatter(output, [own_copy(one, group) for one in parts] if rank == root else None, root, group=group)
+        dist.scatter(output, [own_copy(part, group) for part in parts] if rank == root else None, root, group=group)
         return output
 
     return run
@@ -177,7 +181,8 @@ def scatter(draws, rank, size):
 def all_to_all_single(draws, rank, size):
     """With rows that differ for each pair of ranks, or as many for each."""
     table = [[draws.randrange(4) for _ in range(size)] for _ in range(size)]
-    dtype, is_even = draws.choice((*FLOATS, *INTEGERS)), draws.random() < 0.3
+    dtype = draws.choice((*FLOATS, *INTEGERS))
+    is_even = draws.random() < 0.3
     sent = [2] * size if is_even else table[rank]
     received = [2] * size if is_even else [row[rank] for row in table]
     tensor = values(draws, dtype, (sum(sent), 3), rank)
@@ -202,7 +207,8 @@ def test_it_is_what_gloo_makes(comm, gloo, case):
     draws = random.Random(case.__name__)
     for number in range(N_CASES):
         run = case(draws, comm.rank, comm.size)
-        own, other = run(None), run(gloo)
+        own = run(None)
+        other = run(gloo)
         assert same(own, other), (case.__name__, number, own, other)
 
 
@@ -236,7 +242,8 @@ def test_what_gloo_does_not_do(comm, gloo):
 
 def test_messages(comm, gloo):
     """Around a ring, in both orders, with tags; then from anybody."""
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    after = (comm.rank + 1) % comm.size
+    before = (comm.rank - 1) % comm.size
     sent = torch.arange(1000.0) + comm.rank
     received = [torch.empty(1000), torch.empty(1000)]
     works = [dist.irecv(received[tag], before, tag=tag) for tag in (1, 0)]
@@ -367,7 +374,8 @@ def test_meshes_and_functional_collectives(comm, gloo):
         torch.manual_seed(1)
         return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
-    sharded, whole = net(), net()
+    sharded = net()
+    whole = net()
     fully_shard(sharded, mesh=mesh)
     for model, rows in ((sharded, x[comm.rank :: comm.size]), (whole, x)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -375,14 +383,15 @@ def test_meshes_and_functional_collectives(comm, gloo):
             optimizer.zero_grad()
             model(rows).square().mean().backward()
             optimizer.step()
-    for own, other in zip(sharded.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(own.full_tensor(), other)
+    for parameter, parameter in zip(sharded.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), parameter)
 
 
 def test_a_group_ends_while_the_others_go_on(comm, gloo):
     """Also one with a message that nobody has waited for."""
     group = dist.new_group()
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    after = (comm.rank + 1) % comm.size
+    before = (comm.rank - 1) % comm.size
     received = torch.empty(1 << 20)
     waiting = dist.irecv(received, before, group=group)
     dist.isend(torch.full((1 << 20,), float(comm.rank)), after, group=group)
@@ -455,7 +464,8 @@ def test_a_message_that_came_too_late_is_for_the_next_receiver(comm, gloo):
     if comm.size < 2:
         pytest.skip("messages need two ranks")
     if comm.rank == 1:
-        given_up, kept = torch.zeros(2), torch.zeros(2)
+        given_up = torch.zeros(2)
+        kept = torch.zeros(2)
         with pytest.raises(CollectiveTimeoutError, match=r"recv.*0.*3.*within.*0.3"):
             dist.irecv(given_up, 0, tag=3).wait(timedelta(seconds=0.3))
     comm.barrier()

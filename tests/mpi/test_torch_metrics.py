@@ -14,7 +14,8 @@ from hpcdist.errors import CheckpointMismatch, DesyncError, UsageError
 
 pytestmark = pytest.mark.mpi
 
-N_ROWS, N_CLASSES = 13, 4
+N_ROWS = 13
+N_CLASSES = 4
 SCORES = torch.rand(N_ROWS, N_CLASSES, generator=torch.Generator().manual_seed(3)).softmax(-1)
 CLASSES = torch.arange(N_ROWS) * 7 % N_CLASSES
 
@@ -86,7 +87,8 @@ def test_a_restore_goes_on(comm, shared_path, kind):
     """On as many ranks, and on one alone that gets the states of all."""
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        metric, restored = metrics.TorchMetric(METRICS[kind]()), metrics.TorchMetric(METRICS[kind]())
+        metric = metrics.TorchMetric(METRICS[kind]())
+        restored = metrics.TorchMetric(METRICS[kind]())
     update_all(kind, strategy, metric)
     manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(metric=metric, strategy=strategy), shared_path)
     manager.save(1)
@@ -99,9 +101,11 @@ def test_a_restore_goes_on(comm, shared_path, kind):
 
 
 def test_what_only_compute_combines_is_restored_on_as_many_ranks(comm):
-    kind, strategy = "moments that only compute combines", hpcdist.MultiWorkerMirroredStrategy()
+    kind = "moments that only compute combines"
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        metric, restored = metrics.TorchMetric(METRICS[kind]()), metrics.TorchMetric(METRICS[kind]())
+        metric = metrics.TorchMetric(METRICS[kind]())
+        restored = metrics.TorchMetric(METRICS[kind]())
     update_all(kind, strategy, metric)
     state = metric.state_dict()
     restored.load_state_dict(state)

@@ -64,7 +64,8 @@ def test_ranks_are_compared_bit_by_bit():
 
 
 def test_a_gradient_is_not_the_same_as_none():
-    found, expected = {"weight.grad": None}, {"weight.grad": torch.zeros(3).numpy()}
+    found = {"weight.grad": None}
+    expected = {"weight.grad": torch.zeros(3).numpy()}
     assert judge([found], expected, "float64", lambda: [expected])["outcome"] == "differs"
 
 

@@ -70,7 +70,8 @@ def test_random_numbers_are_keyed_by_step(make_linear):
 
     strategy.run(step)
     state = strategy.state_dict()
-    first, second = strategy.run(step), strategy.run(step)
+    first = strategy.run(step)
+    second = strategy.run(step)
     strategy.load_state_dict(state)
     assert [strategy.run(step), strategy.run(step)] == [first, second]
     assert first != second

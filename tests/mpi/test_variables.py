@@ -78,7 +78,8 @@ def test_of_no_elements(strategy, shared_path, aggregation):
 )
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_what_replicas_assign_is_aggregated(strategy, aggregation):
-    variable, expected = make(strategy, 3.0, aggregation=aggregation), aggregate(strategy, aggregation)
+    variable = make(strategy, 3.0, aggregation=aggregation)
+    expected = aggregate(strategy, aggregation)
     strategy.run(lambda: variable.assign(own_number()))
     assert float(variable) == pytest.approx(expected)
     strategy.run(lambda: variable.assign_add(own_number()))
@@ -187,7 +188,8 @@ def test_it_stands_for_its_value_in_expressions(strategy, sign):
 
 @pytest.mark.feature("tf.operators-torch-s")
 def test_other_operators(strategy):
-    variable, count = make(strategy, VALUES), make(strategy, 6)
+    variable = make(strategy, VALUES)
+    count = make(strategy, 6)
     assert alike(variable @ VALUES, VALUES @ VALUES)
     assert alike(VALUES @ variable, VALUES @ VALUES)
     assert alike(-variable, -VALUES)
@@ -470,7 +472,8 @@ def test_a_mirrored_variable_comes_back(strategy, shared_path):
 def test_extended_knows_variables(strategy, synchronization):
     """As in TensorFlow's own optimizers: update hands over the variable, which writes the copy that is meant."""
     variable = make(strategy, 1.0, synchronization=synchronization, aggregation="MEAN")
-    extended, n_local = strategy.extended, len(variable.local_copies)
+    extended = strategy.extended
+    n_local = len(variable.local_copies)
     by = hpcdist.PerReplica([2.0] * n_local)
     read = extended.update(variable, lambda v, x: v.assign_add(x).read_value() * 10, args=(by,), group=False)
     assert [float(value) for value in read] == [30.0] * n_local

@@ -49,7 +49,8 @@ class Net(nn.Module):
         torch.manual_seed(5)
         self.first = nn.Linear(7, width)
         self.norm = nn.BatchNorm1d(width)
-        self.middle, self.tied = nn.Linear(width, width), nn.Linear(width, width)
+        self.middle = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width)
         self.tied.weight = self.middle.weight
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.rare = nn.Linear(width, width)
@@ -77,7 +78,8 @@ def make(kind, options, *, is_sharded, width=40, strategy=None):
 def loss_of(strategy, model, step, is_rare=False):
     """Return this rank's part of the loss of a step, on rows that are the same on any number of ranks."""
     draws = torch.Generator().manual_seed(step)
-    x, y = torch.randn(N_ROWS, 7, generator=draws), torch.randn(N_ROWS, 3, generator=draws)
+    x = torch.randn(N_ROWS, 7, generator=draws)
+    y = torch.randn(N_ROWS, 3, generator=draws)
     rows = np.array_split(np.arange(N_ROWS), strategy.num_replicas_in_sync)[strategy.world.role_comm.rank]
     return hpcdist.compute_average_loss(((model(x[rows], is_rare) - y[rows]) ** 2).sum(1), global_batch_size=N_ROWS)
 
@@ -264,14 +266,16 @@ def test_norms_are_those_of_torch_and_the_same_on_any_number_of_ranks(comm, orde
     for net in (model, plain_model):
         loss_of(strategy, net, 0).backward()
     norm = optimizer.clip_grad_norm_(0.5, order).item()
-    whole = torch.cat([one.grad.double().reshape(-1) for one in plain_model.parameters() if one.grad is not None])
+    whole = torch.cat(
+        [parameter.grad.double().reshape(-1) for parameter in plain_model.parameters() if parameter.grad is not None]
+    )
     assert norm == pytest.approx(whole.norm(order).item(), rel=1e-12)
     assert comm.allgather(norm) == [norm] * comm.size
     nn.utils.clip_grad_norm_(plain_model.parameters(), 0.5, order)
     plain.step()
     optimizer.step()
-    for mine, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    for parameter, parameter in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, parameter, rtol=1e-6, atol=1e-7)
 
 
 def test_a_norm_has_the_bits_of_one_rank(comm):
@@ -344,9 +348,9 @@ def test_no_share_steps_where_another_rank_overflows(comm):
     before = copy.deepcopy(model.state_dict())
     scaler.scale(torch.ones(1))
     if comm.size > 1 and comm.rank == 0:  # of its own share alone
-        for one in model.parameters():
-            if one.grad is not None:
-                one.grad.share.fill_(float("inf"))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.share.fill_(float("inf"))
     if comm.size == 1:
         model.first.weight.grad.fill_(float("inf"))
     scaler.step(optimizer)
@@ -387,7 +391,7 @@ def test_copies_and_compiled_models(comm):
     optimizer.step()
     assert not torch.equal(private.first.weight, model.first.weight)
     model.zero_grad()
-    assert all(one.grad is None for one in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     compiled = torch.compile(model, backend="eager")
     loss_of(strategy, compiled, 3).backward()
     optimizer.step()
@@ -407,8 +411,8 @@ def test_gradients_of_the_programs_own(comm):
             optimizer.zero_grad()
             gradients = torch.autograd.grad(loss_of(strategy, model, 2), parameters)
             context = hpcdist.get_replica_context()
-            for one, gradient in zip(parameters, gradients, strict=True):
-                one.grad = context.all_reduce("sum", gradient)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = context.all_reduce("sum", gradient)
             optimizer.step()
 
         strategy.run(own_step)
@@ -485,7 +489,8 @@ def test_parameters_that_others_read_in_a_closure_do_not_change(comm):
             time.sleep(0.2)
         seen.append(copy.deepcopy(model.state_dict()))
 
-    seen, before = [], copy.deepcopy(dict(model.named_parameters()))
+    seen = []
+    before = copy.deepcopy(dict(model.named_parameters()))
     optimizer.step(closure)
     assert all(torch.equal(one, seen[0][name]) for name, one in before.items())
 
@@ -815,7 +820,8 @@ def test_joined_gradients_are_remembered_for_two_sums(comm):
 def test_a_norm_is_that_of_gradients_in_the_order_of_memory(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     torch.manual_seed(3)
-    weights, x = torch.randn(300, 700), torch.randn(700, 300)
+    weights = torch.randn(300, 700)
+    x = torch.randn(700, 300)
     norms = []
     for scope in (strategy.scope(), contextlib.nullcontext()):
         with scope:

@@ -238,7 +238,9 @@ class Job:
 
     def __init__(self, slurm, folder, recipe, sbatch, options, environ):
         names = [option.partition("=")[2] for option in sbatch if option.startswith("--job-name=")]
-        self.slurm, self.folder, self.name = slurm, folder, (names or [f"hpcdist-{recipe}"])[0]
+        self.slurm = slurm
+        self.folder = folder
+        self.name = (names or [f"hpcdist-{recipe}"])[0]
         self.run_dir = folder / environ.get("RUN_DIR", f"runs/{self.name}")
         command = ("sbatch", "--parsable", *sbatch, f"slurm/{recipe}.sbatch", *options)
         self.id = slurm.client(*command, cwd=folder, environ=environ).strip()
@@ -311,7 +313,8 @@ class Job:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Return a folder with a small MNIST: four steps of 16 rows are an epoch."""
-    folder, numbers = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("data")
+    numbers = np.random.default_rng(0)
     for name, count in (("train", 64), ("t10k", 16)):
         for kind, array in (
             ("images-idx3", numbers.integers(0, 256, (count, 8, 8), np.uint8)),

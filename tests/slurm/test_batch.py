@@ -140,7 +140,8 @@ def test_the_time_from_a_ranks_death_to_the_next_step(slurm, submit, options, un
     victim = next(pid for pid in slurm.processes() if is_rank(pid, job.id))
     killed = time.time()
     os.kill(victim, signal.SIGKILL)
-    n_seen, parts = 0, {}
+    n_seen = 0
+    parts = {}
     ledger = job.run_dir / "checkpoints" / "attempts" / "0002.jsonl"
     looks = {
         "over, and restarted": lambda: "inside the allocation" in job.log,
@@ -152,7 +153,8 @@ def test_the_time_from_a_ranks_death_to_the_next_step(slurm, submit, options, un
     while n_seen < len(looks) and time.time() < killed + 60:
         what, is_seen = list(looks.items())[n_seen]
         if is_seen():
-            parts[what], n_seen = time.time() - killed, n_seen + 1
+            parts[what] = time.time() - killed
+            n_seen = n_seen + 1
         else:
             time.sleep(0.01)
     job.finish()

@@ -36,7 +36,8 @@ def test_fit_is_preempted_and_ends_as_an_unbroken_run(slurm, folder, root, submi
     (folder / "slurm").unlink()
     shutil.copytree(root / "slurm", folder / "slurm")
     recipe = folder / "slurm" / "train.sbatch"
-    before, after = 'jobs/train.py "${replicas[@]}" --copy-every 20', 'jobs/fit.py "${replicas[@]}"'
+    before = 'jobs/train.py "${replicas[@]}" --copy-every 20'
+    after = 'jobs/fit.py "${replicas[@]}"'
     assert before in recipe.read_text()
     recipe.write_text(recipe.read_text().replace(before, after))
     options = ("--data", data, "--batch", 16, "--epochs", 40, "--save-every", 20)

@@ -28,7 +28,9 @@ class Terminal:
     """Runs commands as a user types them, and keeps what they print, with how long each took."""
 
     def __init__(self, folder, environ):
-        self.folder, self.environ, self.text = folder, environ, _INTRODUCTION
+        self.folder = folder
+        self.environ = environ
+        self.text = _INTRODUCTION
 
     def say(self, title, text=""):
         """Write a heading, and what a user thinks."""

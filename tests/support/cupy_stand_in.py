@@ -32,14 +32,16 @@ class NcclError(RuntimeError):
 class Current(threading.local):
     """Device and stream, as CUDA's and cupy's: each thread has its own."""
 
-    device, streams = 0, ()
+    device = 0
+    streams = ()
 
 
 class Stream:
     """Work that runs when it is waited for."""
 
     def __init__(self, cupy, non_blocking=False):
-        self.cupy, self.queue = cupy, []
+        self.cupy = cupy
+        self.queue = []
         self.ptr = len(cupy.streams)
         cupy.streams.append(self)
 
@@ -54,7 +56,8 @@ class Stream:
             self.queue.pop(0)()
 
     def record(self):
-        event, queued = Event(self), []
+        event = Event(self)
+        queued = []
         self.queue.append(lambda: queued.append(True))
         event.reached = lambda: bool(queued)
         return event
@@ -81,7 +84,8 @@ class Event:
 
 class Pointer:
     def __init__(self, host):
-        self.host, self.ptr = host, host.ctypes.data
+        self.host = host
+        self.ptr = host.ctypes.data
 
     def copy_from_device_async(self, source, n_bytes, stream):
         stream.queue.append(lambda: ctypes.memmove(self.ptr, source.ptr, n_bytes))
@@ -91,9 +95,15 @@ class Array:
     """Device memory: reached by pointer, by get and set, and by other arrays of this kind."""
 
     def __init__(self, cupy, host, device=None):
-        self.cupy, self.host = cupy, host
-        self.dtype, self.size, self.itemsize, self.shape = host.dtype, host.size, host.itemsize, host.shape
-        self.nbytes, self.flags, self.ndim = host.nbytes, host.flags, host.ndim
+        self.cupy = cupy
+        self.host = host
+        self.dtype = host.dtype
+        self.size = host.size
+        self.itemsize = host.itemsize
+        self.shape = host.shape
+        self.nbytes = host.nbytes
+        self.flags = host.flags
+        self.ndim = host.ndim
         self.device = types.SimpleNamespace(id=cupy.local.device if device is None else device)
         self.data = Pointer(host)
         self.__cuda_array_interface__ = {"shape": host.shape, "version": 3}
@@ -135,7 +145,9 @@ class CudaTensor:
     """Stands for a torch tensor on a GPU: what hpcdist asks of one."""
 
     def __init__(self, values, dtype, device="cuda"):
-        self.values, self.dtype, self.device = values, f"torch.{dtype}", types.SimpleNamespace(type=device, index=0)
+        self.values = values
+        self.dtype = f"torch.{dtype}"
+        self.device = types.SimpleNamespace(type=device, index=0)
         self.new_tensor = None
 
     @property
@@ -189,10 +201,15 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
     """
     cupy, cuda, nccl, cupyx = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
     cupy.__path__ = cuda.__path__ = []
-    cupy.cuda, cuda.nccl = cuda, nccl
-    cupy.local, cupy.seen_dlpack, cupy.made = Current(), [], []
+    cupy.cuda = cuda
+    cuda.nccl = nccl
+    cupy.local = Current()
+    cupy.seen_dlpack = []
+    cupy.made = []
     cupy.streams = []
-    cupy.stream, cupy.producer = Stream(cupy), Stream(cupy)  # the latter is torch's
+    # the latter is torch's
+    cupy.stream = Stream(cupy)
+    cupy.producer = Stream(cupy)
 
     class Device:
         def __init__(self, index):
@@ -208,7 +225,8 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
             cupy.local.device = self.index
 
         def __enter__(self):
-            self.previous, cupy.local.device = cupy.local.device, self.index
+            self.previous = cupy.local.device
+            cupy.local.device = self.index
 
         def __exit__(self, *error):
             cupy.local.device = self.previous
@@ -228,14 +246,17 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
         getDeviceProperties=lambda index: {"uuid": devices[index].encode()},
         CUDARuntimeError=CUDARuntimeError,
     )
-    cuda.Device, cuda.Stream = Device, functools.partial(Stream, cupy)
+    cuda.Device = Device
+    cuda.Stream = functools.partial(Stream, cupy)
     cuda.Stream.null = cupy.stream
     cuda.get_current_stream = lambda: cupy.local.streams[-1] if cupy.local.streams else cupy.stream
 
     def asarray(array, dtype=None):
         return array if isinstance(array, Array) else Array(cupy, np.array(array, dtype))
 
-    cupy.ndarray, cupy.from_dlpack, cupy.asarray = Array, from_dlpack, asarray
+    cupy.ndarray = Array
+    cupy.from_dlpack = from_dlpack
+    cupy.asarray = asarray
     cupy.array = lambda host: Array(cupy, np.array(host))
     cupy.zeros = lambda n, dtype: Array(cupy, np.zeros(n, dtype))
     cupyx.empty_pinned = lambda n, dtype: np.full(n, 77).astype(dtype)
@@ -262,14 +283,18 @@ def _fill_nccl(cupy, nccl, mpi, id_form):
             super().__init__(cupy, mpi, unique_id)
             assert (self.comm.size, self.comm.rank) == (size, rank), "ranks with one unique id"
 
-    nccl.get_unique_id, nccl.NcclCommunicator = get_unique_id, NcclCommunicator
+    nccl.get_unique_id = get_unique_id
+    nccl.NcclCommunicator = NcclCommunicator
 
 
 class _Communicator:
     """NCCL's arithmetic by MPI. Ranks of the world that present one unique id form one communicator."""
 
     def __init__(self, cupy, mpi, unique_id):
-        self.cupy, self.mpi, self.log, self.device = cupy, mpi, [], cupy.local.device
+        self.cupy = cupy
+        self.mpi = mpi
+        self.log = []
+        self.device = cupy.local.device
         digest = zlib.crc32(repr(unique_id).encode()) & 0x7FFFFFFF
         self.comm = mpi.COMM_WORLD.Split(digest, mpi.COMM_WORLD.rank)
 

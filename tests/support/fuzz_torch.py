@@ -72,7 +72,8 @@ class Worker:
     """
 
     def __init__(self, comm, path):
-        self.comm, self.path = comm, path
+        self.comm = comm
+        self.path = path
         self.program = None
 
     def record(self, **fields):
@@ -87,7 +88,8 @@ class Worker:
         """Run one program on all ranks; return its outcome on rank 0."""
         from torch_fuzz.draw import draw_program
 
-        self.program, program = seed, draw_program(seed)
+        self.program = seed
+        program = draw_program(seed)
         if self.comm.rank == 0:
             self.record(outcome="started")
         timer = threading.Timer(LIMIT_S, self.give_up)
@@ -106,7 +108,8 @@ class Worker:
 
     def meet(self, own):
         """Wait for all ranks; end the job where some do not come."""
-        request, is_late = self.comm.Ibarrier(), time.monotonic() + PATIENCE_S["error" in own]
+        request = self.comm.Ibarrier()
+        is_late = time.monotonic() + PATIENCE_S["error" in own]
         while not request.Test():
             time.sleep(0.0005)
             if time.monotonic() > is_late:

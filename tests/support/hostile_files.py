@@ -62,7 +62,8 @@ class Original:
 
     def __init__(self, path):
         self.path = path
-        ledger, image = Ledger(Store(path)), FileImage()
+        ledger = Ledger(Store(path))
+        image = FileImage()
         ledger.begin(LAUNCH)
         facts = {"step": 4, "time_s": 1.5, "metrics": {"loss": 0.5}, "written": {"by": "test"}}
         lay_out(image, facts, *objects(SEED).collect({}))
@@ -91,7 +92,8 @@ def flipped(content, bit):
 
 def spliced(content, chance):
     """Return content with a piece of itself or of noise put in, left out or put over another."""
-    start, length = chance.randrange(len(content)), chance.choice([1, 8, 64, 512])
+    start = chance.randrange(len(content))
+    length = chance.choice([1, 8, 64, 512])
     piece = chance.choice([content[-length:], chance.randbytes(length), b"", bytes(length)])
     end = start + chance.choice([0, length])
     changed = content[:start] + piece + content[end:]
@@ -157,7 +159,8 @@ def in_file(change):
 
 def in_index(change):
     def make(path):
-        old, data = header_of(path), (path / DATA).read_bytes()
+        old = header_of(path)
+        data = (path / DATA).read_bytes()
         index = json.loads(data[old.index_offset :][: old.index_nbytes])
         text = change(index)
         new = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else json.dumps(index).encode()

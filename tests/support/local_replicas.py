@@ -17,6 +17,6 @@ def collect(strategy, fn):
     answers = []
     strategy.run(lambda replica: answers.append(fn(replica)), args=(ids(strategy),))
     return [
-        [one for number, one in enumerate(pieces) if one not in pieces[:number]]
+        [piece for number, piece in enumerate(pieces) if piece not in pieces[:number]]
         for pieces in zip(*answers, strict=True)
     ]

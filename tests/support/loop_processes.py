@@ -69,7 +69,9 @@ def main():
     parser.add_argument("--scripts", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    counts, wrong, started = {}, [], time.monotonic()
+    counts = {}
+    wrong = []
+    started = time.monotonic()
     for seed in range(options.seed, options.seed + options.scripts):
         with tempfile.TemporaryDirectory() as folder:
             outcome, why = check(seed, options.ranks, Path(folder))

@@ -139,12 +139,14 @@ def draw(seed):
     random_numbers = random.Random(seed)
     data = random_numbers.choices(DATA, (8, 8, 6, 6, 5, 6, 10, 1, 1, 1))[0]
     loop = random_numbers.choices(LOOPS, (6, 6, 6, 4, 4, 4, 1, 4, 6, 6, 4, 1))[0]
-    step, epoch_end = random_numbers.choice(STEPS), random_numbers.choice(EPOCH_ENDS)
+    step = random_numbers.choice(STEPS)
+    epoch_end = random_numbers.choice(EPOCH_ENDS)
     model = random_numbers.choices(MODELS, (3, 1, 1))[0]
     batch = random_numbers.choice((6, 8, 12))
     n_rows = batch * random_numbers.choice((3, 4)) + random_numbers.choice((0, 0, 1, 2, 5))
     if loop == "lbfgs":
-        step, model = "plain", "linear"
+        step = "plain"
+        model = "linear"
     if loop in ("gan", "zip") and data in ("index", "generator"):
         data = "dataset"
     if loop == "zip" and data in ("weighted loader", "bucket loader", "stream", "worker stream"):
@@ -155,7 +157,9 @@ def draw(seed):
     if data in ("own loader, torch's sampler", "index", "generator") and loop in ("accumulation", "islice"):
         loop = "plain"
     if model == "batch norm":
-        batch, n_rows = 12, 12 * random_numbers.choice((3, 4))  # no replica has a single row
+        # no replica has a single row
+        batch = 12
+        n_rows = 12 * random_numbers.choice((3, 4))
     if data.startswith("own") or data in ("index", "generator"):
         n_rows = n_rows // 12 * 12 + 12  # the same rows on 1, 2 and 3 ranks: a sampler gives some twice
         batch = 6
@@ -401,7 +405,9 @@ class Job:
     """
 
     def __init__(self, script, folder=None, end=None):
-        self.script, self.folder, self.end = script, folder, end
+        self.script = script
+        self.folder = folder
+        self.end = end
         self.comm = MPI.COMM_WORLD
         self.is_plain = folder is None
         self.is_polled = script.cure == "poll" or self.is_plain
@@ -493,14 +499,16 @@ class Job:
 
     def others(self):
         generator = torch.Generator().manual_seed(self.script.seed + 1)
-        n_rows, batch = self.script.n_rows, self.script.batch
+        n_rows = self.script.n_rows
+        batch = self.script.batch
         n_batches = n_rows // batch if self.script.cure == "drop" else -(-n_rows // batch)
         rows = _normal(n_batches * 12, 4, generator=generator)
         return hpcdist.Dataset.from_tensor_slices((rows,)).batch(12)
 
     def validation(self):
         generator = torch.Generator().manual_seed(self.script.seed + 2)
-        x, y = _normal(15, 4, generator=generator), _normal(15, 1, generator=generator)
+        x = _normal(15, 4, generator=generator)
+        y = _normal(15, 1, generator=generator)
         return hpcdist.Dataset.from_tensor_slices((x, y)).batch(5)
 
     def own_loader(self, sampler):
@@ -513,7 +521,9 @@ class Job:
     def index_loop(self):
         tensors = self.tensors()
         x, y = tensors.tensors
-        batch, rank, n_ranks = self.script.batch, self.rank, self.n_ranks
+        batch = self.script.batch
+        rank = self.rank
+        n_ranks = self.n_ranks
         starts = range(0, self.script.n_rows, batch)
         return [
             (x[start + rank : start + batch : n_ranks], y[start + rank : start + batch : n_ranks]) for start in starts
@@ -734,7 +744,8 @@ def run(script, folder=None, end=None):
     if job.is_plain:
         space["hpcdist"] = _PlainModule
     hpcdist.set_random_seed(script.seed)
-    outcome, error = "done", ""
+    outcome = "done"
+    error = ""
     try:
         exec(compile(text_of(script), f"<script {script.seed}>", "exec"), space)
     except SystemExit as leaving:
@@ -742,9 +753,11 @@ def run(script, folder=None, end=None):
     except Killed:
         outcome = "killed"
     except HpcdistError as refusal:
-        outcome, error = "refused", f"{type(refusal).__name__}: {refusal}"
+        outcome = "refused"
+        error = f"{type(refusal).__name__}: {refusal}"
     except Exception:
-        outcome, error = "failed", traceback.format_exc()
+        outcome = "failed"
+        error = traceback.format_exc()
     handler = space.get("handler")
     if handler is not None and not job.is_plain:
         handler._manager.wait() if outcome == "killed" else None
@@ -867,9 +880,11 @@ def main():
         end = options.end and (options.end[0], int(options.end[1]), int(options.end[2]))
         run_as_program(options.only, options.folder, end, options.attempt)
         return
-    comm, started = MPI.COMM_WORLD, time.monotonic()
+    comm = MPI.COMM_WORLD
+    started = time.monotonic()
     world = make_world()
-    counts, wrong = {}, []
+    counts = {}
+    wrong = []
     seeds = [options.only] if options.only else range(options.seed, options.seed + options.scripts)
     for seed in seeds:
         script = draw(seed)

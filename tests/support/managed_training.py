@@ -30,7 +30,8 @@ def run(path, disk, tell):
     """Train as far as `disk` allows; call `tell` with each checkpoint that is durable and was read back."""
     manager_module.Store = functools.partial(Store, disk=disk)
     attempt_module.DecisionFile = functools.partial(DecisionFile, disk=disk)
-    weights, step = start_weights(), np.zeros((), np.int64)
+    weights = start_weights()
+    step = np.zeros((), np.int64)
     metrics = hpcdist.MetricsFile(path.parent / "metrics.jsonl", disk=disk)
     checkpoint = hpcdist.Checkpoint(weights=weights, step=step, metrics=metrics)
     manager = hpcdist.CheckpointManager(checkpoint, path, max_to_keep=2)

@@ -73,9 +73,11 @@ class _Replacing(ast.NodeTransformer):
 
     def __init__(self, old, new):
         self.found = []
-        self._old, self._new = ast.parse(old).body[0], ast.parse(new).body
+        self._old = ast.parse(old).body[0]
+        self._new = ast.parse(new).body
         if isinstance(self._old, ast.Expr) and isinstance(self._new[0], ast.Expr):
-            self._old, self._new = self._old.value, self._new[0].value
+            self._old = self._old.value
+            self._new = self._new[0].value
 
     def visit(self, node):
         if not _is_like(node, self._old):

@@ -21,7 +21,9 @@ TIMES = OUT / "times.jsonl"
 HISTORY = Path(os.environ.get("TEST_HISTORY", "~/.cache/hpcdist-tests/unstable.json")).expanduser()
 N_SLOWEST = 20
 #: Unstable tests that a run may have, and runs of the last ones in which one test may be unstable.
-MAX_UNSTABLE, MAX_RUNS, N_RUNS = 2, 2, 20
+MAX_UNSTABLE = 2
+MAX_RUNS = 2
+N_RUNS = 20
 #: PART:rest runs these tests of a part, by their markers; the Makefile selects others.
 REST = "slow and not sweep"
 

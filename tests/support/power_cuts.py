@@ -34,7 +34,9 @@ class RecordingDisk(WatchedDisk):
     """
 
     def __init__(self, base, log=None):
-        self.base, self.log, self.paths = base, [] if log is None else log, {}
+        self.base = base
+        self.log = [] if log is None else log
+        self.paths = {}
         self.turn = threading.RLock()  # operations of several threads are done in the order of the log
 
     def watch(self, name, act, *arguments):
@@ -74,11 +76,13 @@ class File:
         del self.content[nbytes:]
 
     def sync(self) -> None:
-        self.synced, self.allocated = bytes(self.content), 0
+        self.synced = bytes(self.content)
+        self.allocated = 0
 
     def forms(self) -> list[bytes]:
         """Return every content that the file may have, the old one first and the new one second."""
-        new, size = bytes(self.content), max(self.allocated, len(self.content))
+        new = bytes(self.content)
+        size = max(self.allocated, len(self.content))
         old = self.synced[:size].ljust(size, b"\0")
         found = [self.synced, new, old]
         for at in range(SECTOR, len(new), SECTOR):
@@ -98,7 +102,8 @@ class Folder:
         return self._after(self.pending)
 
     def sync(self) -> None:
-        self.synced, self.pending = self.now(), []
+        self.synced = self.now()
+        self.pending = []
 
     def forms(self) -> list[dict]:
         """Return every set of names that may be there."""

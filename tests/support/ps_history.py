@@ -26,7 +26,10 @@ from hpcdist.ps.messages import Kind, Message
 from hpcdist.ps.server import Rules, Server
 
 #: Mean seconds of a message, of a step, until a request is repeated, and of a stop.
-DELAY_S, STEP_S, REPEAT_S, STOP_S = 0.01, 0.02, 0.15, 1.0
+DELAY_S = 0.01
+STEP_S = 0.02
+REPEAT_S = 0.15
+STOP_S = 1.0
 
 
 @dataclass
@@ -66,15 +69,20 @@ class History:
     """
 
     def __init__(self, seed, n_workers=4, n_servers=2, max_staleness=2, faults=None, make_server=Server):
-        self.random, self.faults = random.Random(seed), faults or Faults()
+        self.random = random.Random(seed)
+        self.faults = faults or Faults()
         self.max_staleness = max_staleness
         self.servers = [
             make_server({worker: Packer() for worker in range(n_workers)}, Rules(max_staleness))
             for _ in range(n_servers)
         ]
         self.workers = [Worker(number, versions=[[0, 0] for _ in self.servers]) for number in range(n_workers)]
-        self.now, self.events, self.order = 0.0, [], itertools.count()
-        self.n_ok, self.violations, self.counts = 0, [], collections.Counter()
+        self.now = 0.0
+        self.events = []
+        self.order = itertools.count()
+        self.n_ok = 0
+        self.violations = []
+        self.counts = collections.Counter()
         self._set_up(n_workers)
 
     def _set_up(self, n_workers):
@@ -183,7 +191,9 @@ class History:
         self.counts["kills"] += 1
         worker.n_unknown += 1
         worker.clock -= 1
-        worker.incarnation, worker.sequence, worker.request = worker.incarnation + 1, 0, None
+        worker.incarnation = worker.incarnation + 1
+        worker.sequence = 0
+        worker.request = None
         worker.versions = [[0, 0] for _ in self.servers]
         self.after(STEP_S, self.begin, worker, worker.incarnation)
 
@@ -242,7 +252,7 @@ class History:
             "acknowledged": self.n_ok,
             "violations": len(self.violations),
             **self.counts,
-            "duplicates that were not applied": sum(one["duplicates"] for one in of_servers),
+            "duplicates that were not applied": sum(server["duplicates"] for server in of_servers),
             "staleness of versions": of_servers[0]["staleness"],
         }
 

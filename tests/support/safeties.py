@@ -5,19 +5,29 @@ A mutant is located by names, not by the text of a file: code may be moved and r
 
 from dataclasses import dataclass
 
-_CHECKPOINT, _RESILIENCE = "unit/checkpoint/test_{}.py".format, "unit/resilience/test_{}.py".format
+_CHECKPOINT = "unit/checkpoint/test_{}.py".format
+_RESILIENCE = "unit/resilience/test_{}.py".format
 STORE, FILE, TREE = map(_CHECKPOINT, ("store", "checkpoint_file", "checkpoint_tree"))
 CUTS, FAULTS, HOSTILE = map(_CHECKPOINT, ("power_cuts", "disk_faults", "hostile_files"))
 STOP, DEADLINE, DECISION, LEDGER = map(_RESILIENCE, ("stop", "deadline", "decision", "ledger"))
 JOB, RULES, PLACEMENT, SYSTEMS, FILES = map(
     "unit/recipes/test_{}.py".format, ("job", "restart_rule", "placement", "batch_systems", "recipe_files")
 )
-OLD_LISTINGS, SAVER = _CHECKPOINT("old_listings"), _RESILIENCE("saver")
-METRICS, OWN_MEMORY = _RESILIENCE("metrics_file"), _CHECKPOINT("memory_of_others")
-RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
-GRADIENTS, CENTRAL, SHARED = "mpi/test_gradients.py", "mpi/test_central_storage.py", "mpi/test_zero_redundancy.py"
-RUNS, FACTS = "unit/plan/test_runs.py", "unit/gradients/test_facts.py"
-HANDLER, AGREE, TWO = "mpi/test_preemption.py", "mpi/test_agreement.py", "mpi/test_two_managers.py"
+OLD_LISTINGS = _CHECKPOINT("old_listings")
+SAVER = _RESILIENCE("saver")
+METRICS = _RESILIENCE("metrics_file")
+OWN_MEMORY = _CHECKPOINT("memory_of_others")
+RANKS = "mpi/test_checkpoint.py"
+MEMORY = "mpi/test_fast_tier.py"
+DESYNC = "mpi/test_desync.py"
+GRADIENTS = "mpi/test_gradients.py"
+CENTRAL = "mpi/test_central_storage.py"
+SHARED = "mpi/test_zero_redundancy.py"
+RUNS = "unit/plan/test_runs.py"
+FACTS = "unit/gradients/test_facts.py"
+HANDLER = "mpi/test_preemption.py"
+AGREE = "mpi/test_agreement.py"
+TWO = "mpi/test_two_managers.py"
 
 
 @dataclass(frozen=True)

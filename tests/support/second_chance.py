@@ -14,7 +14,9 @@ import sys
 from pathlib import Path
 
 #: Exit codes of pytest: all passed, some failed, and no test was selected.
-PASSED, FAILED, NONE_SELECTED = 0, 1, 5
+PASSED = 0
+FAILED = 1
+NONE_SELECTED = 5
 #: More failures than this are no accident: they are not repeated.
 MAX_REPEATED = 5
 OUT = Path("out/tests")

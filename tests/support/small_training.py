@@ -56,9 +56,11 @@ class Training:
     def __init__(self, path, disk=None, tell=lambda saved: None, retention=KEPT):
         self.store = Store(path, disk)
         self.ledger = Ledger(self.store)
-        self.tell, self.retention = tell, retention
+        self.tell = tell
+        self.retention = retention
         self.image = FileImage()
-        self.step, self.weights = 0, np.linspace(-1, 1, 300)
+        self.step = 0
+        self.weights = np.linspace(-1, 1, 300)
 
     def run(self):
         self.ledger.begin(LAUNCHES[0])
@@ -75,7 +77,8 @@ class Training:
     def restore(self, skipped):
         found = self.store.read_latest(skipped, lambda saved: self.ledger.restore(saved.step))
         if found is not None:
-            self.step, self.weights = found.index.state["step"], found.arrays[0].values.copy()
+            self.step = found.index.state["step"]
+            self.weights = found.arrays[0].values.copy()
             self.store.resume_from(found.saved)
         self.ledger.resume(self.step if found else -1)
 

@@ -142,14 +142,18 @@ class Attempt:
         self.victim = chance.choice(["chief", "worker", "worker", "mpirun"])
         if self.harm in ("raise", "mismatch") and self.victim == "mpirun":
             self.victim = "worker"
-        in_training, self.delay_s = chance.random() < 0.8, chance.uniform(0, 2.0)
+        in_training = chance.random() < 0.8
+        self.delay_s = chance.uniform(0, 2.0)
         self.has_copies = chance.random() < 0.5
-        self.committed_before, self.half_written_before = newest_step(run_dir), half_written(run_dir)
-        self.faults, self.was_done = [], False
+        self.committed_before = newest_step(run_dir)
+        self.half_written_before = half_written(run_dir)
+        self.faults = []
+        self.was_done = False
         self.job = folder.start(self.n_ranks, run_dir, *(("--copy-every", "3") if self.has_copies else ()))
         self._wait_for_training(in_training)
         time.sleep(self.delay_s)
-        self.was_running, self.was_training = self.job.process.poll() is None, "replicas;" in self._output
+        self.was_running = self.job.process.poll() is None
+        self.was_training = "replicas;" in self._output
         harmed_at = time.monotonic()
         if self.was_running:
             self._do_harm()
@@ -280,8 +284,11 @@ class Soak:
 
     def __init__(self, seed, harms):
         self.folder = Folder()
-        self.chance, self.harms = random.Random(seed), harms
-        self.attempts, self.n_runs, self.wrong = [], 0, []
+        self.chance = random.Random(seed)
+        self.harms = harms
+        self.attempts = []
+        self.n_runs = 0
+        self.wrong = []
         job = self.folder.start(2, self.folder.path / "unbroken")
         assert job.wait(300).code == 0, job.log.read_text()[-3000:]
         self.expected = final_state(self.folder.path / "unbroken")
@@ -343,7 +350,7 @@ def main():
         soak.one_run(args.restarts)
         text, is_good = soak.summary()
         if args.out:  # after each run, should it be cut short
-            records = [one.record() for one in soak.attempts]
+            records = [attempt.record() for attempt in soak.attempts]
             args.out.write_text(json.dumps({"seed": args.seed, "summary": text, "attempts": records}))
     print(text)
     if is_good:

@@ -16,11 +16,13 @@ import unittest
 from collections import Counter
 
 if "RANK" in os.environ:  # torchrun's
-    RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    RANK = int(os.environ["RANK"])
+    SIZE = int(os.environ["WORLD_SIZE"])
 else:
     from mpi4py import MPI
 
-    RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    RANK = MPI.COMM_WORLD.rank
+    SIZE = MPI.COMM_WORLD.size
 WANTED = r"^test_(all_gather|all_reduce|all_to_all|barrier|broadcast|gather|scatter|reduce|send|isend|irecv)"
 UNWANTED = r"cuda|nccl|timeout|monitored"
 
@@ -37,7 +39,8 @@ def load():
     os.environ["BACKEND"] = "mpi"  # tests of groups ask for eight ranks else
 
     class OfThisJob(distributed_test.DistributedTest._DistTestBase, TestCase):
-        rank, world_size = RANK, SIZE
+        rank = RANK
+        world_size = SIZE
 
     return OfThisJob
 

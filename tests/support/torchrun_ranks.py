@@ -14,6 +14,7 @@ import torch.distributed as dist
 @pytest.fixture
 def comm(gloo):
     """Return what the tests use of a communicator."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     yield SimpleNamespace(rank=rank, size=size, barrier=lambda: dist.barrier(group=gloo))
     assert "mpi4py" not in sys.modules, "MPI is not started"

@@ -36,14 +36,16 @@ class Source:
         self.rows = torch.randn(self.n_rows, 3, generator=generator, dtype=torch.float64)
         dataset = hpcdist.Dataset.from_tensor_slices(self.rows).batch(self.batch)
         self.batches = strategy.experimental_distribute_dataset(dataset)
-        self.iterator, self.n_drawn = iter(self.batches), 0
+        self.iterator = iter(self.batches)
+        self.n_drawn = 0
         self.waiting = []
 
     def draw(self):
         """Draw a part; begin again at the end."""
         part = next(self.iterator, None)
         if part is None:
-            self.iterator, self.n_drawn = iter(self.batches), 0
+            self.iterator = iter(self.batches)
+            self.n_drawn = 0
             part = next(self.iterator)
         start = self.n_drawn * self.batch
         self.n_drawn += 1
@@ -149,7 +151,10 @@ def main():
     parser.add_argument("--loops", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    comm, started, counts, n_right = MPI.COMM_WORLD, time.monotonic(), Counter(), 0
+    comm = MPI.COMM_WORLD
+    started = time.monotonic()
+    counts = Counter()
+    n_right = 0
     make_world()
     for seed in range(options.seed, options.seed + options.loops):
         n, why = run(seed)

@@ -40,7 +40,8 @@ def test_what_holds_nothing_but_numbers_is_a_leaf(leaf):
 
 
 def test_dicts_are_visited_by_their_sorted_keys():
-    first, second = {"b": [1, 2], "a": 0}, {"a": 0, "b": [1, 2]}
+    first = {"b": [1, 2], "a": 0}
+    second = {"a": 0, "b": [1, 2]}
     assert leaves(first) == leaves(second) == [0, 1, 2]
     assert form_of(first) == form_of(second) == "{'a': *, 'b': [*, *]}"
     assert form_of({"a": 0, "b": [1]}) != form_of(first)

@@ -12,7 +12,8 @@ from hpcdist.collectives.ops import SUM
 from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.runtime.process import make_world
 
-world, n_elements = make_world(), int(sys.argv[1])
+world = make_world()
+n_elements = int(sys.argv[1])
 group = group_of(world.role_comm)
 rows = [np.random.default_rng(rank).standard_normal(n_elements).astype(np.float32) for rank in range(world.size)]
 expected = np.sum(rows, axis=0, dtype=np.float64)

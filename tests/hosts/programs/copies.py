@@ -13,7 +13,8 @@ from report import print_result
 import hpcdist
 from hpcdist.runtime.process import make_world
 
-world, values = make_world(), np.zeros(1 << 18)
+world = make_world()
+values = np.zeros(1 << 18)
 checkpoint = hpcdist.Checkpoint(values=values)
 manager = hpcdist.CheckpointManager(checkpoint, f"{sys.argv[1]}/checkpoints", fast_directory="/dev/shm")
 path = manager.restore_or_initialize()

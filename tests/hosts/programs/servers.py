@@ -19,7 +19,7 @@ for step in range(3):
     optimizer.zero_grad()
     hpcdist.compute_average_loss(model(x).square().sum(1), global_batch_size=6).backward()
     optimizer.step()
-sums = [float(one.detach().double().sum()) for one in model.parameters()]
+sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
 found = strategy.world.role_comm.allgather(sums)
 if strategy.is_chief:
     print_result(strategy.world.role_comm, weights=found, n_workers=strategy.size)

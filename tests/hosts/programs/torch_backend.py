@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 import hpcdist.torch_backend
 
 dist.init_process_group("hpcdist", init_method="hpcdist://")
-rank, size = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+size = dist.get_world_size()
 assert hpcdist.torch_backend
 first = [torch.full((1 << 16,), float(rank)) for _ in range(2)]
 dist.all_reduce(first[0], async_op=True).wait()  # which makes the thread
@@ -19,7 +20,8 @@ if rank == size - 1:
     time.sleep(1.0)
 started = time.monotonic()
 work = dist.all_reduce(first[1], async_op=True)
-returned_s, was_done = time.monotonic() - started, work.is_completed()
+returned_s = time.monotonic() - started
+was_done = work.is_completed()
 work.wait()
 total = size * (size - 1) / 2
 failed = ""
@@ -37,7 +39,7 @@ def train(model, rows):
         optimizer.zero_grad()
         model(rows).square().mean().backward()
         optimizer.step()
-    return [one.detach() for one in model.parameters()]
+    return [parameter.detach() for parameter in model.parameters()]
 
 
 def net():

@@ -5,11 +5,13 @@ from report import print_result
 
 import hpcdist
 
-N_STEPS, N_ROWS = 10, 32
+N_STEPS = 10
+N_ROWS = 32
 strategy = hpcdist.MultiWorkerMirroredStrategy()
 world = strategy.world
 torch.manual_seed(7)
-inputs, targets = torch.randn(N_ROWS, 16), torch.randn(N_ROWS, 4)
+inputs = torch.randn(N_ROWS, 16)
+targets = torch.randn(N_ROWS, 4)
 mine = slice(world.rank, None, world.size)
 with strategy.scope():
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))

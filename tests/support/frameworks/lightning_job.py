@@ -48,7 +48,7 @@ trainer.fit(model, DataLoader(rows, batch_size=16))
 assert dist.get_backend() == "hpcdist"
 assert len(model.losses) == 4 * 256 // 16 // dist.get_world_size(), "each rank has its part of the rows"
 assert sum(model.losses[-8:]) < 0.7 * sum(model.losses[:8]), model.losses
-own = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+own = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
 dist.all_gather(found, own)
 assert all(torch.equal(one, own) for one in found)

@@ -86,7 +86,8 @@ def kind_of(value: Any) -> str:
 
 
 def array_difference(found: Any, expected: Any, is_exact: bool) -> str:
-    one, other = np.asarray(found), np.asarray(expected)
+    one = np.asarray(found)
+    other = np.asarray(expected)
     text = f"{one.dtype} {one.tolist()}; TensorFlow: {other.dtype} {other.tolist()}"
     if one.shape != other.shape:
         return f"shape {one.shape}, {other.shape}: {text}"

@@ -60,7 +60,8 @@ def draw_source(draw: Any) -> tuple[Any, int, Any]:
         made = draw.array([n_rows, *shape], draw.one_of(("float32", "float64", "int64")))
         return made, (tuple(shape), str(made.dtype))
 
-    (one, spec), (other, other_spec) = array(), array()
+    (one, spec) = array()
+    (other, other_spec) = array()
     if how == "array":
         return one, n_rows, spec
     if how == "tuple":
@@ -71,7 +72,9 @@ def draw_source(draw: Any) -> tuple[Any, int, Any]:
 def draw_stages(draw: Draw, n_rows: int, can_map: bool) -> tuple[list[Any], list[int], bool]:
     """Return the calls that build a dataset, the rows of its batches, and whether it is endless."""
     stages: list[Any] = []
-    n, times, is_repeated = n_rows, 1, False
+    n = n_rows
+    times = 1
+    is_repeated = False
     if draw.chance(0.12):
         shards = draw.integer(1, 3)
         stages.append(("shard", shards, index := draw.integer(0, shards - 1)))
@@ -88,7 +91,8 @@ def draw_stages(draw: Draw, n_rows: int, can_map: bool) -> tuple[list[Any], list
     total = n * (LONGEST if times == -1 else times)
     if is_repeated and draw.chance(0.2):
         stages.append(("take", count := draw.integer(1, total + 2)))
-        total, times = min(total, count), 1
+        total = min(total, count)
+        times = 1
     batches, is_endless = draw_batches(draw, stages, total, times == -1 and n > 0, can_map)
     return stages, batches, is_endless
 
@@ -104,7 +108,8 @@ def draw_batches(draw: Draw, stages: list[Any], total: int, is_endless: bool, ca
         stages.append(("map", "add 1"))
     if draw.chance(0.12):
         stages.append(("take", count := draw.integer(0, 5)))
-        batches, is_endless = batches[:count], False
+        batches = batches[:count]
+        is_endless = False
     elif draw.chance(0.15) and not is_endless:
         stages.append(("repeat", times := draw.weighted({2: 4, 3: 2, -1: 1})))
         is_endless = times == -1 and bool(batches)

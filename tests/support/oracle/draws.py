@@ -71,7 +71,8 @@ def draw_reduce(draw: Draw) -> dict[str, Any]:
     shape = draw.shape(draw.weighted({0: 1, 1: 3, 2: 4, 3: 2}))
     axis, in_function = draw_axis(draw, len(shape))
     varying = 0 if shape and draw.chance(0.5 if axis in (0, -len(shape)) else 0.2) else None
-    value, op = draw_reduce_value(draw, shape, varying), draw.reduce_op()
+    value = draw_reduce_value(draw, shape, varying)
+    op = draw.reduce_op()
     # Graphs are rewritten so that they multiply by the inverse of a constant divisor.
     draw.exact = draw.exact and not (in_function and op.upper().endswith("MEAN"))
     return {"reduce_op": op, "value": value, "axis": axis, "in_function": in_function}
@@ -115,7 +116,8 @@ def as_sequence(draw: Draw, axes: tuple[int, ...]) -> tuple[Any, bool]:
 
 def draw_gathered(draw: Draw, rank: int, fits: bool) -> PerReplica:
     """Draw parts for a gather along some axis of theirs, or, with `fits` False, parts of which one does not fit."""
-    shape, dtype = draw.shape(rank), draw.one_of(DTYPES)
+    shape = draw.shape(rank)
+    dtype = draw.one_of(DTYPES)
     value = draw.per_replica(shape, dtype)
     if fits:
         return value
@@ -210,7 +212,8 @@ def draw_context(draw: Draw) -> str:
 
 def draw_average_loss(draw: Draw) -> dict[str, Any]:
     draw.start(0.8)
-    context, dtype = draw_context(draw), draw.weighted({"float32": 6, "float64": 3, "int32": 0.5})
+    context = draw_context(draw)
+    dtype = draw.weighted({"float32": 6, "float64": 3, "int32": 0.5})
     shape = draw.shape(draw.weighted({0: 0.5, 1: 7, 2: 2, 3: 0.5}))
     varying = 0 if shape and draw.chance(0.25) else None
 
@@ -221,7 +224,8 @@ def draw_average_loss(draw: Draw) -> dict[str, Any]:
             else draw.array(shape, dtype)
         )
 
-    losses, weights = value(shape, dtype), None
+    losses = value(shape, dtype)
+    weights = None
     if draw.chance(0.55):
         weights = draw_weights(draw, losses, draw.one_of(FLOATS) if draw.chance(0.15) else dtype)
     size = draw.weighted({None: 45, draw.integer(1, 40): 40, 0: 5, -3: 2, 8.0: 3, "vector": 2})
@@ -248,7 +252,8 @@ def draw_weights(draw: Draw, losses: Any, dtype: str) -> Any:
 
 def draw_regularization_loss(draw: Draw) -> dict[str, Any]:
     draw.start(0.8)
-    context, dtype = draw_context(draw), draw.weighted({"float32": 5, "float64": 3, "int32": 1})
+    context = draw_context(draw)
+    dtype = draw.weighted({"float32": 5, "float64": 3, "int32": 1})
     how = draw.weighted({"number": 1, "same": 3, "each": 6})
     if how == "number":
         value = draw.one_of([1.0, 0.25, 3])
@@ -264,7 +269,8 @@ def draw_variable(draw: Draw) -> dict[str, Any]:
     # Copies of an ON_READ variable that were divided by another number than a power of two do not sum exactly.
     divides = synchronization == "ON_READ" and draw.n_replicas in (3, 5)
     draw.start(0.0 if divides else 0.9)
-    shape, dtype = draw.shape(draw.integer(0, 2)), draw.weighted({"float32": 5, "float64": 3, "int32": 1, "int64": 1})
+    shape = draw.shape(draw.integer(0, 2))
+    dtype = draw.weighted({"float32": 5, "float64": 3, "int32": 1, "int64": 1})
     aggregation = draw.one_of(["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
     return {
         "initial_value": draw.array(shape, dtype),

@@ -53,7 +53,8 @@ class Form:
     def joined(self, axis: int) -> "Form":
         """Return the form after a gather along an axis."""
         axis %= self.rank
-        first, total = self.shapes[0], sum(shape[axis] for shape in self.shapes)
+        first = self.shapes[0]
+        total = sum(shape[axis] for shape in self.shapes)
         return replace(self, shapes=((*first[:axis], total, *first[axis + 1 :]),) * len(self.shapes))
 
 

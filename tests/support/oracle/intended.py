@@ -46,7 +46,7 @@ class Meeting(NamedTuple):
 
     def writes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return each write of the step with the options of its variable."""
-        return [(one, self.options_of(one)) for one in self.calls("write", "update")]
+        return [(call, self.options_of(call)) for call in self.calls("write", "update")]
 
 
 def steps_within(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -79,7 +79,7 @@ def contributes_one_object(meeting: Meeting) -> bool:
     contributing += [
         one for one, options in meeting.writes() if one["call"] == "write" and options["synchronization"] != "ON_READ"
     ]
-    merged = {one["out"] for one in meeting.calls("merge")}  # may be one value for all of them
+    merged = {call["out"] for call in meeting.calls("merge")}  # may be one value for all of them
     used = [leaves_of([one.get("value"), one.get("args"), one.get("kwargs")]) for one in contributing]
     return bool((plain | merged) & {leaf for leaves in used for leaf in leaves if isinstance(leaf, str)})
 
@@ -97,20 +97,22 @@ def gathers_one_value(meeting: Meeting) -> bool:
 
 
 def has_mean_of_whole_numbers(meeting: Meeting) -> bool:
-    means = [one for one in meeting.calls("reduce", "all_reduce") if one["op"].upper().endswith("MEAN")]
+    means = [call for call in meeting.calls("reduce", "all_reduce") if call["op"].upper().endswith("MEAN")]
     return bool(means) and "dtype: float64" in meeting.text and "TensorFlow: int" in meeting.text
 
 
 def is_mean_of_nothing(meeting: Meeting) -> bool:
-    means = [one for one in meeting.calls("reduce") if one["op"].upper().endswith("MEAN") and one["axis"] is not None]
+    means = [
+        call for call in meeting.calls("reduce") if call["op"].upper().endswith("MEAN") and call["axis"] is not None
+    ]
     return bool(means) and meeting.expected is not None and has_nan(meeting.expected["result"])
 
 
 def has_nan(nest: Any) -> bool:
     leaves = leaves_of(nest.values if isinstance(nest, PerReplica) else nest)
     return any(
-        has_nan(one) if isinstance(one, PerReplica) else isinstance(one, np.ndarray) and bool(np.isnan(one).any())
-        for one in leaves
+        has_nan(leaf) if isinstance(leaf, PerReplica) else isinstance(leaf, np.ndarray) and bool(np.isnan(leaf).any())
+        for leaf in leaves
     )
 
 
@@ -126,7 +128,7 @@ def writes_without_aggregation(meeting: Meeting) -> bool:
         is_on_read = options["synchronization"] == "ON_READ"
         return options["aggregation"] == "NONE" and (step.get("context") == "replica") != is_on_read
 
-    return any(is_one(*one) for one in meeting.writes())
+    return any(is_one(*write) for write in meeting.writes())
 
 
 def policy_of(meeting: Meeting) -> str | None:
@@ -158,7 +160,7 @@ def divides_whole_numbers(meeting: Meeting) -> bool:
         is_sum = (options["synchronization"], options["aggregation"]) == ("ON_READ", "SUM")
         return is_sum and step.get("context") != "replica" and options["initial_value"].dtype.kind == "i"
 
-    return any(is_one(*one) for one in meeting.writes())
+    return any(is_one(*write) for write in meeting.writes())
 
 
 INTENDED: dict[str, tuple[str, Callable[[Meeting], bool]]] = {
@@ -183,7 +185,7 @@ INTENDED: dict[str, tuple[str, Callable[[Meeting], bool]]] = {
     "values made inside a replica": (
         "experimental_distribute_values_from_function is refused inside run; TensorFlow makes all replicas' values",
         lambda meeting: (
-            any(one["method"] == "values" for one in meeting.calls("misplaced"))
+            any(call["method"] == "values" for call in meeting.calls("misplaced"))
             and meeting.error.startswith("experimental_distribute_values_from_function: expected cross-replica context")
         ),
     ),

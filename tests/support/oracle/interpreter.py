@@ -19,7 +19,8 @@ class Interpreter:
     """
 
     def __init__(self, library: Any, program: dict[str, Any]) -> None:
-        self.library, self.program = library, program
+        self.library = library
+        self.program = program
         self.strategy = library.strategy
         self.registers: dict[str, Any] = {}
         self.variables: dict[str, Any] = {}
@@ -194,7 +195,8 @@ class Interpreter:
         return step["value"]
 
     def in_scale(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        value, factor = self.resolve(step["value"], own), step["by"]
+        value = self.resolve(step["value"], own)
+        factor = step["by"]
         if step["by_replica"]:
             factor = factor * (int(self.library.replica_context().replica_id_in_sync_group) + 1)
         return value * factor
@@ -245,4 +247,5 @@ class Interpreter:
         getattr(self.resolve(step["variable"], own), step["method"])(value)
 
     in_read = do_read
-    in_average_loss, in_regularization_loss = do_average_loss, do_regularization_loss
+    in_average_loss = do_average_loss
+    in_regularization_loss = do_regularization_loss

@@ -73,7 +73,7 @@ class Hpcdist:
         return PerReplica(found) if is_distributed or self.strategy.num_replicas_in_sync == 1 else found
 
     def copies(self, variable: Any) -> PerReplica:
-        return PerReplica(tuple(one.detach().numpy().copy() for one in variable.local_copies))
+        return PerReplica(tuple(copy.detach().numpy().copy() for copy in variable.local_copies))
 
     def dataset(self, step: dict[str, Any], context: Any) -> Any:
         """Return the dataset that a step describes."""

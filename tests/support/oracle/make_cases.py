@@ -253,7 +253,8 @@ def record_size(n_replicas: int) -> list[dict[str, Any]]:
 
 
 def record_kind(setting: Setting, n_replicas: int, stream: int, kind: str) -> list[dict[str, Any]]:
-    draw, records = draws.Draw(n_replicas, stream), []
+    draw = draws.Draw(n_replicas, stream)
+    records = []
     for _ in range(KINDS[kind].count):
         arguments = KINDS[kind].draw(draw)
         expected, error = attempt(lambda: KINDS[kind].run(setting, arguments))  # noqa: B023 - called at once

@@ -57,7 +57,9 @@ def main() -> None:
     same = agreeing(folder)
     sample = []
     for size in sorted(set(SIZES)):
-        sample += chosen([one for one in read_lines(path_of(folder, size)) if one["number"] in same], N_OF_SIZE[size])
+        sample += chosen(
+            [line for line in read_lines(path_of(folder, size)) if line["number"] in same], N_OF_SIZE[size]
+        )
     write_sample(TENSORFLOW, sample)
     print(f"{len(sample)} programs, {SAMPLE.stat().st_size} bytes")
 

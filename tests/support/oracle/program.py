@@ -67,7 +67,7 @@ def read_sample() -> list[dict[str, Any]]:
 
 def write_sample(tensorflow: str, records: list[dict[str, Any]]) -> None:
     """Write programs with answers; the same ones always give the same bytes."""
-    content = {"tensorflow": tensorflow, "programs": [encode(one) for one in records]}
+    content = {"tensorflow": tensorflow, "programs": [encode(record) for record in records]}
     SAMPLE.write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 9, mtime=0))
 
 

@@ -94,7 +94,8 @@ def draw_program(number: int) -> dict[str, Any]:
 
 def draw_values(draw: ProgramDraw) -> dict[str, Any]:
     def leaf() -> PerReplica:
-        shape, dtype = draw.small_shape(draw.weighted({0: 1, 1: 4, 2: 3, 3: 1})), draw.one_of(DTYPES)
+        shape = draw.small_shape(draw.weighted({0: 1, 1: 4, 2: 3, 3: 1}))
+        dtype = draw.one_of(DTYPES)
         return draw.per_replica(shape, dtype, 0 if shape and draw.chance(0.3) else None)
 
     how = draw.weighted({"leaf": 97, "tuple": 1, "dict": 1})
@@ -111,7 +112,8 @@ def map_forms(draw: ProgramDraw, nest: Any) -> Any:
 
 
 def draw_constant(draw: ProgramDraw) -> dict[str, Any]:
-    value, out = draw.array(draw.small_shape(draw.integer(0, 2)), draw.one_of(DTYPES)), draw.name("r")
+    value = draw.array(draw.small_shape(draw.integer(0, 2)), draw.one_of(DTYPES))
+    out = draw.name("r")
     draw.forms[out] = draw.form_of(value)
     return {"value": value, "out": out}
 
@@ -123,7 +125,8 @@ def draw_reduce(draw: ProgramDraw) -> dict[str, Any] | None:
     if found is None:
         return None
     value, form = found
-    op, axis = draw.reduce_op(), fitting_axis(draw, form)
+    op = draw.reduce_op()
+    axis = fitting_axis(draw, form)
     if draw.chance(0.004):
         return {"op": op, "value": [value, value], "axis": None, "out": None, "exact": False}
     is_mean = op.upper().endswith("MEAN")
@@ -220,7 +223,8 @@ def draw_write(draw: ProgramDraw) -> dict[str, Any] | None:
         return None
     name = draw.one_of(list(draw.variables))
     variable = draw.variables[name]
-    form, is_sum = variable["form"], variable["aggregation"] == "SUM"
+    form = variable["form"]
+    is_sum = variable["aggregation"] == "SUM"
     is_on_read = variable["synchronization"] == "ON_READ"
     method = draw.one_of(["assign", "assign_add", "assign_sub"])
     if is_on_read and is_sum:
@@ -290,7 +294,8 @@ def draw_iter(draw: ProgramDraw) -> dict[str, Any] | None:
     free = [name for name in draw.datasets if name not in draw.iterators.values()]
     if not free:
         return None
-    name, out = draw.one_of(free), draw.name("i")
+    name = draw.one_of(free)
+    out = draw.name("i")
     draw.iterators[out] = name
     return {"value": name, "out": out, "exact": True}
 

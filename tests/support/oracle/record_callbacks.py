@@ -21,7 +21,8 @@ NAMES = ("loss", "val_loss", "accuracy", "val_accuracy")
 
 def draw_logs(draws: random.Random, n_epochs: int) -> list[dict[str, float]]:
     """Return logs of epochs: values that improve, stay, get worse, are sometimes NaN, or missing."""
-    value, logs = draws.uniform(0.5, 3), []
+    value = draws.uniform(0.5, 3)
+    logs = []
     for _ in range(n_epochs):
         value = max(0.001, value + draws.choice([-0.2, -0.05, -0.01, 0.0, 0.0, 0.02, 0.1]) * draws.random())
         value = round(value, draws.choice([1, 2, 4]))
@@ -79,7 +80,8 @@ def record(case: dict[str, Any]) -> dict[str, Any]:
     callback = getattr(keras.callbacks, case["kind"])(**case["arguments"])
     callback.set_model(model)
     callback.on_train_begin()
-    rates, stopped = [], None
+    rates = []
+    stopped = None
     for epoch, logs in enumerate(case["logs"]):
         callback.on_epoch_begin(epoch)
         for batch in range(case["steps"]):
@@ -114,7 +116,8 @@ def rows_of(kind: str) -> tuple[Any, Any, Any]:
     import numpy as np
 
     draws = np.random.default_rng(5)
-    found, weight = draws.normal(size=(6, 4)), draws.uniform(0.5, 2, 6)
+    found = draws.normal(size=(6, 4))
+    weight = draws.uniform(0.5, 2, 6)
     truth = draws.normal(size=(6, 4))
     shares = np.exp(found) / np.exp(found).sum(1, keepdims=True)
     classes = draws.integers(0, 4, 6)

@@ -92,12 +92,14 @@ def run_watched(path: Path, n_replicas: int, numbers: list[int]) -> bool:
     """Run `record_some` in a process of its own; return False when it hangs or dies."""
     process = multiprocessing.get_context("spawn").Process(target=record_some, args=(path, n_replicas, numbers))
     process.start()
-    size, since = -1, time.monotonic()
+    size = -1
+    since = time.monotonic()
     while process.is_alive():
         process.join(0.5)
         now = path.stat().st_size if path.exists() else 0
         if now != size:
-            size, since = now, time.monotonic()
+            size = now
+            since = time.monotonic()
         if time.monotonic() - since > SECONDS_PER_PROGRAM:
             process.kill()
             process.join()

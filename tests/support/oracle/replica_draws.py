@@ -95,7 +95,8 @@ def draw_steps(body: BodyDraw, steps: dict[str, Any], weights: dict[str, float],
 
 def draw_returns(body: BodyDraw) -> tuple[Any, Any]:
     """Return a nest of references that a function returns, and the nest of their forms."""
-    draw, names = body.draw, [name for name, form in body.forms.items()]
+    draw = body.draw
+    names = [name for name, form in body.forms.items()]
     if not names or draw.chance(0.03):
         return None, ()
     last = names[-draw.integer(1, min(4, len(names))) :]
@@ -169,7 +170,8 @@ def draw_all_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     is_mean = op.upper().endswith("MEAN")
     draw.one_device |= not form.is_even or form.is_empty
     if is_mean and not form.is_float and draw.chance(0.8):
-        op, is_mean = "SUM", False
+        op = "SUM"
+        is_mean = False
     reduced = replace(form, is_plain=False, is_rounded=form.is_rounded or is_mean)
     how = draw.weighted({"leaf": 60, "list": 12, "dict": 12})
     others = [key for key, one in body.forms.items() if one and one.is_even and one.is_float and not one.is_plain]

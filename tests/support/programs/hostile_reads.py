@@ -69,7 +69,8 @@ def read(path):
 
 
 def main():
-    folder, (first, last, every) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    folder = Path(sys.argv[1])
+    (first, last, every) = map(int, sys.argv[2:])
     logging.disable()
     original = Original(folder / f"original-{first}")
     wanted = use(original.path)

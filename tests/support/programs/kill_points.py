@@ -23,7 +23,10 @@ class KillingDisk(WatchedDisk):
     """Kills the process before or after its nth operation; tells which ones it began."""
 
     def __init__(self, nth, is_after, told):
-        self.nth, self.is_after, self.told, self.n_calls = nth, is_after, told, 0
+        self.nth = nth
+        self.is_after = is_after
+        self.told = told
+        self.n_calls = 0
 
     def watch(self, name, act, *arguments):
         self.n_calls += 1
@@ -112,7 +115,10 @@ def outcome_in(path):
 
 
 def main():
-    folder, start, program, every = Path(sys.argv[1]), sys.argv[2], PROGRAMS[sys.argv[3]], int(sys.argv[4])
+    folder = Path(sys.argv[1])
+    start = sys.argv[2]
+    program = PROGRAMS[sys.argv[3]]
+    every = int(sys.argv[4])
     if program is run_managed:
         import torch  # noqa: F401  here, so that not every child reads it from the disk
     folder.mkdir(parents=True)
@@ -122,7 +128,8 @@ def main():
     (template / "newest").write_text(json.dumps(newest and [newest.attempt, newest.step]))
     run_and_kill(program, folder / "unbroken" / "checkpoints", 0, False)
     expected = outcome_in(folder / "unbroken" / "checkpoints")
-    points, wrong = {}, []
+    points = {}
+    wrong = []
     kills = ((nth, is_after) for nth in itertools.count(1, every) for is_after in (False, True))
     for nth, is_after in kills:
         found = look_at_one(program, template, folder, expected, nth, is_after)

@@ -47,18 +47,21 @@ def unequal_names(states: list[State]) -> list[str]:
 
 def largest_difference(found: State, expected: State, dtype: str) -> tuple[float, str]:
     """Return the largest difference in units of the tolerance, and where it is; infinite where one lacks something."""
-    worst, where = 0.0, ""
+    worst = 0.0
+    where = ""
     for name in sorted({*found, *expected}):
         ratio = _ratio(found.get(name), expected.get(name), *TOLERANCES[dtype])
         if not ratio <= worst:
-            worst, where = ratio, name
+            worst = ratio
+            where = name
     return worst, where
 
 
 def _ratio(found: Any, expected: Any, tolerance: float, floor: float) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
-    one, other = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    one = np.asarray(found, dtype=np.float64)
+    other = np.asarray(expected, dtype=np.float64)
     if one.shape != other.shape:
         return float("inf")
     if one.size == 0 or np.array_equal(one, other, equal_nan=True):

@@ -41,7 +41,8 @@ class Distributed:
     """
 
     def __init__(self, program: Program, comm: MPI.Comm) -> None:
-        self._program, self._comm = program, comm
+        self._program = program
+        self._comm = comm
         self.strategy = make_strategy(program)
         self.numbers: list[list[int]] = []
 
@@ -156,7 +157,8 @@ def make_strategy(program: Program) -> Any:
 @contextmanager
 def cluster_of(spec: ClusterSpec) -> Iterator[None]:
     """Let strategies made in the block believe in other hosts, and sum small gradients as they would large ones."""
-    group_of, direct_bytes = multi_worker.group_of, reducer.DIRECT_BYTES
+    group_of = multi_worker.group_of
+    direct_bytes = reducer.DIRECT_BYTES
     joined_elements = runs.JOINED_ELEMENTS
     groups: list[Any] = []
 
@@ -171,7 +173,8 @@ def cluster_of(spec: ClusterSpec) -> Iterator[None]:
     try:
         yield
     finally:
-        multi_worker.group_of, reducer.DIRECT_BYTES = group_of, direct_bytes
+        multi_worker.group_of = group_of
+        reducer.DIRECT_BYTES = direct_bytes
         runs.JOINED_ELEMENTS = joined_elements
         for group in groups:
             group.free()

@@ -80,7 +80,8 @@ def _without_writes(program: Program) -> Program:
 
 def _divided(program: Program) -> Program:
     """Return a program with ZeroRedundancyOptimizers, without what these are documented to refuse."""
-    cluster, kinds = program.cluster, [spec.kind for spec in program.optimizers]
+    cluster = program.cluster
+    kinds = [spec.kind for spec in program.optimizers]
     is_summed_so = cluster.implementation in ("AUTO", "HIERARCHICAL") and cluster.strategy != "central"
     if cluster.extra_replicas is not None or not is_summed_so or "LBFGS" in kinds:
         return program
@@ -140,7 +141,8 @@ def _draw_optimizer(rng: random.Random, model: ModelSpec, no_closure: bool) -> O
 
 def _draw_data(rng: random.Random, model: ModelSpec) -> DataSpec:
     batch = rng.choice([6, 7, 8, 12]) if model.kind in NEEDS_ROWS else rng.choice([2, 3, 4, 6, 7, 12])
-    n_batches, rest = rng.choice([2, 3, 4]), 0 if model.kind in NEEDS_ROWS else rng.choice([0, 1, batch // 2])
+    n_batches = rng.choice([2, 3, 4])
+    rest = 0 if model.kind in NEEDS_ROWS else rng.choice([0, 1, batch // 2])
     rest = 2 if model.kind in HAS_STATISTICS and rest == 1 else rest
     return DataSpec(
         n_rows=n_batches * batch + rest % batch,
@@ -203,7 +205,7 @@ def _draw_gradient(
     model: ModelSpec,
     data: DataSpec,
 ) -> str:
-    if any(one.kind == "LBFGS" for one in kinds):
+    if any(kind.kind == "LBFGS" for kind in kinds):
         fields["n_batches"] = 1
         return "closure"
     is_uneven = data.n_rows % data.batch and not data.drops_remainder

@@ -32,7 +32,7 @@ def load_from_bytes(training: Training) -> None:
 def save_and_restore(training: Training) -> None:
     """Save a checkpoint, change everything, and restore it."""
     objects: dict[str, Any] = {f"model{number}": model for number, model in enumerate(_models(training))}
-    objects.update({f"optimizer{number}": one for number, one in enumerate(training.optimizers)})
+    objects.update({f"optimizer{number}": optimizer for number, optimizer in enumerate(training.optimizers)})
     training.backend.save_and_restore(objects, lambda: _disturb(training))
 
 

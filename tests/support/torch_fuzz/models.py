@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-N_FEATURES, N_TOKENS, N_TAGS, N_OUT = 16, 9, 3, 3
+N_FEATURES = 16
+N_TOKENS = 9
+N_TAGS = 3
+N_OUT = 3
 
 Rows = dict[str, Tensor]
 
@@ -32,7 +35,8 @@ class Trunk(nn.Module):
 
     def __init__(self, net: nn.Module, inputs: str = "x") -> None:
         super().__init__()
-        self.net, self.inputs = net, inputs
+        self.net = net
+        self.inputs = inputs
 
     def forward(self, rows: Rows) -> Tensor:
         return self.net(rows[self.inputs])
@@ -63,7 +67,8 @@ def _channels_last(width: int) -> nn.Module:
 class _Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], width: int) -> None:
         super().__init__()
-        self.recurrent, self.out = kind(4, width, batch_first=True), nn.Linear(width, N_OUT)
+        self.recurrent = kind(4, width, batch_first=True)
+        self.out = nn.Linear(width, N_OUT)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.recurrent(x.reshape(-1, 4, 4))[0][:, -1])
@@ -94,7 +99,8 @@ class _Embedded(nn.Module):
 class _Bag(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.bag, self.out = nn.EmbeddingBag(N_TOKENS, width, mode="sum"), nn.Linear(width, N_OUT)
+        self.bag = nn.EmbeddingBag(N_TOKENS, width, mode="sum")
+        self.out = nn.Linear(width, N_OUT)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.out(torch.tanh(self.bag(tokens)))
@@ -119,7 +125,9 @@ class _Reused(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.enter, self.layer, self.out = nn.Linear(N_FEATURES, width), nn.Linear(width, width), nn.Linear(width, 3)
+        self.enter = nn.Linear(N_FEATURES, width)
+        self.layer = nn.Linear(width, width)
+        self.out = nn.Linear(width, 3)
         self.again = self.layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,7 +175,8 @@ class _Shapes(nn.Module):
 class _Checkpointed(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(N_FEATURES, width), nn.Linear(width, N_OUT)
+        self.first = nn.Linear(N_FEATURES, width)
+        self.out = nn.Linear(width, N_OUT)
         self.middle = nn.Sequential(nn.Tanh(), nn.Linear(width, width), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:

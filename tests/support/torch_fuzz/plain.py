@@ -26,7 +26,9 @@ class Plain:
     def __init__(
         self, program: Program, order: Sequence[Sequence[int]] | None = None, is_reversed: bool = False
     ) -> None:
-        self._program, self._order, self._is_reversed = program, order, is_reversed
+        self._program = program
+        self._order = order
+        self._is_reversed = is_reversed
 
     def scope(self) -> AbstractContextManager[Any]:
         return nullcontext()

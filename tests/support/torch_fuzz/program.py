@@ -149,10 +149,10 @@ def from_json(text: str) -> Program:
     critic = fields["critic"]
     fields["model"] = _model(fields["model"])
     fields["critic"] = None if critic is None else _model(critic)
-    fields["optimizers"] = tuple(OptimizerSpec(**one) for one in fields["optimizers"])
+    fields["optimizers"] = tuple(OptimizerSpec(**field) for field in fields["optimizers"])
     fields["data"] = DataSpec(**fields["data"])
     fields["cluster"] = ClusterSpec(**fields["cluster"])
-    fields["phases"] = tuple(Phase(**{**one, "events": tuple(one["events"])}) for one in fields["phases"])
+    fields["phases"] = tuple(Phase(**{**field, "events": tuple(field["events"])}) for field in fields["phases"])
     return Program(**fields)
 
 

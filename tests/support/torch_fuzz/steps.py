@@ -14,7 +14,8 @@ from torch_fuzz.training import Step, nothing
 
 def micro_step(step: Step, rows: Rows) -> Tensor:
     """Take one global batch of a step; with the last one, let the optimizer step. Return the sum of losses."""
-    phase, backend = step.phase, step.training.backend
+    phase = step.phase
+    backend = step.training.backend
     if phase.mistake:
         return MISTAKES[phase.mistake](step, rows)
     if step.is_first:
@@ -52,7 +53,9 @@ def finish(step: Step) -> None:
 def clip(step: Step) -> None:
     """Change the gradients in place."""
     kind = step.phase.clip
-    backend, optimizer, parameters = step.training.backend, step.optimizer, step.parameters
+    backend = step.training.backend
+    optimizer = step.optimizer
+    parameters = step.parameters
     if kind == "norm":
         backend.clip_norm(optimizer, parameters, 0.05)
     elif kind == "merged norm":
@@ -70,7 +73,8 @@ def clip(step: Step) -> None:
 
 def row_losses(step: Step, rows: Rows) -> Tensor:
     """Return one loss for each row."""
-    phase, training = step.phase, step.training
+    phase = step.phase
+    training = step.training
     if phase.has_penalty:
         rows = {**rows, "x": rows["x"].detach().requires_grad_()}
     out = training.model(rows, phase.heads, step.number)
@@ -100,7 +104,8 @@ def _losses_of(kind: str, out: Tensor, rows: Rows) -> Tensor:
 
 def scaled(step: Step, losses: Tensor, rows: Rows) -> Tensor:
     """Return the loss of a step: scaled, regularized, and scaled up for small gradients."""
-    phase, backend = step.phase, step.training.backend
+    phase = step.phase
+    backend = step.training.backend
     loss = backend.scale(losses, rows["weight"] if phase.has_weights else None, step.n_rows)
     if phase.has_regularizer:
         loss = loss + backend.regularize(0.01 * sum(p.square().sum() for p in step.model.parameters()))
@@ -127,7 +132,8 @@ def by_two_backwards(step: Step, rows: Rows) -> Tensor:
 
 def by_terms(step: Step, rows: Rows) -> Tensor:
     """Go backward for one loss after the other, each with a forward of its own."""
-    first, second = row_losses(step, rows), row_losses(step, rows).square() * 0.1
+    first = row_losses(step, rows)
+    second = row_losses(step, rows).square() * 0.1
     scaled(step, first, rows).backward()
     scaled(step, second, rows).backward()
     return first.detach().sum()

@@ -83,7 +83,8 @@ class Training:
     """
 
     def __init__(self, program: Program, backend: Backend) -> None:
-        self.program, self.backend = program, backend
+        self.program = program
+        self.backend = backend
         self.dtype = getattr(torch, program.dtype)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
@@ -170,8 +171,12 @@ class Step:
     def __init__(
         self, training: Training, phase: Phase, number: int, n_rows: int, is_first: bool, is_last: bool
     ) -> None:
-        self.training, self.phase, self.number = training, phase, number
-        self.n_rows, self.is_first, self.is_last = n_rows, is_first, is_last
+        self.training = training
+        self.phase = phase
+        self.number = number
+        self.n_rows = n_rows
+        self.is_first = is_first
+        self.is_last = is_last
         self.is_critics = phase.trains_critic and number % 2 == 0
 
     @property

@@ -57,11 +57,11 @@ def path(tmp_path):
 def test_everything_comes_back(path):
     state, found = read_file(path)
     assert state == STATE
-    for mine, theirs in zip(arrays(*ALL), found, strict=True):
-        assert (mine.name, mine.dtype) == (theirs.name, theirs.dtype)
-        assert mine.values.dtype == theirs.values.dtype
-        assert mine.values.shape == theirs.values.shape
-        assert mine.values.tobytes() == theirs.values.tobytes()
+    for array, theirs in zip(arrays(*ALL), found, strict=True):
+        assert (array.name, array.dtype) == (theirs.name, theirs.dtype)
+        assert array.values.dtype == theirs.values.dtype
+        assert array.values.shape == theirs.values.shape
+        assert array.values.tobytes() == theirs.values.tobytes()
 
 
 def test_scalars_and_nothing_at_all(tmp_path):
@@ -75,7 +75,8 @@ def test_scalars_and_nothing_at_all(tmp_path):
 @pytest.mark.parametrize(("depth", "is_read"), [(100, True), (200, False)])
 def test_a_state_that_is_nested_deeper_than_any_is_saved(tmp_path, depth, is_read):
     """Python would read it, and fail on the way to the other ranks."""
-    path, state = tmp_path / "file.h5", 1
+    path = tmp_path / "file.h5"
+    state = 1
     for _ in range(depth):
         state = {"list": [state]}
     write_file(path, state, [])

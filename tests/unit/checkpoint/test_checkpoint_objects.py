@@ -75,7 +75,8 @@ class Lookahead:
     """An optimizer around another, whose state is nested in its own."""
 
     def __init__(self, base):
-        self.base, self.n_steps = base, 0
+        self.base = base
+        self.n_steps = 0
 
     @property
     def param_groups(self):
@@ -93,7 +94,8 @@ def test_an_optimizer_around_another_is_restored():
     def make():
         return Lookahead(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1, momentum=0.9))
 
-    before, now = make(), make()
+    before = make()
+    now = make()
     before.param_groups[0]["params"][0].grad = torch.full((2,), 3.0)
     before.base.step()
     before.n_steps = 1

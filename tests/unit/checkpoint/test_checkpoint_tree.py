@@ -154,7 +154,8 @@ def test_arrays_of_another_byte_order_come_back_with_their_values(dtype):
 
 
 def test_arrays_of_our_byte_order_are_not_copied():
-    value, arrays = np.arange(4.0), []
+    value = np.arange(4.0)
+    arrays = []
     encode(value, "x", refuse, arrays)
     assert arrays[0].values is value
 

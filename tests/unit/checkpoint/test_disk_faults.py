@@ -45,7 +45,11 @@ class FaultyOs:
     """The module `os` with one call that fails, once or for good, or writes half of what it is given."""
 
     def __init__(self, call, nth, code, times=1):
-        self.call, self.nth, self.code, self.times, self.n_calls = call, nth, code, times, 0
+        self.call = call
+        self.nth = nth
+        self.code = code
+        self.times = times
+        self.n_calls = 0
 
     def __getattr__(self, name):
         return self.fail if name == self.call else getattr(os, name)
@@ -142,12 +146,14 @@ def goes_on(path, committed):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("code", REFUSALS, ids=lambda code: errno.errorcode[code])
 def test_a_refusal_is_reported_and_survived(fast_folder, template, monkeypatch, caplog, code):
-    path, counts = fast_folder / "run", Counter()
+    path = fast_folder / "run"
+    counts = Counter()
     for call in CALLS:
         times = 8 if code in PASSING else 3  # more than are tried again
         for error, committed in faults(call, code, path, template, monkeypatch, times):
             counts[call] += 1
-            was_told, _ = re.search(STAYS, caplog.text), caplog.clear()
+            was_told = re.search(STAYS, caplog.text)
+            _ = caplog.clear()
             goes_on(path, committed)
             if error is None:
                 assert call in TOLERATED or was_told, call

@@ -119,7 +119,8 @@ def test_a_read_that_fails_in_the_middle_loses_no_event(tmp_path, monkeypatch):
     ledger = begun(tmp_path)
     for step in range(3):
         ledger._store.note("commit", step=step)
-    pread, n_calls = os.pread, [0]
+    pread = os.pread
+    n_calls = [0]
 
     def fail_once(*arguments):
         n_calls[0] += 1

@@ -189,7 +189,8 @@ def test_a_folder_that_another_process_is_removing_is_not_used(memory, own, capl
 
 
 def test_a_folder_that_was_removed_before_it_was_locked_is_made_again(memory, own, monkeypatch):
-    flock, removed = fcntl.flock, []
+    flock = fcntl.flock
+    removed = []
 
     def remove_first(descriptor, kind):
         if not removed:

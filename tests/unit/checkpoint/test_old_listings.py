@@ -22,7 +22,8 @@ class Clients:
     """The module `os` of several clients in one process; `now` is the one that calls."""
 
     def __init__(self):
-        self.now, self.listings = "a", {}
+        self.now = "a"
+        self.listings = {}
 
     def __getattr__(self, name):
         return getattr(os, name)

@@ -116,8 +116,12 @@ class Verdicts:
     """
 
     def __init__(self, base, share=1.0, use=goes_on, is_right=is_right):
-        self.base, self.share, self.use, self.is_right = base, share, use, is_right
-        self.n_found, self.known = 0, {}
+        self.base = base
+        self.share = share
+        self.use = use
+        self.is_right = is_right
+        self.n_found = 0
+        self.known = {}
         self.chance = random.Random(SEED)
 
     def look(self, state, newest):
@@ -168,7 +172,8 @@ def records_in(base):
 
 @functools.cache
 def managed_totals():
-    weights, totals = managed_training.start_weights(), []
+    weights = managed_training.start_weights()
+    totals = []
     for step in range(1, managed_training.N_STEPS + 1):
         weights = managed_training.weights_after(weights, step)
         totals.append((step, float(weights.sum())))
@@ -224,7 +229,9 @@ class DyingDisk(RecordingDisk):
 
     def __init__(self, base, nth):
         super().__init__(base)
-        self.nth, self.n_calls, self.open = nth, 0, set()
+        self.nth = nth
+        self.n_calls = 0
+        self.open = set()
 
     def watch(self, name, act, *arguments):
         self.n_calls += 1
@@ -256,7 +263,8 @@ def record_with_kill(base, nth):
 @pytest.mark.timeout(1800)
 def test_power_is_cut_after_a_kill_and_a_restart(fast_folder):
     """What a process had not synced when it was killed is not synced either when the next one builds on it."""
-    verdicts, wrong = Verdicts(fast_folder / "state", use=lambda base: True), []
+    verdicts = Verdicts(fast_folder / "state", use=lambda base: True)
+    wrong = []
     kills = range(1, 100) if IS_FULL else [*range(2, 8), 34, 65, 92, 93]
     for nth in kills:
         run = record_with_kill(fast_folder / f"base-{nth}", nth)
@@ -296,7 +304,8 @@ def without_sync_of_the_folder_after(operation, suffix, log):
 
 
 def renamed_before_synced(log):
-    names, changed = {entry[1]: entry[2] for entry in log if entry[0] == "rename"}, []
+    names = {entry[1]: entry[2] for entry in log if entry[0] == "rename"}
+    changed = []
     for entry in log:
         if entry[0] == "rename":
             changed += [entry, ("sync", entry[2])]
@@ -349,7 +358,8 @@ BROKEN = {
 def test_a_program_that_is_wrong_is_noticed(fast_folder, name):
     """The tests above would see it: the model has a state in which this program has lost something."""
     before, log, newest = record(fast_folder / "base", retention=Retention(1))
-    changed, verdicts = BROKEN[name](log), Verdicts(fast_folder / "state", use=lambda base: True)
+    changed = BROKEN[name](log)
+    verdicts = Verdicts(fast_folder / "state", use=lambda base: True)
     assert changed != log
     assert any(verdicts.look(*cut) for cut in cuts(before, changed, newest))
     verdicts.report(f"{name}: noticed")

@@ -25,10 +25,18 @@ class FailingDisk(Disk):
     """A disk whose nth call of some operation fails, and all later ones if it `stays` so."""
 
     def __init__(self):
-        self.failing, self.code, self.nth, self.stays, self.calls = "", 0, 1, True, 0
+        self.failing = ""
+        self.code = 0
+        self.nth = 1
+        self.stays = True
+        self.calls = 0
 
     def fail(self, operation, code, nth=1, stays=True):
-        self.failing, self.code, self.nth, self.stays, self.calls = operation, code, nth, stays, 0
+        self.failing = operation
+        self.code = code
+        self.nth = nth
+        self.stays = stays
+        self.calls = 0
 
     def __getattribute__(self, name):
         if name == object.__getattribute__(self, "failing"):
@@ -55,7 +63,8 @@ def folder(tmp_path, disk):
 
 
 def commit(folder, step, n_elements=100, time_s=0.0, metrics=None):
-    image, path = FileImage(), folder.path_of(step)
+    image = FileImage()
+    path = folder.path_of(step)
     facts = {"step": step, "time_s": time_s, "metrics": metrics or {}, "written": {}}
     lay_out(image, facts, {"dict": []}, [NamedArray("x", "float32", np.full(n_elements, step, np.float32))])
     folder.commit(step, image)
@@ -386,7 +395,8 @@ def test_a_commit_is_the_file_then_its_name_then_the_folder(tmp_path):
     disk.done.clear()
     commit(folder, 2)
     name = "step-00000002-0001.h5"
-    looked, writes = disk.done[:3], [entry for entry in disk.done[3:] if entry[0] != "write"]
+    looked = disk.done[:3]
+    writes = [entry for entry in disk.done[3:] if entry[0] != "write"]
     assert looked == [("create", "listing"), ("close", ""), ("remove", "listing")], "who else has begun"
     assert writes == [
         ("create", name),
@@ -681,7 +691,9 @@ READS = {"open": (os, "open"), "header and index": (os, "pread"), "arrays": (os,
 def fail_reads(monkeypatch, call, error, n_times):
     """Let the first reads of some kind fail; return the pauses that are made."""
     module, name = READS[call]
-    whole, pauses, errors = getattr(module, name), [], [error] * n_times
+    whole = getattr(module, name)
+    pauses = []
+    errors = [error] * n_times
 
     def fail(*arguments, **options):
         if errors:
@@ -731,7 +743,8 @@ class Overtaken(Store):
 
     def __init__(self, writer, n_times):
         super().__init__(writer.path)
-        self.writer, self.n_times = writer, n_times
+        self.writer = writer
+        self.n_times = n_times
 
     def saved(self):
         found = super().saved()
@@ -775,7 +788,8 @@ def test_cached_writes_are_synced_on_the_way(tmp_path, monkeypatch, is_direct, n
 
     monkeypatch.setattr(durable, "SYNC_EVERY_BYTES", 2 * 4096)
     monkeypatch.setattr(fcntl, "fcntl", set_flags)
-    disk, syncs = Disk(), []
+    disk = Disk()
+    syncs = []
     monkeypatch.setattr(disk, "sync", syncs.append)
     durable.replace_file(disk, tmp_path / "file", durable.in_order([memoryview(bytes(4096))] * 7))
     assert len(syncs) == n_syncs

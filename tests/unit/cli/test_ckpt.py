@@ -115,7 +115,8 @@ def test_diff_of_other_arrays(run_dir, call, tmp_path):
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_there_and_back(run_dir, call, tmp_path, suffix):
     """From a checkpoint to somebody else's file and back: the same bits, and a model that starts from them."""
-    out, again = tmp_path / f"model{suffix}", tmp_path / "again.h5"
+    out = tmp_path / f"model{suffix}"
+    again = tmp_path / "again.h5"
     assert call("export", run_dir, out)[0] == 0
     theirs = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
     assert set(theirs) == {"weight", "bias"}

@@ -69,7 +69,7 @@ def test_ranks_that_share_cores_have_their_part():
 
 
 def test_a_binding_that_leaves_most_cores_idle():
-    found = [replace(one, cores=(one.rank,), n_host_cores=64, omp_threads=1) for one in ranks()]
+    found = [replace(rank, cores=(rank.rank,), n_host_cores=64, omp_threads=1) for rank in ranks()]
     assert bad(found) == [("warn", "cores", "each rank is bound to 1 of the 64 cores of a")]
 
 
@@ -78,17 +78,17 @@ def test_more_threads_than_cores():
 
 
 def test_a_slow_host_is_named():
-    found = [replace(one, copy_bytes_s=2e9 if one.host == "b" else 10e9) for one in ranks(3)]
+    found = [replace(rank, copy_bytes_s=2e9 if rank.host == "b" else 10e9) for rank in ranks(3)]
     assert bad(found) == [("warn", "copies", "2.00 GB/s in memory on b, 10.00 on most")]
 
 
 def test_a_slow_link_is_named():
-    found = [replace(one, link_bytes_s=1e8 if one.host == "c" else 1e9) for one in ranks(4)]
+    found = [replace(rank, link_bytes_s=1e8 if rank.host == "c" else 1e9) for rank in ranks(4)]
     assert bad(found) == [("warn", "links", "0.10 GB/s from rank 0 on c, 1.00 on most")]
 
 
 def test_a_clock_that_is_wrong():
-    found = [replace(one, skew_s=-90.0 if one.host == "b" else 0.001) for one in ranks(3)]
+    found = [replace(rank, skew_s=-90.0 if rank.host == "b" else 0.001) for rank in ranks(3)]
     assert bad(found) == [("warn", "clock", "that of b differs by -90.0 s")]
 
 
@@ -98,5 +98,5 @@ def test_fewer_gpus_than_ranks():
 
 
 def test_a_folder_that_one_host_does_not_see():
-    found = [replace(one, folder_error="shows nothing" if one.host == "b" else "") for one in ranks(2)]
+    found = [replace(rank, folder_error="shows nothing" if rank.host == "b" else "") for rank in ranks(2)]
     assert bad(found, "runs/a") == [("fail", "run folder", "runs/a on b shows nothing")]

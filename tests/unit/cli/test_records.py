@@ -190,7 +190,8 @@ def test_clocks_of_hosts_are_set_by_their_sums(offset, error):
 @pytest.mark.feature("observability.merged-timeline")
 def test_all_ranks_of_a_host_bound_its_clock():
     """One enters early, and another one leaves soon after the last has entered: together they say within 2 ms."""
-    early, late = step_of(1, 0.0, 2.0, 1.0, 1.5), step_of(1, 0.0, 2.0, 1.399, 1.4)
+    early = step_of(1, 0.0, 2.0, 1.0, 1.5)
+    late = step_of(1, 0.0, 2.0, 1.399, 1.4)
     own = [rank(0, steps=[early]), rank(1, steps=[late])]
     other = rank(2, host="n2", steps=[step_of(1, 10.0, 12.0, 11.399, 11.4)])  # ten seconds ahead
     for ranks in ([*own, other], [*own[::-1], other]):
@@ -213,13 +214,14 @@ def test_clocks_that_drift_apart():
 @pytest.mark.feature("observability.timeline")
 def test_events_of_a_trace():
     """In microseconds since the first process began, with a name for each rank, and waits within their step."""
-    steps, windows = [step_of(1, 2.0, 3.0, 2.5, 2.75)], [window(102, 104, (1, 2), compute=1.5, input=0.5)]
+    steps = [step_of(1, 2.0, 3.0, 2.5, 2.75)]
+    windows = [window(102, 104, (1, 2), compute=1.5, input=0.5)]
     ranks = [rank(n, windows, f"n{n}", steps, (0, 100), 99) for n in range(2)]
     events = events_of(attempt(1, *ranks))
-    assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == [
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
         *("rank 0 (worker:0) on n0", "rank 1 (worker:1) on n1")
     ]
-    (step, wait, total, summed) = [one for one in events if one["ph"] == "X" and one["pid"] == 1]
+    (step, wait, total, summed) = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert (step["name"], step["ts"], step["dur"], step["tid"]) == ("step 1", 3e6, 1e6, 0)
     assert (wait["name"], wait["ts"]) == ("next batch", 3e6)
     assert (total["cat"], total["ts"], total["dur"]) == ("communication", 3.5e6, 0.25e6)
@@ -239,7 +241,7 @@ STEP = {"step": 1, "time": [2.0, 3.0], "spans": [["input", "next batch", 2.0, 2.
 
 def write(path, *records):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
 
 
 def test_records_that_are_torn_are_left_out(tmp_path):

@@ -23,7 +23,7 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 def write(path, *records):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def record_rank(folder, attempt, rank, first, last, began, own_s):
@@ -79,7 +79,9 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.references, self.tags, self.texts = [], [], []
+        self.references = []
+        self.tags = []
+        self.texts = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -110,7 +112,7 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
     ):
         assert expected in said, expected
     assert not {"i", "x", "b", "script", "link", "img"} & set(page.tags) - {"b"}, "names are texts, and not tags"
-    assert [one for one in page.references if not one.startswith("#")] == [], "it needs no other file"
+    assert [reference for reference in page.references if not reference.startswith("#")] == [], "it needs no other file"
     drawn = text[text.index("<svg") :]
     assert "var(--series-1)" in drawn
     assert not re.search(r"(fill|stroke): #", drawn), "each colour is one of the page's, for light and dark"

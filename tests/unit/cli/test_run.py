@@ -12,7 +12,8 @@ from hpcdist.restart_rule import Launch
 
 
 def test_the_end_of_a_launch():
-    stop, earlier = Decision("stop", "ranks differ", (2, 2)), Decision("requeue", "SIGTERM on rank 3", (1, 1))
+    stop = Decision("stop", "ranks differ", (2, 2))
+    earlier = Decision("requeue", "SIGTERM on rank 3", (1, 1))
     assert launch_of(0, "mpirun", stop, earlier) == Launch(0, "stop", "ranks differ")
     assert launch_of(-9, "srun", None, earlier) == Launch(137, earlier="requeue", is_signalled=True)
     assert launch_of(7, "/opt/bin/mpirun", None, None) == Launch(7, is_signalled=True)

@@ -151,7 +151,7 @@ def test_jobs_of_this_user(hpcdist, monkeypatch):
         "21_1  RUNNING, 9:00 left, n1  /r/a-1",
         "21_2  PENDING, 10:00 left, (Resources)  /r/a-2",
     ]
-    assert [one["run_dir"] for one in json.loads(hpcdist("status", "--json")[1])] == ["/r/a-1", "/r/a-2"]
+    assert [load["run_dir"] for load in json.loads(hpcdist("status", "--json")[1])] == ["/r/a-1", "/r/a-2"]
 
 
 def test_a_whole_array_is_not_one_job(hpcdist, monkeypatch):

@@ -41,7 +41,8 @@ def random_order(rng):
 def random_plans(number, **changes):
     """Return a plan of each kind over the same rows, for all replicas."""
     rng = random.Random(number)
-    order, n_replicas = replace(random_order(rng), **changes), rng.randint(1, 4)
+    order = replace(random_order(rng), **changes)
+    n_replicas = rng.randint(1, 4)
     replicas = range(n_replicas)
     shards = [EveryNth(order.n_rows, n_replicas, replica) for replica in replicas]
     return DividedBatches(order, Division(replicas, n_replicas)), ShardedBatches(order, shards, replicas)

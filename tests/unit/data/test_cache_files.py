@@ -92,7 +92,8 @@ def test_ranks_write_their_parts_and_read_those_of_others(tmp_path, calls):
         rows = arrays().map(square).cache(tmp_path / "c").shuffle(seed=1).batch(4)
         return DistributedDataset(rows, range(replica, replica + 1), n_replicas)
 
-    first, second = part(0, 2), part(1, 2)
+    first = part(0, 2)
+    second = part(1, 2)
     list(first), list(second)
     assert sorted(calls) == list(range(N_ROWS))
     assert len(files_of(tmp_path)) == 2
@@ -105,8 +106,9 @@ def test_ranks_write_their_parts_and_read_those_of_others(tmp_path, calls):
 @pytest.mark.parametrize("make", [arrays, stream])
 def test_threads_write_side_by_side(make, tmp_path, calls):
     datasets = [make().map(square).cache(tmp_path / "c") for _ in range(8)]
-    expected, found = read(make().map(square)), []
-    threads = [threading.Thread(target=lambda one=one: found.append(read(one))) for one in datasets]
+    expected = read(make().map(square))
+    found = []
+    threads = [threading.Thread(target=lambda dataset=dataset: found.append(read(dataset))) for dataset in datasets]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -199,7 +201,8 @@ def test_no_bit_may_change(tmp_path, calls):
 
     expected = read(make())
     (path,) = files_of(tmp_path)
-    whole, n_refused = path.read_bytes(), 0
+    whole = path.read_bytes()
+    n_refused = 0
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         n_refused += is_refused()

@@ -51,7 +51,8 @@ def on_ranks(dataset, n_replicas, n_ranks):
 
 def steps_of(distributed, n_steps=None):
     """Return, step by step, the parts of all replicas. Ranks that do not end together fail."""
-    steps, iterators = [], [iter(one) for one in distributed]
+    steps = []
+    iterators = [iter(one) for one in distributed]
     while n_steps is None or len(steps) < n_steps:
         elements = [iterator.get_next_as_optional() for iterator in iterators]
         if not any(element.has_value() for element in elements):
@@ -454,7 +455,8 @@ def test_the_steps_of_a_function_resume(is_stream):
         rows = Dataset.from_generator(lambda: range(6)) if is_stream else Dataset.from_tensor_slices(np.arange(6))
         return DistributedFromFunction([rows.shuffle(6, seed=1).batch(2)], range(1), 1)
 
-    whole, unbroken = make(), []
+    whole = make()
+    unbroken = []
     for _ in range(2):
         unbroken.append([part.tolist() for part in whole])
     assert unbroken[0] != unbroken[1]
@@ -475,10 +477,14 @@ def test_drawn_seeds_follow_from_one_that_is_in_the_cursor():
         rows = Dataset.from_tensor_slices(np.arange(30)).shuffle().batch(30)
         return DistributedFromFunction([rows], range(replica, replica + 1), 2)
 
-    first, second, again = make(0), make(1), make(1)
+    first = make(0)
+    second = make(1)
+    again = make(1)
     first.set_seed(5), second.set_seed(5)
     again.load_state_dict(first.state_dict())
-    (one,), (two,), (three,) = first, second, again
+    (one,) = first
+    (two,) = second
+    (three,) = again
     assert one.tolist() != two.tolist() == three.tolist()
     given = Dataset.from_tensor_slices(np.arange(30)).shuffle(seed=3).batch(30)
     assert next(iter(DistributedFromFunction([given], range(1), 1))).tolist() == next(iter(given)).tolist()

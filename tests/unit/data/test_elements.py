@@ -56,7 +56,8 @@ def test_skip(make, count, left):
 
 
 def test_skip_and_take_divide_rows_without_reading_them():
-    train, test = numbers().skip(3), numbers().take(3)
+    train = numbers().skip(3)
+    test = numbers().take(3)
     assert (len(train), len(test)) == (7, 3)
     assert not train.is_stream
     assert passes(train.take(2).skip(1)) == [[4]]
@@ -111,7 +112,9 @@ def test_interleave_takes_blocks_in_turn(make, cycle, block):
     rows = make(5).map(lambda row: np.array(lengths[int(row)]))
     made = rows.interleave(lambda n: Dataset.range(10 * int(n), 11 * int(n)), cycle, block)
 
-    left, open_, expected = [[10 * n + i for i in range(n)] for n in lengths], [], []
+    left = [[10 * n + i for i in range(n)] for n in lengths]
+    open_ = []
+    expected = []
     open_ = [left.pop(0) if left else None for _ in range(cycle)]
     while any(one is not None for one in open_):
         for place, one in enumerate(open_):
@@ -170,7 +173,7 @@ def test_padded_rows_of_known_shapes_are_read_in_any_order():
 def test_shuffles_after_batch_and_repeat_mix_what_comes():
     batches = passes(numbers(12).batch(3).shuffle(4, seed=1), 3)
     assert sorted(batches[0]) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    assert len({str(one) for one in batches}) > 1
+    assert len({str(batch) for batch in batches}) > 1
     assert passes(numbers(12).batch(3).shuffle(4, seed=1, reshuffle_each_iteration=False), 2)[0] in batches
     mixed = passes(numbers(6).repeat(2).shuffle(12, seed=1))[0]
     assert sorted(mixed) == sorted([*range(6)] * 2)
@@ -273,7 +276,8 @@ def test_list_files(tmp_path):
 def test_open_hdf5_datasets_are_read_from_their_file(tmp_path):
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "rows.h5", "w") as file:
-        file["x"], file["group/y"] = np.arange(12.0).reshape(6, 2), np.arange(6)
+        file["x"] = np.arange(12.0).reshape(6, 2)
+        file["group/y"] = np.arange(6)
     with h5py.File(tmp_path / "rows.h5") as file:
         dataset = Dataset.from_tensor_slices((file["x"], file["group/y"])).batch(4)
         mixed = (file["x"], np.arange(6))
@@ -300,7 +304,9 @@ def test_open_hdf5_datasets_are_read_from_their_file(tmp_path):
 def test_arrays_on_a_device_come_to_the_host():
     class DeviceArray:
         def __init__(self, host):
-            self.host, self.shape, self.__cuda_array_interface__ = host, host.shape, {"version": 3}
+            self.host = host
+            self.shape = host.shape
+            self.__cuda_array_interface__ = {"version": 3}
 
         def get(self):
             return self.host

@@ -34,7 +34,8 @@ def rows(n_rows=10):
 @pytest.mark.parametrize("device", [None, META])
 @pytest.mark.parametrize("n_ahead", [0, 2])
 def test_it_polls_between_two_batches(device, n_ahead):
-    positions, used = [], []
+    positions = []
+    used = []
 
     def poll():
         positions.append((batches.position, sum(used)))
@@ -92,7 +93,8 @@ def test_a_cursor_taken_while_a_batch_is_ahead_resumes_with_that_batch():
     [(META, None, "meta"), (META, True, "meta"), (META, False, "cpu"), (torch.device("cpu"), None, "cpu")],
 )
 def test_where_parts_go(device, fetch, kind):
-    options, delivery = InputOptions(experimental_fetch_to_device=fetch), Delivery(device=device)
+    options = InputOptions(experimental_fetch_to_device=fetch)
+    delivery = Delivery(device=device)
     for batches in (
         DistributedDataset(rows(), range(1), 1, delivery, options),
         DistributedFromFunction([rows()], range(1), 1, delivery, options),

@@ -91,7 +91,8 @@ def test_hdf5_files_follow_each_other_and_repeat_across_epochs(tmp_path):
 
 @pytest.mark.feature("input.hdf5-source")
 def test_hdf5_reads_one_slab_per_run_of_rows(file, monkeypatch):
-    read, original = [], h5py.Dataset.read_direct
+    read = []
+    original = h5py.Dataset.read_direct
 
     def read_direct(self, values, source, target):
         read.append((source.start, source.stop))
@@ -104,7 +105,8 @@ def test_hdf5_reads_one_slab_per_run_of_rows(file, monkeypatch):
 
 
 def count_rows_read(monkeypatch):
-    read, original = [], h5py.Dataset.read_direct
+    read = []
+    original = h5py.Dataset.read_direct
 
     def read_direct(self, values, source, target):
         read.append(source.stop - source.start)
@@ -152,7 +154,8 @@ def test_shuffled_chunks_are_divided_and_resumed_at_any_sample(compressed):
     whole = [batch.tolist() for batch in distributed(0, 1)]
     parts = zip(*([part.tolist() for part in distributed(replica, 3)] for replica in range(3)), strict=True)
     assert [sum(part, []) for part in parts] == whole
-    first, rest = distributed(0, 1), distributed(0, 1)
+    first = distributed(0, 1)
+    rest = distributed(0, 1)
     iterator = iter(first)
     for _ in range(5):
         next(iterator)

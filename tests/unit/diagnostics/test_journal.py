@@ -66,7 +66,8 @@ def test_without_a_board_nobody_is_behind():
 
 
 def test_the_board_shows_who_is_in_another_call():
-    cells, codes = array("q", [0] * 3), array("q", [0] * 3)
+    cells = array("q", [0] * 3)
+    codes = array("q", [0] * 3)
     first, second, third = (Journal(memoryview(cells), place, memoryview(codes)) for place in range(3))
     for journal, op in ((first, "save"), (second, "all_reduce sum"), (third, "save")):
         journal.enter(op, "any", 0)

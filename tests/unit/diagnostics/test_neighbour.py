@@ -22,7 +22,8 @@ def lose(monkeypatch, capfd):
     monkeypatch.setattr(neighbour, "PATIENCE_S", 0.2)
 
     def lose(flags_of_neighbour=0, has_left=False, is_stopped=False):
-        flags, ended = memoryview(array("q", [0, flags_of_neighbour])), threading.Event()
+        flags = memoryview(array("q", [0, flags_of_neighbour]))
+        ended = threading.Event()
         process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
         peers = [Peer("rank 0 (worker 0)", os.getpid()), Peer("rank 1 (worker 1)", process.pid)]
         before = set(threading.enumerate())

@@ -43,7 +43,8 @@ def test_replicas_that_agree(n_replicas):
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize("difference", [1, 2, 17])
 def test_one_replica_that_is_elsewhere(odd, difference):
-    numbers, states = [5, 5, 5], [77, 77, 77]
+    numbers = [5, 5, 5]
+    states = [77, 77, 77]
     numbers[odd] += difference
     assert not sum_of([PLAIN] * 3, numbers, states).is_same_backward(3)
     states[odd] += difference
@@ -53,14 +54,16 @@ def test_one_replica_that_is_elsewhere(odd, difference):
 
 
 def test_batches_are_compared_among_replicas_that_know_theirs():
-    first, other = PLAIN._replace(key=11), PLAIN._replace(key=12)
+    first = PLAIN._replace(key=11)
+    other = PLAIN._replace(key=12)
     assert sum_of([first, PLAIN, first], [1] * 3, [0] * 3).is_same_batch
     assert not sum_of([first, PLAIN, other], [1] * 3, [0] * 3).is_same_batch
     assert sum_of([PLAIN, PLAIN], [1] * 2, [0] * 2).key is None
 
 
 def test_doubts_and_refusals_are_counted():
-    doubtful, refused = PLAIN._replace(doubtful_rows=3), PLAIN._replace(refusal="why")
+    doubtful = PLAIN._replace(doubtful_rows=3)
+    refused = PLAIN._replace(refusal="why")
     facts = sum_of([doubtful, refused, PLAIN._replace(has_peeks=True)], [1] * 3, [0] * 3)
     assert (facts.n_doubtful, facts.n_refused, facts.n_peeked) == (1, 1, 1)
 

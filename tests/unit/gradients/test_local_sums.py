@@ -69,7 +69,8 @@ def of_rank_tree(plan, rank):
 
 
 def test_a_pushed_tensor_that_is_not_ours_is_left_alone():
-    sums, slot = SubtreeSums(4), torch.ones(3)
+    sums = SubtreeSums(4)
+    slot = torch.ones(3)
     sums.add(0, slot, is_kept=False)
     slot.fill_(2)
     sums.add(1, slot, is_kept=False)

@@ -33,7 +33,8 @@ class Noted:
 
 @pytest.mark.feature("launch.simulated-replicas")
 def test_replicas_go_in_turn_and_the_last_one_acts():
-    noted, log = Noted(), []
+    noted = Noted()
+    log = []
     scheduler = ReplicaScheduler(range(2, 5), [noted])
 
     def call():
@@ -61,7 +62,8 @@ def test_merge_gives_each_its_part():
 
 
 def test_nobody_is_a_replica_in_what_a_merge_calls():
-    scheduler, seen = ReplicaScheduler(range(2), []), []
+    scheduler = ReplicaScheduler(range(2), [])
+    seen = []
     scheduler.run([lambda: scheduler.merge("a merge", None, lambda all_: [seen.append(scheduler.replica)] * 2)] * 2)
     assert seen == [None]
 
@@ -69,7 +71,8 @@ def test_nobody_is_a_replica_in_what_a_merge_calls():
 @pytest.mark.feature("tf.error-replica-stops", "semantics.results-of-run")
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_in_one_replica_stops_the_others_and_is_raised_once(failing):
-    scheduler, after = ReplicaScheduler(range(3), []), []
+    scheduler = ReplicaScheduler(range(3), [])
+    after = []
 
     def call():
         if scheduler.replica == failing:

@@ -27,7 +27,9 @@ def partitioner_of(drawn):
 
 def answer_of(case):
     """Return [rows, server] of each shard of each variable, or the type of the error, as TensorFlow's was recorded."""
-    placed, numbers, answer = [], [], []
+    placed = []
+    numbers = []
+    answer = []
     for number, variable in enumerate(case["variables"]):
         spec = VariableSpec(f"v{number}", tuple(variable["shape"]), getattr(torch, variable["dtype"]))
         try:
@@ -37,7 +39,9 @@ def answer_of(case):
             continue
         placed.append(spec)
         numbers.append(number)
-        answer.append([[one.stop - one.start, one.server] for one in shards if one.variable == len(placed) - 1])
+        answer.append(
+            [[shard.stop - shard.start, shard.server] for shard in shards if shard.variable == len(placed) - 1]
+        )
     return answer
 
 

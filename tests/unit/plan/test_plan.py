@@ -39,11 +39,13 @@ def test_permutation_is_the_same_for_ever():
 
 def test_rows_are_mixed_a_window_of_chunks_at_a_time():
     assert permutation(1, 0, 8, Mixing(2, 4)).tolist() == [5, 6, 4, 7, 1, 3, 2, 0]
-    n_rows, mixing = 1000, Mixing(10, 57)
+    n_rows = 1000
+    mixing = Mixing(10, 57)
     order = permutation(4, 2, n_rows, mixing)
     assert sorted(order) == list(range(n_rows))
     assert not np.array_equal(order, permutation(4, 3, n_rows, mixing))
-    chunks, starts = order // mixing.chunk_rows, np.arange(0, n_rows, mixing.n_chunks * mixing.chunk_rows)
+    chunks = order // mixing.chunk_rows
+    starts = np.arange(0, n_rows, mixing.n_chunks * mixing.chunk_rows)
     windows = [set(chunks[start : start + 50].tolist()) for start in starts]
     assert [len(window) for window in windows] == [5] * 20, "every chunk is in one window"
     assert sorted(permutation(4, 2, 1003, mixing)) == list(range(1003)), "the last chunk may be short"
@@ -52,7 +54,8 @@ def test_rows_are_mixed_a_window_of_chunks_at_a_time():
 
 
 def batches(order, end=None):
-    position, found = 0, []
+    position = 0
+    found = []
     end = order.n_samples if end is None else end
     while (batch := order.next_batch(position, end)) is not None:
         found.append(batch)

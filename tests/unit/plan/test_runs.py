@@ -13,7 +13,8 @@ KIND = (0, "torch.float32", 0, 0)
 def places_of(sizes, n_owners, kind=KIND, gap_bytes=0):
     """Return parameters that lie one after another, in the order of their bucket."""
     shares = plan_shards(sizes, n_owners)
-    places, address = [], 4096
+    places = []
+    address = 4096
     for number, size in enumerate(sizes):
         ranges = [share.get(number, (0, 0)) for share in shares]
         places.append(Place(kind, address, size, 4, ranges))

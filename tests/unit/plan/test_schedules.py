@@ -34,7 +34,9 @@ def by_tree(rows):
 
 def carry_out(schedules, buffers):
     """Run all ranks until none can go on; a rank sends when its round begins. Return what is left in the boxes."""
-    boxes, turns, has_sent = {}, [0] * len(buffers), [False] * len(buffers)
+    boxes = {}
+    turns = [0] * len(buffers)
+    has_sent = [False] * len(buffers)
     is_moving = True
     while is_moving:
         is_moving = False
@@ -42,16 +44,18 @@ def carry_out(schedules, buffers):
             while turns[rank] < len(schedule):
                 turn = schedule[turns[rank]]
                 if not has_sent[rank]:
-                    for one in turn.sends:
-                        boxes.setdefault((rank, one.peer), []).append((one, list(buffer[one.start : one.stop])))
+                    for send in turn.sends:
+                        boxes.setdefault((rank, send.peer), []).append((send, list(buffer[send.start : send.stop])))
                     has_sent[rank] = is_moving = True
-                if not all(boxes.get((one.peer, rank)) for one in turn.receives):
+                if not all(boxes.get((receive.peer, rank)) for receive in turn.receives):
                     break
-                arrived = [(one, boxes[one.peer, rank].pop(0)) for one in turn.receives]
-                for one, (sent, _) in arrived:
-                    assert (sent.start, sent.stop) == (one.start, one.stop)
+                arrived = [(receive, boxes[receive.peer, rank].pop(0)) for receive in turn.receives]
+                for send, (sent, _) in arrived:
+                    assert (sent.start, sent.stop) == (send.start, send.stop)
                 take(turn, rank, buffer, arrived)
-                turns[rank], has_sent[rank], is_moving = turns[rank] + 1, False, True
+                turns[rank] = turns[rank] + 1
+                has_sent[rank] = False
+                is_moving = True
     assert turns == [len(schedule) for schedule in schedules]
     return [message for box in boxes.values() for message in box]
 
@@ -109,7 +113,8 @@ def test_costs_are_the_closed_formulas(size):
 def test_costs_of_halving(size):
     """A power of two of ranks: the closed formula. Else no rank sends more than half as much again."""
     n_elements = 720 * size
-    exchanged, n_rounds = 2 * (size - 1) * n_elements // size, 2 * (size - 1).bit_length()
+    exchanged = 2 * (size - 1) * n_elements // size
+    n_rounds = 2 * (size - 1).bit_length()
     schedules = [plan_halving(size, rank, n_elements) for rank in range(size)]
     sent = [n_elements_sent(schedule) for schedule in schedules]
     if size & (size - 1) == 0:

@@ -21,13 +21,15 @@ def source():
 
 def test_the_part_before_forwards_are_watched_is_known_too():
     flags = StepFlags()
-    watch, loop = LoopWatch(flags), flags.loop
+    watch = LoopWatch(flags)
+    loop = flags.loop
     source = loop.add_source()
     for _ in range(150):
         loop.note_step()
     assert not loop.needs_identity
     rows = torch.ones(2, 3)
-    first, second = part_of(source), part_of(source, 2)
+    first = part_of(source)
+    second = part_of(source, 2)
     loop.hand_out(first)
     watch.hand_out(first, [(rows,)])
     assert watch.tensors.parts_of(rows) == []
@@ -50,21 +52,25 @@ def test_the_part_before_forwards_are_watched_is_known_too():
     ],
 )
 def test_views_have_the_memory_of_their_part(source, derived):
-    tensors, part, rows = PartTensors(), part_of(source), torch.ones(4, 3)
+    tensors = PartTensors()
+    part = part_of(source)
+    rows = torch.ones(4, 3)
     tensors.add(part, [rows])
     assert tensors.parts_of(derived(rows)) == [part]
 
 
 @pytest.mark.parametrize("derived", [torch.clone, torch.Tensor.double, lambda rows: torch.cat([rows, rows])])
 def test_copies_do_not(source, derived):
-    tensors, rows = PartTensors(), torch.ones(4, 3)
+    tensors = PartTensors()
+    rows = torch.ones(4, 3)
     tensors.add(part_of(source), [rows])
     assert tensors.parts_of(derived(rows)) == []
 
 
 def test_windows_of_one_memory_and_arrays_are_told_apart(source):
     tensors = PartTensors()
-    recording, rows = torch.arange(100.0), np.ones((4, 3))
+    recording = torch.arange(100.0)
+    rows = np.ones((4, 3))
     first, second, third = (part_of(source, number) for number in (1, 2, 3))
     tensors.add(first, [recording[:10]])
     tensors.add(second, [recording[10:20]])
@@ -86,7 +92,8 @@ def test_memory_that_was_freed_names_no_part(source):
 
 
 def test_parts_without_rows_are_known(source):
-    tensors, part = PartTensors(), part_of(source)
+    tensors = PartTensors()
+    part = part_of(source)
     rows = torch.ones(1, 3)[:0]
     tensors.add(part, [rows])
     assert tensors.parts_of(rows) == [part]

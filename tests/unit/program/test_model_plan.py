@@ -16,7 +16,8 @@ def test_objects_that_are_gone_take_no_room():
 
 
 def test_objects_are_compared_by_identity_in_their_order():
-    first, second = torch.zeros(2), torch.zeros(2)
+    first = torch.zeros(2)
+    second = torch.zeros(2)
     tensors = IdentitySet([second, first, second])
     assert [item is second for item in tensors] == [True, False]
     assert first in tensors

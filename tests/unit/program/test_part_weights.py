@@ -44,7 +44,8 @@ def test_a_part_that_nobody_has_planned_puts_the_others_in_doubt():
 
 
 def test_parts_of_two_loaders_of_which_only_own_rows_are_known_must_be_alike_on_all_ranks():
-    first, second = PartSource(1, None, 1), PartSource(2, None, 2)
+    first = PartSource(1, None, 1)
+    second = PartSource(2, None, 2)
     here, there = ([*parts_of((4, None), source=first), *parts_of((own, None), source=second)] for own in (16, 12))
     assert weigh(here, 0).doubtful_rows != weigh(there, 0).doubtful_rows
     assert weigh(here, 0).rows == 1

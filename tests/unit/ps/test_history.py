@@ -56,4 +56,4 @@ class WithoutOwnWrites(Server):
 def test_the_checker_finds_servers_that_are_wrong(make_server, found):
     violations = History(1, max_staleness=1, make_server=make_server).run(3000)
     assert violations
-    assert any(re.search(found, one) for one in violations), violations[:3]
+    assert any(re.search(found, violation) for violation in violations), violations[:3]

@@ -29,7 +29,8 @@ def test_a_message_survives_its_envelope():
 
 
 def test_an_envelope_says_where_a_payload_is():
-    memory, asked = np.arange(100, dtype=np.uint8), []
+    memory = np.arange(100, dtype=np.uint8)
+    asked = []
 
     def memory_for(nbytes, path):
         asked.append((nbytes, path))
@@ -57,7 +58,7 @@ def test_tensors_are_packed_and_read_again():
     packer = Packer()
     for _ in range(2):
         payload = Unpacker(packer.pack(tensors).copy())
-        assert all(torch.equal(payload.take(one.shape, one.dtype), one) for one in tensors)
+        assert all(torch.equal(payload.take(tensor.shape, tensor.dtype), tensor) for tensor in tensors)
 
 
 @pytest.mark.feature("parameter-servers.round-robin-placement")
@@ -65,14 +66,16 @@ def test_specs_of_the_shards_of_each_server():
     variables = [VariableSpec("w", (5, 2), torch.float32), VariableSpec("b", (), torch.bfloat16)]
     shards = place(variables, 2, FixedShardsPartitioner(2))
     specs = specs_of(variables, shards, frozenset([0]))
-    found = [(server, one.name, one.start, one.stop, one.shape, one.dtype) for server in specs for one in specs[server]]
+    found = [
+        (server, spec.name, spec.start, spec.stop, spec.shape, spec.dtype) for server in specs for spec in specs[server]
+    ]
     assert found == [
         (0, "w", 0, 3, (3, 2), "float32"),
         (0, "b", 0, 1, (), "bfloat16"),
         (1, "w", 3, 5, (2, 2), "float32"),
     ]
-    assert [one.nbytes for one in specs[0]] == [24, 2]
-    assert [one.is_sparse for one in specs[0]] == [True, False]
+    assert [spec.nbytes for spec in specs[0]] == [24, 2]
+    assert [spec.is_sparse for spec in specs[0]] == [True, False]
     assert specs_of_text(specs_to_text(specs[0])) == specs[0]
 
 

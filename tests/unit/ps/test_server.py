@@ -44,12 +44,13 @@ class Serving:
     def push(self, worker, dense=None, rows=None, text="", request=Request.NONE):
         """Push a number for each element of the first shard, or rows {index: number} of the second."""
         self.clocks[worker] += 1
-        numbers, parts = [0, 0, 1], []
+        numbers = [0, 0, 1]
+        parts = []
         numbers += [NOTHING if dense is None else WHOLE, 0, self.known[worker][0]]
         parts += [] if dense is None else [torch.full((3, 2), float(dense))]
         numbers += [NOTHING if rows is None else ROWS, len(rows or ()), self.known[worker][1]]
         if rows is not None:
-            parts += [torch.tensor(list(rows)), torch.tensor([[float(one)] * 2 for one in rows.values()])]
+            parts += [torch.tensor(list(rows)), torch.tensor([[float(row)] * 2 for row in rows.values()])]
         fields = {"numbers": np.array(numbers, np.int64), "text": text, "request": int(request)}
         return self.ask(worker, Kind.STEP, payload=Packer().pack(parts), **fields)
 
@@ -60,7 +61,8 @@ class Serving:
 
 def parts_of(answer):
     """Return what an answer has of each shard: kind, version and tensor."""
-    payload, found = Unpacker(answer.payload), []
+    payload = Unpacker(answer.payload)
+    found = []
     for spec, (kind, n_rows, version) in zip(SPECS, answer.numbers[1:].reshape(-1, 3).tolist(), strict=True):
         if kind == ROWS:
             found.append((kind, version, payload.take((n_rows,), torch.int64).tolist()))
@@ -140,7 +142,8 @@ def test_a_worker_that_is_ahead_waits_for_the_others_at_its_pull():
     assert serving.push(0, dense=1) == []
     (late,) = serving.server.late(5.0)
     assert "expected worker 1 to push step 3 within 5 s" in late.text
-    (_, released) = serving.ask(1, Kind.LEAVE, numbers=np.array([-1])), serving.push(0)
+    _ = serving.ask(1, Kind.LEAVE, numbers=np.array([-1]))
+    released = serving.push(0)
     assert len(released) == 1, "who has left is waited for no more"
 
 
@@ -150,7 +153,7 @@ def test_a_synchronous_step_is_one_update_of_the_sum(n_workers):
     for worker in range(n_workers - 1, 0, -1):
         assert serving.push(worker, dense=worker + 1) == []
     answers = serving.push(0, dense=1, rows={0: 1})
-    assert [one.worker for one in answers] == [*range(n_workers - 1, 0, -1), 0]
+    assert [answer.worker for answer in answers] == [*range(n_workers - 1, 0, -1), 0]
     assert serving.values() == (-n_workers * (n_workers + 1) / 2, [-1.0, 0.0, 0.0, 0.0])
     assert parts_of(answers[0])[0][:2] == (WHOLE, 1)
 
@@ -176,7 +179,7 @@ def test_who_leaves_completes_a_synchronous_step():
     serving = Serving(2, is_synchronous=True)
     assert serving.push(0, dense=1) == []
     answers = serving.ask(1, Kind.LEAVE, numbers=np.array([0]))
-    assert [one.kind for one in answers] == [Kind.DONE, Kind.VALUES]
+    assert [answer.kind for answer in answers] == [Kind.DONE, Kind.VALUES]
     assert not serving.server.is_done
     serving.ask(0, Kind.LEAVE, numbers=np.array([7]))
     assert serving.server.is_done
@@ -241,7 +244,8 @@ def test_no_part_of_a_push_is_answered_before_the_bound_on_staleness_holds():
 def test_parts_that_nobody_is_waited_for_are_answered_at_once_in_memory_of_their_own():
     serving = Serving()
     serving.clocks[0] += 1
-    one, two = Packer().pack([torch.ones(3, 2)]), Packer().pack([torch.full((4, 2), 2.0)])
+    one = Packer().pack([torch.ones(3, 2)])
+    two = Packer().pack([torch.full((4, 2), 2.0)])
     (first,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=one)
     kept = first.payload.copy()
     (last,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 1, 1, WHOLE, 0, -1]), payload=two)

@@ -351,7 +351,8 @@ def test_scontrol_that_helps_in_the_end(leave):
 
 
 def test_a_busy_slurmctld_has_a_minute(tmp_path, monkeypatch):
-    pauses, tries = [], []
+    pauses = []
+    tries = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(job, "output_of", lambda *command, **_: None)
     monkeypatch.setattr(job.Job, "look", lambda job: tries.append(1) or Facts("RUNNING"))

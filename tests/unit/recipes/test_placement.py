@@ -4,7 +4,8 @@ import pytest
 from placement import failed_node, filled, restart_nodes
 from restart_rule import Launch
 
-DIED, NOT_BEGUN = Launch(137, "requeue", "died without notice"), Launch(137)
+DIED = Launch(137, "requeue", "died without notice")
+NOT_BEGUN = Launch(137)
 N = ["n1", "n2", "n3"]
 
 

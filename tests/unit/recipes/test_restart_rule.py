@@ -121,7 +121,8 @@ def test_rows_of_job_py(launch, facts, expected):
     assert action_after(launch, Situation(JOB, **facts)) == expected
 
 
-DIED, STOPPED = "died without notice", "SIGTERM on rank 3"
+DIED = "died without notice"
+STOPPED = "SIGTERM on rank 3"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,11 @@ def run_job(monkeypatch, job, launch, facts, nodes, answering):
         job.n_requeues += 1
         return 75
 
-    job.n_requeues, job.id, job.successor, job.n_restarts, job.environ = 0, "7", "", 0, {"SLURM_JOB_NODELIST": "n"}
+    job.n_requeues = 0
+    job.id = "7"
+    job.successor = ""
+    job.n_restarts = 0
+    job.environ = {"SLURM_JOB_NODELIST": "n"}
     job.folder = SimpleNamespace(may_repeat=lambda note: True, note_requeue=lambda n_restarts: None)
     replaced = {
         "launch": fake_launch,

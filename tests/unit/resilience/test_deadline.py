@@ -50,14 +50,17 @@ def test_slack_is_the_measured_spread_or_the_minimum():
 @pytest.mark.feature("checkpoints.stop-before-the-time-limit", "complaints.time-to-save")
 @pytest.mark.parametrize("left_s", [0.0, 11.9, 12.0, 12.1, 100.0])
 def test_the_rule(left_s):
-    step, save = durations(3.0), durations(4.0)
+    step = durations(3.0)
+    save = durations(4.0)
     assert needed_s(step, save) == 3.0 + 4.0 + MIN_SLACK_S
     assert must_stop(left_s, step, save) == (left_s <= 12.0)
 
 
 @pytest.mark.feature("semantics.handler-grace-period")
 def test_a_save_under_way_is_waited_for():
-    step, save, n_saves = durations(1.0), durations(20.0), [1]
+    step = durations(1.0)
+    save = durations(20.0)
+    n_saves = [1]
     assert needed_s(step, save, 2) == 1.0 + 2 * 20.0 + MIN_SLACK_S
     deadline = Deadline(1040.0, step, save, lambda: 1000.0, lambda: n_saves[0])
     assert deadline.can_save
@@ -69,7 +72,9 @@ def test_a_save_under_way_is_waited_for():
 
 
 def test_a_call_that_is_longer_than_steps_must_fit_in_too():
-    step, save, calls = durations(1.0), durations(20.0), Calls()
+    step = durations(1.0)
+    save = durations(20.0)
+    calls = Calls()
     assert needed_s(step, save, call_s=0.5) == 1.0 + 20.0 + MIN_SLACK_S
     assert needed_s(step, save, 2, call_s=400.0) == 400.0 + 2 * 20.0 + MIN_SLACK_S
     deadline = Deadline(1300.0, step, save, lambda: 1000.0, calls=calls)
@@ -126,7 +131,8 @@ def test_memory_of_calls_is_bounded():
 
 def test_a_deadline_comes_nearer_and_says_so():
     now = [1000.0]
-    step, save = durations(), durations()
+    step = durations()
+    save = durations()
     deadline = Deadline(1100.0, step, save, lambda: now[0])
     assert "job ends at " in deadline.describe()
     assert "5 s before that, plus the time of a step and a save" in deadline.describe()

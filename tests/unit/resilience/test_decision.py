@@ -14,7 +14,8 @@ from hpcdist.resilience.ledger import Attempt
 
 def run(*attempts, **first):
     """Return attempts of one run, numbered, each with the base that those before it give it."""
-    made, base = [], -1
+    made = []
+    base = -1
     for number, facts in enumerate(attempts, 1):
         given = {"job": "7", "nodes": ("n1",), "program": "p", "base_step": base, **facts}
         made.append(Attempt(number, has_begun=True, **given))

@@ -26,11 +26,13 @@ from hpcdist.retries import Retries
 
 
 class OneRank:
-    is_chief, timeout_s = True, 60.0
+    is_chief = True
+    timeout_s = 60.0
 
 
 class OtherRank:
-    is_chief, timeout_s = False, 60.0
+    is_chief = False
+    timeout_s = 60.0
 
 
 class MetricsFile(QueuedFile):
@@ -437,7 +439,8 @@ class HangingDisk(Disk):
 
 def test_a_file_server_that_hangs_stops_no_training(path, monkeypatch):
     monkeypatch.setattr(OneRank, "timeout_s", 0.2)
-    disk, started = HangingDisk(), time.monotonic()
+    disk = HangingDisk()
+    started = time.monotonic()
     file = QueuedFile(path, OneRank(), disk=disk)
     for step in range(1, 1001):
         file.write(step)
@@ -554,7 +557,8 @@ class SlowDisk(Disk):
 
 def test_who_waits_for_records_does_not_wait_for_later_ones(path):
     """Records come faster than the disk takes them one by one; of those that wait, all go at once."""
-    file, is_over = QueuedFile(path, OneRank(), disk=SlowDisk()), threading.Event()
+    file = QueuedFile(path, OneRank(), disk=SlowDisk())
+    is_over = threading.Event()
     file.write(1)
     durable_after_s = []
 

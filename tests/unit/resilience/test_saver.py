@@ -104,7 +104,8 @@ def test_a_thread_that_is_stuck_is_an_error_after_the_timeout(tmp_path, monkeypa
 
 
 def test_a_save_that_is_a_copy_too_is_laid_out_once(tmp_path, monkeypatch):
-    saver, n_layouts = make(tmp_path), []
+    saver = make(tmp_path)
+    n_layouts = []
     tier = FastTier(tmp_path / "memory", "run", 1)
     saver.keep_copies(tier)
     lay_out = module.lay_out

@@ -27,7 +27,8 @@ def test_youngs_rule():
 
 def test_the_rule_loses_least_time():
     """Time lost per second: the cost of saves, and half an interval for each failure."""
-    cost_s, mtbf_s = 1.5, 7200.0
+    cost_s = 1.5
+    mtbf_s = 7200.0
 
     def lost(interval_s):
         return cost_s / interval_s + interval_s / 2 / mtbf_s

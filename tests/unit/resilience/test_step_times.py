@@ -33,7 +33,9 @@ class Program:
     """A program with a clock of its own, whose steps take what a test says."""
 
     def __init__(self, records_all=False, step=0):
-        self.now, self.spent, self.file = 50.0, TimeSpent(), Kept()
+        self.now = 50.0
+        self.spent = TimeSpent()
+        self.file = Kept()
         self.times = StepTimes(self.file, HEADER, step, records_all, self.spent, lambda: self.now)
         self.step = step
 
@@ -53,7 +55,7 @@ class Program:
         return self.times.leave()
 
     def windows(self):
-        return [one for one in self.file.records if "window" in one]
+        return [record for record in self.file.records if "window" in record]
 
 
 def test_a_window_sums_up_its_steps():
@@ -82,7 +84,9 @@ def test_polls_without_a_step_are_time_between_steps():
         program.times.leave()
     program.make_step(compute_s=0.5)
     program.times.end()
-    total = {key: sum(one[key] for one in program.windows()) for key in ("n_steps", "step_s", "input_s", "between_s")}
+    total = {
+        key: sum(window[key] for window in program.windows()) for key in ("n_steps", "step_s", "input_s", "between_s")
+    }
     assert total == pytest.approx({"n_steps": 2, "step_s": 1.0, "input_s": 0.0, "between_s": 0.6})
 
 
@@ -104,12 +108,12 @@ def test_a_poll_every_few_steps():
         program.times.leave()
     program.times.end()
     windows = program.windows()
-    assert sum(one["n_steps"] for one in windows) == 8000
+    assert sum(window["n_steps"] for window in windows) == 8000
     assert windows[0]["steps"][0] == 1
     assert windows[-1]["steps"][1] == 8000
-    assert sum(one["step_s"] for one in windows) == pytest.approx(800.0)
-    assert max(one["longest"][1] for one in windows) == pytest.approx(0.1)
-    assert sum("spans" in one for one in program.file.records) == sum(is_recorded(n) for n in range(2000))
+    assert sum(window["step_s"] for window in windows) == pytest.approx(800.0)
+    assert max(window["longest"][1] for window in windows) == pytest.approx(0.1)
+    assert sum("spans" in record for record in program.file.records) == sum(is_recorded(n) for n in range(2000))
 
 
 def test_all_time_is_in_some_part():
@@ -123,7 +127,7 @@ def test_all_time_is_in_some_part():
         program.wait("save", 0.125)
         program.times.leave()
     program.times.end()
-    total = {key: sum(one[key] for one in program.windows()) for key in ("step_s", "save_s", "between_s")}
+    total = {key: sum(window[key] for window in program.windows()) for key in ("step_s", "save_s", "between_s")}
     assert total == pytest.approx({"step_s": 5.0, "save_s": 1.25, "between_s": 2.5})
     assert sum(total.values()) == pytest.approx(program.now - 50.0)
 
@@ -145,7 +149,7 @@ def test_windows_get_longer():
     program = Program()
     for _ in range(20_000):
         program.make_step(compute_s=60.0)
-    lengths = [one["window"][1] - one["window"][0] for one in program.windows()]
+    lengths = [window["window"][1] - window["window"][0] for window in program.windows()]
     assert lengths[0] == 60.0
     assert lengths[-1] == pytest.approx(1140.0, rel=0.1)
     assert len(lengths) < 5000
@@ -173,7 +177,7 @@ def test_all_steps_are_recorded_if_asked_for():
     program = Program(records_all=True)
     for _ in range(300):
         program.make_step(compute_s=0.001)
-    assert sum("spans" in one for one in program.file.records) == 300
+    assert sum("spans" in record for record in program.file.records) == 300
     assert sum(is_recorded(step) for step in range(300)) < 150
 
 
@@ -227,7 +231,8 @@ def test_a_second_handler_of_an_attempt_appends(tmp_path):
 
 def test_writes_are_rare(tmp_path):
     """A thousand ranks share a file server."""
-    now, writes = [0.0], []
+    now = [0.0]
+    writes = []
 
     class Counting(Disk):
         def write(self, descriptor, data, offset):
@@ -264,7 +269,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
     for _ in range(3):
         file.add({"a": 1})
         file.flush(10)
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         f"trace: expected to write {path_in(tmp_path)}, got No space left on device; training continues without "
         "records of its steps there."
     ]

@@ -8,7 +8,12 @@ import pytest
 from hpcdist.resilience.steps import StepCount
 from hpcdist.runtime.step_flags import StepFlags
 
-STEP, RUN, TRAIN, GAN, EVALUATE, TELL = "step", "run", "train", "gan", "evaluate", "tell"
+STEP = "step"
+RUN = "run"
+TRAIN = "train"
+GAN = "gan"
+EVALUATE = "evaluate"
+TELL = "tell"
 #: Optimizer steps that an event makes.
 N_STEPS = {STEP: 1, TRAIN: 1, GAN: 2, EVALUATE: 1}
 

@@ -34,7 +34,8 @@ class Clock:
 @pytest.fixture
 def earlier():
     """Return what signals called that a handler of the program's own had before; all are put back."""
-    found, calls = {number: signal.getsignal(number) for number in STOP_SIGNALS}, []
+    found = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    calls = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: calls.append(number))
     yield calls
@@ -201,7 +202,8 @@ def test_a_stop_file_that_cannot_be_removed_is_reported(tmp_path):
 
 
 def test_the_users_function_is_called_at_most_every_second():
-    clock, calls = Clock(), []
+    clock = Clock()
+    calls = []
 
     def watch():
         calls.append(clock.now)

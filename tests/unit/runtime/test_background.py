@@ -9,7 +9,8 @@ from hpcdist.background import BackgroundThread
 
 
 def test_one_after_the_other_and_errors_are_kept():
-    writer, done = BackgroundThread("hpcdist-test"), []
+    writer = BackgroundThread("hpcdist-test")
+    done = []
     futures = [writer.submit(lambda number=number: done.append(number) or number) for number in range(5)]
     assert [future.result(10) for future in futures] == done == list(range(5))
     failing = writer.submit(lambda: 1 // 0)
@@ -19,7 +20,8 @@ def test_one_after_the_other_and_errors_are_kept():
 
 
 def test_the_thread_ends_with_its_owner():
-    before, writer = threading.enumerate(), BackgroundThread("hpcdist-test")
+    before = threading.enumerate()
+    writer = BackgroundThread("hpcdist-test")
     writer.submit(lambda: None).result(10)
     [thread] = set(threading.enumerate()) - set(before)
     assert thread.daemon

@@ -32,7 +32,8 @@ def pass_time(clock, journal, before_s, inside_s, after_s):
 
 
 def test_a_collective_within_a_save_is_a_part_of_the_save(clock):
-    spent, journal = TimeSpent(), Journal()
+    spent = TimeSpent()
+    journal = Journal()
     spent.watch(journal, is_background=False)
     pass_time(clock, journal, 1, 2, 0)
     with spent.timed("save", "save"):
@@ -51,7 +52,8 @@ def test_a_wait_within_a_wait_counts_once(clock):
 
 
 def test_background_threads_do_not_wait_for_the_main_one(clock):
-    spent, journal = TimeSpent(), Journal()
+    spent = TimeSpent()
+    journal = Journal()
     spent.watch(journal, is_background=True)
     pass_time(clock, journal, 0, 5, 0)
     assert spent.communication_s == 0.0
@@ -60,7 +62,8 @@ def test_background_threads_do_not_wait_for_the_main_one(clock):
 
 
 def test_what_a_group_took_stays_when_it_is_freed(clock):
-    spent, journal = TimeSpent(), Journal()
+    spent = TimeSpent()
+    journal = Journal()
     spent.watch(journal, is_background=False)
     pass_time(clock, journal, 0, 3, 0)
     spent.leave(journal)
@@ -82,7 +85,10 @@ def test_a_wait_that_raises_counts(clock):
 @pytest.mark.parametrize(("name", "expected_s"), [("prefetch", 0.0), (REPLICA_THREAD, 4.0)])
 def test_threads_of_the_program_are_not_waited_for(clock, name, expected_s):
     """One reads batches while the main thread computes and sums; replicas' waits are those of the steps."""
-    spent, inside, is_over, journal = TimeSpent(), threading.Event(), threading.Event(), Journal()
+    spent = TimeSpent()
+    inside = threading.Event()
+    is_over = threading.Event()
+    journal = Journal()
     spent.watch(journal, is_background=False)
 
     def read():

@@ -11,7 +11,9 @@ class Clock:
     """Time that passes in sleeps only."""
 
     def __init__(self, monkeypatch, oversleep_s=0.0):
-        self.now_s, self.slept, self.n_yields = 0.0, [], 0
+        self.now_s = 0.0
+        self.slept = []
+        self.n_yields = 0
         self._oversleep_s = oversleep_s
         monkeypatch.setattr(waiting.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(waiting.time, "sleep", self._sleep)

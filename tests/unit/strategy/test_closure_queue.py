@@ -17,7 +17,8 @@ def closures(n):
 
 
 def filled(n, capacity=100):
-    queue, made = ClosureQueue(capacity), closures(n)
+    queue = ClosureQueue(capacity)
+    made = closures(n)
     for closure in made:
         queue.put(closure)
     return queue, made
@@ -102,7 +103,9 @@ def test_every_closure_is_run_and_has_the_first_result(seed):
     chance = random.Random(seed)
     queue, made = filled(60)
     has = {worker: [] for worker in range(3)}
-    silent, first_result, runs = set(), {}, {}
+    silent = set()
+    first_result = {}
+    runs = {}
     for _ in range(5000):
         worker = chance.randrange(3)
         act = chance.random()
@@ -111,7 +114,8 @@ def test_every_closure_is_run_and_has_the_first_result(seed):
             if closure is not None:
                 has[worker].append(closure)
         elif act < 0.8 and has[worker]:
-            closure, value = has[worker].pop(0), (worker, runs.setdefault("n", 0))
+            closure = has[worker].pop(0)
+            value = (worker, runs.setdefault("n", 0))
             runs["n"] += 1
             assert queue.is_awaited(worker) == (closure not in first_result)
             first_result.setdefault(closure, value)

@@ -50,19 +50,20 @@ def op_of(text):
 def check(found, expected, is_exact):
     if isinstance(expected, PerReplica):
         values = found.values if isinstance(found, hpcdist.DistributedValues) else [found] * len(expected.values)
-        for one, other in zip(values, expected.values, strict=True):
-            check(one, other, is_exact)
+        for value, value in zip(values, expected.values, strict=True):
+            check(value, value, is_exact)
     elif isinstance(expected, dict):
         assert set(found) == set(expected)
         for key in expected:
             check(found[key], expected[key], is_exact)
     elif isinstance(expected, (list, tuple)):
-        for one, other in zip(found, expected, strict=True):
-            check(one, other, is_exact)
+        for value, value in zip(found, expected, strict=True):
+            check(value, value, is_exact)
     else:
         if isinstance(found, torch.Tensor):
             found = found.detach()  # what is read of a trainable variable has a gradient
-        found, expected = np.asarray(found), np.asarray(expected)
+        found = np.asarray(found)
+        expected = np.asarray(expected)
         assert found.shape == expected.shape
         found = found.astype(expected.dtype)  # a float32 loss with float64 weights is float64 in torch
         if is_exact or expected.dtype.kind not in "fc":
@@ -231,7 +232,8 @@ def act(variable, action, value):
 
 def outcome(variable, action):
     """Return what an action on a variable returns, in the context that it was recorded in."""
-    strategy, value = variable.strategy, ours(action["value"])
+    strategy = variable.strategy
+    value = ours(action["value"])
     if action["context"] == "replica":
         return strategy.run(lambda own: act(variable, action, own), args=(value,))
     with strategy.scope() if action["context"] == "cross" else contextlib.nullcontext():
@@ -240,7 +242,8 @@ def outcome(variable, action):
 
 def is_variable_meant_otherwise(variable, action) -> bool:
     """Return whether hpcdist means to differ: the reasons, one by one. What follows starts from other copies then."""
-    is_writing, is_in_replica = action["method"] != "read_value", action["context"] == "replica"
+    is_writing = action["method"] != "read_value"
+    is_in_replica = action["context"] == "replica"
     is_on_read = variable.synchronization is hpcdist.VariableSynchronization.ON_READ
     if not is_writing:
         return False

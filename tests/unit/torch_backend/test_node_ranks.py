@@ -13,7 +13,8 @@ from hpcdist.torch_backend.node_ranks import SLOT_BYTES, NodeRanks
 @pytest.fixture
 def pair():
     """Return two ranks."""
-    store, made = dist.HashStore(), [None, None]
+    store = dist.HashStore()
+    made = [None, None]
 
     def make(rank):
         made[rank] = NodeRanks(store, rank, ["rank 0", "rank 1"], 20.0, is_crowded=True)
@@ -36,7 +37,8 @@ class Slow:
     """An array that takes its time to be written to."""
 
     def __init__(self, size):
-        self.values, self.size = np.zeros(size, np.uint8), size
+        self.values = np.zeros(size, np.uint8)
+        self.size = size
 
     def __setitem__(self, part, values):
         time.sleep(0.2)
@@ -45,7 +47,8 @@ class Slow:
 
 def test_no_slot_is_written_before_all_have_read_it(pair):
     """Rank 0 is a slot ahead of a slow reader: never two."""
-    sent, target = (np.arange(4 * SLOT_BYTES) % 251).astype(np.uint8), Slow(4 * SLOT_BYTES)
+    sent = (np.arange(4 * SLOT_BYTES) % 251).astype(np.uint8)
+    target = Slow(4 * SLOT_BYTES)
 
     def exchange(rank):
         if rank == 0:

@@ -30,7 +30,8 @@ def replay(case, model):
     callback = getattr(hpcdist.callbacks, case["kind"])(**case["arguments"])
     callback.set_model(model)
     callback.on_train_begin()
-    rates, stopped = [], None
+    rates = []
+    stopped = None
     for epoch, logs in enumerate(case["logs"]):
         callback.on_epoch_begin(epoch)
         for batch in range(case["steps"]):

@@ -96,7 +96,8 @@ def test_a_step_that_a_scaler_takes_back_is_not_counted(name):
 @pytest.mark.parametrize("name", ["adam", "adamw", "adamax"])
 def test_parameters_that_begin_to_train_later_are_at_their_own_step(name):
     def moved(n_steps_of_other):
-        first, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
+        first = nn.Parameter(torch.zeros(3))
+        other = nn.Parameter(torch.zeros(2))
         optimizer = optimizers.get(name, [first, other])
         for number in range(5):
             first.grad = torch.full_like(first, 1e-7)
@@ -111,7 +112,8 @@ def test_parameters_that_begin_to_train_later_are_at_their_own_step(name):
 
 @pytest.mark.parametrize("name", optimizers.NAMED)
 def test_an_optimizer_by_name_goes_on_where_its_state_was_saved(name):
-    parameter, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    parameter = nn.Parameter(torch.zeros(3))
+    other = nn.Parameter(torch.zeros(3))
     optimizer = optimizers.get(name, [parameter])
 
     def step(optimizer, parameter, number):
@@ -152,7 +154,8 @@ def test_losses_of_sequences(reduction):
 @pytest.mark.parametrize("weight", [2.0, np.float32(2.0), np.full(3, 2.0), np.full((3, 4), 2.0), np.full((3, 1), 2.0)])
 def test_weights_of_a_loss_may_be_one_number_or_of_rows_or_of_elements(weight):
     loss = hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True)
-    labels, predicted = torch.zeros(3, 4, dtype=torch.long), torch.randn(3, 4, 2)
+    labels = torch.zeros(3, 4, dtype=torch.long)
+    predicted = torch.randn(3, 4, 2)
     torch.testing.assert_close(loss(labels, predicted, weight), 2 * loss(labels, predicted))
 
 
