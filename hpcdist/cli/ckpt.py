@@ -72,7 +72,7 @@ def show(path: Path, is_json: bool) -> None:
     checkpoint_path = _newest(path)
     index = _read_index(checkpoint_path)
     if is_json:
-        arrays = [_facts_of_array(array) for array in index.arrays]
+        arrays = list(map(_facts_of_array, index.arrays))
         document = {"path": str(checkpoint_path), **_facts_of(index), "arrays": arrays}
         echo(json.dumps(document, indent=1))
         return
@@ -419,12 +419,16 @@ def _differences(
     first: Sequence[NamedArray], second: Sequence[NamedArray]
 ) -> Iterator[dict[str, str]]:
     """Yield name and difference of each array that has not the same bits in both."""
-    first_by_name = {array.name: array for array in first}
-    second_by_name = {array.name: array for array in second}
+    first_by_name = _by_name(first)
+    second_by_name = _by_name(second)
     for name in dict.fromkeys([*first_by_name, *second_by_name]):
         difference = _difference(first_by_name.get(name), second_by_name.get(name))
         if difference:
             yield {"name": name, "difference": difference}
+
+
+def _by_name(arrays: Sequence[NamedArray]) -> dict[str, NamedArray]:
+    return {array.name: array for array in arrays}
 
 
 def _difference(first: NamedArray | None, second: NamedArray | None) -> str:

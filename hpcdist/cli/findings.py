@@ -150,7 +150,10 @@ def _world(ranks: Sequence[RankFacts], hosts: Sequence[_Host]) -> Finding:
 
 
 def _roles(ranks: Sequence[RankFacts]) -> Finding:
-    counts = Counter(rank.task.split()[0] for rank in ranks)
+    counts: Counter[str] = Counter()
+    for rank in ranks:
+        role = rank.task.split()[0]
+        counts[role] += 1
     text = ", ".join(f"{role} {count}" for role, count in counts.items())
     return Finding("ok", "roles", text)
 
@@ -185,13 +188,16 @@ class _Binding:
 
 def _binding_of(host: _Host) -> _Binding:
     usable_cores: set[int] = set()
+    counts: list[int] = []
     for rank in host.ranks:
         usable_cores.update(rank.cores)
+        counts.append(len(rank.cores))
     n_usable = len(usable_cores)
-    n_cores_of_ranks = [len(rank.cores) for rank in host.ranks]
-    if sum(n_cores_of_ranks) > n_usable:
-        return _Binding(n_usable, True, n_usable // host.n_ranks)
-    return _Binding(n_usable, False, min(n_cores_of_ranks))
+    is_shared = sum(counts) > n_usable
+    n_per_rank = min(counts)
+    if is_shared:
+        n_per_rank = n_usable // host.n_ranks
+    return _Binding(n_usable, is_shared, n_per_rank)
 
 
 def _cores(host: _Host) -> Iterator[Finding]:
@@ -254,14 +260,18 @@ def _memory(host: _Host) -> Finding:
 
 
 def _gpus(hosts: Sequence[_Host]) -> Finding:
-    lacking = []
+    has_gpus = False
+    shortages: list[str] = []
     for host in hosts:
-        if 0 < host.n_gpus < host.n_ranks:
-            lacking.append(f"{host.n_gpus} for {host.n_ranks} ranks of {host.name}")
-    if lacking:
+        if host.n_gpus == 0:
+            continue
+        has_gpus = True
+        if host.n_gpus < host.n_ranks:
+            shortages.append(f"{host.n_gpus} for {host.n_ranks} ranks of {host.name}")
+    if shortages:
         cure = "start as many ranks on a host as it has GPUs"
-        return Finding("warn", "GPUs", ", ".join(lacking), cure)
-    if all(host.n_gpus == 0 for host in hosts):
+        return Finding("warn", "GPUs", ", ".join(shortages), cure)
+    if not has_gpus:
         return Finding("ok", "GPUs", "none: ranks compute on the host")
     return Finding("ok", "GPUs", "one for each rank")
 
@@ -277,7 +287,9 @@ def _copies(hosts: Sequence[_Host]) -> Iterator[Finding]:
 
 
 def _links(remote_hosts: Sequence[_Host]) -> Iterator[Finding]:
-    speeds = {host.name: host.first_rank.link_bytes_s for host in remote_hosts}
+    speeds: dict[str, float] = {}
+    for host in remote_hosts:
+        speeds[host.name] = host.first_rank.link_bytes_s
     yield from _speeds("links", "from rank 0", speeds)
 
 

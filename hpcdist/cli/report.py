@@ -12,7 +12,7 @@ import click
 from hpcdist.checkpoint import durable
 from hpcdist.cli.other_metrics import read_curves
 from hpcdist.cli.output import echo
-from hpcdist.cli.run_facts import Goodput, StepClock, goodput_of, stragglers_of
+from hpcdist.cli.run_facts import Goodput, StepClock, goodput_of, stragglers_of, sums_of
 from hpcdist.cli.run_records import (
     PARTS,
     AttemptRecords,
@@ -148,16 +148,16 @@ def _tiles_of_attempt(attempt: AttemptRecords) -> list[_Tile]:
     if chief is None or not chief.n_steps:
         return []
     last_step = max(window.steps.last for window in chief.windows if window.steps)
-    step_s = sum(window.step_s for window in chief.windows) / chief.n_steps
+    sums = sums_of(chief.windows)
+    mean_s = sums.step_s / sums.n_steps
     tiles = [
         _Tile(f"{last_step}", "last step"),
         _Tile(f"{len(attempt.ranks)}", "ranks with records"),
-        _Tile(_seconds(step_s), "a step"),
+        _Tile(_seconds(mean_s), "a step"),
     ]
-    n_rows = sum(window.rows for window in chief.windows)
-    length_s = sum(window.ended - window.began for window in chief.windows)
-    if n_rows and length_s > 0:
-        rounded_rate = float(f"{n_rows / length_s:.3g}")
+    if sums.n_rows and sums.length_s > 0:
+        rate = sums.n_rows / sums.length_s
+        rounded_rate = float(f"{rate:.3g}")
         tiles.append(_Tile(f"{rounded_rate:,g}", "rows a second"))
     return tiles
 
@@ -167,7 +167,7 @@ def sections_of(run: Run, goodput: Goodput) -> list[Section]:
     sections = [_metrics_section(run), _curves_section(run)]
     sections += [_ranks_section(run.last_trained), _time_section(goodput), _pace_section(run)]
     sections += [_checkpoints_section(run), _attempts_section(run), _settings_section(run)]
-    return [section for section in sections if section is not None]
+    return list(filter(None, sections))
 
 
 def _metrics_section(run: Run) -> Section | None:
@@ -231,16 +231,18 @@ def _charts_of_metric(
     title = f"{name} against step"
     axes = ("step", name)
     by_step = line_chart(f"{file}-step", title, axes, {name: points}, restarts.steps)
-    timed_points: list[tuple[float, float]] = []
+    times_s: list[float] = []
+    values: list[float] = []
     for step, value in points:
         time_s = clock.time_of(step)
         if time_s is not None:
-            timed_points.append((time_s - restarts.began, value))
-    if not timed_points:
+            times_s.append(time_s - restarts.began)
+            values.append(value)
+    if not times_s:
         return [by_step]
-    last_s = max(time_s for time_s, _ in timed_points)
-    unit, scale = _unit_of(last_s)
-    scaled_points = [(time_s / scale, value) for time_s, value in timed_points]
+    unit, scale = _unit_of(max(times_s))
+    times = [time_s / scale for time_s in times_s]
+    scaled_points = list(zip(times, values, strict=True))
     marks = [time_s / scale for time_s in restarts.times_s]
     title = f"{name} against time"
     axes = (f"{unit} since the first start", name)
@@ -271,18 +273,24 @@ def _ranks_section(attempt: AttemptRecords | None) -> Section | None:
 
     if attempt is None:
         return None
-    ranks = [rank for rank in attempt.ranks if rank.n_steps]
+    ranks = attempt.trained_ranks
     shown_ranks = ranks
     if len(ranks) > _N_RANKS:
         shown_ranks = sorted(ranks, key=_own_s, reverse=True)[:_N_RANKS]
-    has_staleness = any(map(_most_stale, ranks))
+    has_staleness = any(map(_is_stale, ranks))
     bars: dict[str, dict[str, float]] = {}
     rows: list[list[str]] = []
     for rank in shown_ranks:
-        bars[f"rank {rank.rank}"] = {
-            part: 1e3 * rank.seconds_in(part) / rank.n_steps for part in PARTS
-        }
-        rows.append(_row_of_rank(rank, has_staleness))
+        bar: dict[str, float] = {}
+        row = [f"rank {rank.rank}", rank.host, f"{rank.n_steps}"]
+        for part in PARTS:
+            seconds = rank.seconds_in(part)
+            bar[part] = 1e3 * seconds / rank.n_steps
+            row.append(_seconds(seconds / rank.n_steps))
+        if has_staleness:
+            row += _staleness_of(rank)
+        bars[row[0]] = bar
+        rows.append(row)
     head = ["rank", "host", "steps", *PARTS]
     text = (
         "Communication is time in collectives, waiting for slower ranks included: the rank with the least of it is the "
@@ -303,18 +311,16 @@ def _own_s(rank: RankRecords) -> float:
     return (rank.seconds_in("compute") + rank.seconds_in("input")) / rank.n_steps
 
 
-def _most_stale(rank: RankRecords) -> int:
-    return max(window.stale.most for window in rank.windows)
+def _is_stale(rank: RankRecords) -> bool:
+    """Return whether a push of a rank had not seen pushes of other workers."""
+    return sums_of(rank.windows).most_stale > 0
 
 
-def _row_of_rank(rank: RankRecords, has_staleness: bool) -> list[str]:
-    row = [f"rank {rank.rank}", rank.host, f"{rank.n_steps}"]
-    for part in PARTS:
-        row.append(_seconds(rank.seconds_in(part) / rank.n_steps))
-    if has_staleness:
-        mean_stale = sum(window.stale.total for window in rank.windows) / rank.n_steps
-        row += [f"{mean_stale:.2f}", f"{_most_stale(rank)}"]
-    return row
+def _staleness_of(rank: RankRecords) -> list[str]:
+    """Return the mean and the largest staleness of a rank."""
+    sums = sums_of(rank.windows)
+    mean_stale = sums.total_stale / sums.n_steps
+    return [f"{mean_stale:.2f}", f"{sums.most_stale}"]
 
 
 def _time_section(goodput: Goodput) -> Section | None:
@@ -350,12 +356,11 @@ def _pace_section(run: Run) -> Section | None:
     for start in range(0, len(windows), n_joined):
         group = windows[start : start + n_joined]
         step_range = group[-1].steps
-        at = float(step_range.last) if step_range else 0.0
+        last_step = float(step_range.last) if step_range else 0.0
         longest_s = max(window.longest.seconds for window in group)
-        step_s = sum(window.step_s for window in group)
-        n_steps = sum(window.n_steps for window in group)
-        longest.append((at, 1e3 * longest_s))
-        mean.append((at, 1e3 * step_s / n_steps))
+        longest.append((last_step, 1e3 * longest_s))
+        sums = sums_of(group)
+        mean.append((last_step, 1e3 * sums.step_s / sums.n_steps))
     lines = {"longest": longest, "mean": mean}
     chart = line_chart("pace", "Length of a step, on the chief", ("step", "ms"), lines, is_log=True)
     return Section("Pace", "", [chart])

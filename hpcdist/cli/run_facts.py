@@ -72,20 +72,20 @@ def _goodput_of_attempt(
     if began is None or ended is None:
         return None
     next_began = _next_began(ended, later_attempts)
+    elapsed_s = next_began - began
     windows = attempt.chief_windows
     started_up = windows[0].began if windows else ended
-    steps = _kept_and_lost_steps(windows, _last_kept_step(later_attempts))
-    recorded_parts: dict[str, float] = {
-        "kept steps": steps.kept_s,
-        "lost steps": steps.lost_s,
-        "saves": sum(window.seconds["save"] for window in windows),
-        "between steps": sum(window.seconds["between"] for window in windows),
+    recorded = _recorded_times(windows, _last_kept_step(later_attempts))
+    parts = {
+        "kept steps": recorded.kept_s,
+        "lost steps": recorded.lost_s,
+        "saves": recorded.save_s,
+        "between steps": recorded.between_s,
         "start-up": started_up - began,
         "waiting for the next attempt": next_began - ended,
     }
-    elapsed_s = next_began - began
-    unrecorded_s = max(0.0, elapsed_s - sum(recorded_parts.values()))
-    return Goodput({**recorded_parts, "unrecorded": unrecorded_s}, elapsed_s, steps.n_lost)
+    parts["unrecorded"] = max(0.0, elapsed_s - sum(parts.values()))
+    return Goodput(parts, elapsed_s, recorded.n_lost)
 
 
 def _next_began(ended: float, later_attempts: Sequence[AttemptRecords]) -> float:
@@ -98,22 +98,33 @@ def _next_began(ended: float, later_attempts: Sequence[AttemptRecords]) -> float
 
 def _last_kept_step(later_attempts: Sequence[AttemptRecords]) -> int | None:
     """Return the last step that no later attempt repeated. None if later attempts repeated no step."""
-    first_steps = [attempt.first_step for attempt in later_attempts]
-    return min((step for step in first_steps if step is not None), default=None)
+    first_steps = [
+        attempt.first_step for attempt in later_attempts if attempt.first_step is not None
+    ]
+    return min(first_steps, default=None)
 
 
-class _KeptAndLostSteps(NamedTuple):
-    """Seconds of steps that were kept and of steps that were repeated, and the number of the repeated steps."""
+@dataclass(frozen=True)
+class _RecordedTimes:
+    """Where the time of the windows of an attempt went.
+
+    Attributes:
+        kept_s: seconds of steps that were kept.
+        lost_s: seconds of steps that were repeated.
+        save_s: seconds of saves.
+        between_s: seconds between steps.
+        n_lost: number of steps that were repeated.
+    """
 
     kept_s: float
     lost_s: float
+    save_s: float
+    between_s: float
     n_lost: int
 
 
-def _kept_and_lost_steps(
-    windows: Sequence[Window], last_kept_step: int | None
-) -> _KeptAndLostSteps:
-    """Return how much of the steps of an attempt was kept. The steps of a window count as equally long.
+def _recorded_times(windows: Sequence[Window], last_kept_step: int | None) -> _RecordedTimes:
+    """Return where the time of windows went. The steps of a window count as equally long.
 
     Args:
         windows: windows of the chief.
@@ -121,8 +132,12 @@ def _kept_and_lost_steps(
     """
     kept_s = 0.0
     lost_s = 0.0
+    save_s = 0.0
+    between_s = 0.0
     n_lost = 0
     for window in windows:
+        save_s += window.seconds["save"]
+        between_s += window.seconds["between"]
         if window.steps is None:
             continue
         first, last = window.steps
@@ -133,7 +148,49 @@ def _kept_and_lost_steps(
         kept_s += window.step_s * n_kept / n_steps
         lost_s += window.step_s * (n_steps - n_kept) / n_steps
         n_lost += n_steps - n_kept
-    return _KeptAndLostSteps(kept_s, lost_s, n_lost)
+    return _RecordedTimes(kept_s, lost_s, save_s, between_s, n_lost)
+
+
+# -- windows -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WindowSums:
+    """Sums over some windows of a rank.
+
+    Attributes:
+        n_steps: number of steps.
+        n_rows: number of rows that the steps used.
+        length_s: seconds of the windows.
+        step_s: seconds in steps.
+        total_stale: pushes of other workers that the rank's pushes had not seen.
+        most_stale: most pushes that a single push had not seen.
+    """
+
+    n_steps: int
+    n_rows: int
+    length_s: float
+    step_s: float
+    total_stale: int
+    most_stale: int
+
+
+def sums_of(windows: Sequence[Window]) -> WindowSums:
+    """Return the sums over windows."""
+    n_steps = 0
+    n_rows = 0
+    length_s = 0.0
+    step_s = 0.0
+    total_stale = 0
+    most_stale = 0
+    for window in windows:
+        n_steps += window.n_steps
+        n_rows += window.rows
+        length_s += window.ended - window.began
+        step_s += window.step_s
+        total_stale += window.stale.total
+        most_stale = max(most_stale, window.stale.most)
+    return WindowSums(n_steps, n_rows, length_s, step_s, total_stale, most_stale)
 
 
 # -- stragglers ----------------------------------------------------------------------------------------------------
@@ -184,8 +241,13 @@ def _is_slow_host(
     host: str, ranks: Sequence[RankRecords], stragglers: Sequence[RankRecords]
 ) -> bool:
     """Return whether a host has several ranks, and all are stragglers."""
-    peers = [rank for rank in ranks if rank.host == host]
-    return len(peers) > 1 and all(peer in stragglers for peer in peers)
+    n_ranks = 0
+    for rank in ranks:
+        if rank.host == host:
+            n_ranks += 1
+            if rank not in stragglers:
+                return False
+    return n_ranks > 1
 
 
 # -- times of steps ------------------------------------------------------------------------------------------------

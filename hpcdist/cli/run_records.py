@@ -223,9 +223,9 @@ class AttemptRecords:
         return () if self.chief is None else self.chief.windows
 
     @property
-    def has_steps(self) -> bool:
-        """Whether a rank has recorded a step."""
-        return any(rank.n_steps for rank in self.ranks)
+    def trained_ranks(self) -> list[RankRecords]:
+        """Records of the ranks that have made steps."""
+        return [rank for rank in self.ranks if rank.n_steps]
 
     @property
     def first_step(self) -> int | None:
@@ -315,7 +315,7 @@ class Run:
     def last_trained(self) -> AttemptRecords | None:
         """The last attempt that made steps. None if no attempt did."""
         for attempt in reversed(self.attempts):
-            if attempt.has_steps:
+            if attempt.trained_ranks:
                 return attempt
         return None
 

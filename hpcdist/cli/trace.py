@@ -1,6 +1,7 @@
 """`hpcdist trace`: the steps of all ranks on one clock, for chrome://tracing and ui.perfetto.dev."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -253,12 +254,14 @@ def _bounds_of_difference(reference_sums: _Sums, host_sums: _Sums) -> list[_Boun
 
 def _within(bounds: Sequence[_Bounds], difference: float) -> float:
     """Return a difference of clocks if all bounds allow it or there are none, or else their middle."""
-    if not bounds:
-        return difference
-    low = max(bound.low for bound in bounds)
-    high = min(bound.high for bound in bounds)
-    if low > high:  # the clocks drift apart: as they were in the middle
-        return median((bound.low + bound.high) / 2 for bound in bounds)
+    low = -math.inf
+    high = math.inf
+    for bound in bounds:
+        low = max(low, bound.low)
+        high = min(high, bound.high)
     if low <= difference <= high:
         return difference
-    return (low + high) / 2
+    if low <= high:
+        return (low + high) / 2
+    # the clocks drift apart: as they were in the middle
+    return median((bound.low + bound.high) / 2 for bound in bounds)
