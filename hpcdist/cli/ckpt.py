@@ -73,7 +73,11 @@ def show(path: Path, is_json: bool) -> None:
     index = _read_index(checkpoint_path)
     if is_json:
         arrays = list(map(_facts_of_array, index.arrays))
-        document = {"path": str(checkpoint_path), **_facts_of(index), "arrays": arrays}
+        document = {
+            "path": str(checkpoint_path),
+            **_facts_of(index),
+            "arrays": arrays,
+        }
         echo(json.dumps(document, indent=1))
         return
     saved = _time(index.time_s)
@@ -129,14 +133,16 @@ def diff(first: Path, second: Path, is_json: bool) -> int:
     rows = list(_differences(first_arrays, second_arrays))
     if is_json:
         steps = [first_index.step, second_index.step]
-        echo(json.dumps({"steps": steps, "differences": rows}, indent=1))
+        document = {"steps": steps, "differences": rows}
+        echo(json.dumps(document, indent=1))
     else:
         for row in rows:
             echo(f"{row['name']}: {row['difference']}")
         names = {array.name for array in [*first_arrays, *second_arrays]}
-        n_equal = len(names) - len(rows)
+        n_different = len(rows)
+        n_equal = len(names) - n_different
         steps_text = f"steps {first_index.step} and {second_index.step}"
-        echo(f"{steps_text}: {n_equal} arrays have the same bits, {len(rows)} differ")
+        echo(f"{steps_text}: {n_equal} arrays have the same bits, {n_different} differ")
     return ExitCode.UNCAUGHT if rows else ExitCode.DONE
 
 
@@ -166,7 +172,8 @@ def export(path: Path, target: Path, name: str) -> None:
     from hpcdist.cli.torch_files import write_tensors
 
     write_tensors(target, arrays)
-    echo(f"{target}: {len(arrays)} arrays of {name or 'all objects'}, step {index.step}")
+    objects = name or "all objects"
+    echo(f"{target}: {len(arrays)} arrays of {objects}, step {index.step}")
 
 
 @command.command("import")
@@ -191,7 +198,8 @@ def import_(source: Path, target: Path, name: str, key: str | None) -> None:
     _require_new(target, (".h5",))
     from hpcdist.cli.torch_files import import_tensors
 
-    echo(f"{target}: {import_tensors(source, target, name, key)} arrays of {name}, step 0")
+    n_arrays = import_tensors(source, target, name, key)
+    echo(f"{target}: {n_arrays} arrays of {name}, step 0")
 
 
 @command.command()
@@ -241,10 +249,12 @@ def prune(
             readable[saved] = facts
     retained_facts = retention.retained(list(readable.values()))
     for saved, facts in readable.items():
-        if saved == newest_saved or any(facts is retained for retained in retained_facts):
+        is_retained = any(facts is retained for retained in retained_facts)
+        if is_retained or saved == newest_saved:
             continue
         if yes:
-            durable.Disk().remove(store.path / str(saved))
+            path = store.path / str(saved)
+            durable.Disk().remove(path)
             echo(f"removed {saved}")
         else:
             echo(f"would remove {saved}")
@@ -344,8 +354,11 @@ def _line_of(row: dict[str, Any]) -> str:
     if "damaged" in row:
         return f"{name}  damaged: {row['damaged']}"
     size = _size(row["bytes"])
-    metrics = "  ".join(f"{metric} {value:.6g}" for metric, value in row["metrics"].items())
-    return f"{name}  {row['time']}  {size:>10}  {row['arrays']} arrays  {metrics}".rstrip()
+    n_arrays = row["arrays"]
+    columns = [name, row["time"], f"{size:>10}", f"{n_arrays} arrays"]
+    for metric, value in row["metrics"].items():
+        columns.append(f"{metric} {value:.6g}")
+    return "  ".join(columns)
 
 
 def _facts_of(index: Index) -> dict[str, Any]:
@@ -394,17 +407,24 @@ class _Verdict:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"path": str(self.path), "is_sound": self.is_sound, "error": self.error}
+        return {
+            "path": str(self.path),
+            "is_sound": self.is_sound,
+            "error": self.error,
+        }
 
     def __str__(self) -> str:
-        return f"sound    {self.path}" if self.is_sound else f"damaged  {self.error}"
+        if self.is_sound:
+            return f"sound    {self.path}"
+        return f"damaged  {self.error}"
 
 
 def _verify(path: Path) -> _Verdict:
     try:
         use_one(path, lambda _, file: file.verify())
     except CheckpointDamaged as error:
-        return _Verdict(path, " ".join(str(error).split()))
+        words = str(error).split()
+        return _Verdict(path, " ".join(words))
     return _Verdict(path, "")
 
 
@@ -442,8 +462,8 @@ def _difference(first: NamedArray | None, second: NamedArray | None) -> str:
         return "only in the first"
     if first is None:
         return "only in the second"
-    first_kind = f"{first.dtype} {_shape(first.values.shape)}"
-    second_kind = f"{second.dtype} {_shape(second.values.shape)}"
+    first_kind = _kind_of(first)
+    second_kind = _kind_of(second)
     if first_kind != second_kind:
         return f"{first_kind} and {second_kind}"
     if first.values.tobytes() == second.values.tobytes():
@@ -451,14 +471,23 @@ def _difference(first: NamedArray | None, second: NamedArray | None) -> str:
     return _distance(_as_numbers(first), _as_numbers(second))
 
 
+def _kind_of(array: NamedArray) -> str:
+    """Return dtype and shape of an array."""
+    shape = _shape(array.values.shape)
+    return f"{array.dtype} {shape}"
+
+
 def _distance(first: _Array, second: _Array) -> str:
     """Return how many elements of two arrays of one shape and dtype differ, and by how much."""
-    n_different = int((first != second).sum())
+    is_different = first != second
+    n_different = int(is_different.sum())
     with np.errstate(invalid="ignore", over="ignore"):
-        largest = float(np.nanmax(np.abs(first - second), initial=0))
+        distances = np.abs(first - second)
+        largest = float(np.nanmax(distances, initial=0))
     text = f"{n_different} of {first.size} elements, at most by {largest:.3g}"
     if first.dtype.kind in "fc":
-        n_nan = int((np.isnan(first) | np.isnan(second)).sum())
+        is_nan = np.isnan(first) | np.isnan(second)
+        n_nan = int(is_nan.sum())
         if n_nan:
             text += f", {n_nan} NaN"
     return text
@@ -506,11 +535,12 @@ def _of_object(arrays: Sequence[NamedArray], name: str, path: Path) -> list[Name
 
 def _size(nbytes: int) -> str:
     """Return a number of bytes as people write it."""
-    exponent = 0
-    if nbytes:
-        exponent = min(len(_UNITS) - 1, int(math.log(nbytes, 1024)))
-    digits = 1 if exponent else 0
-    return f"{nbytes / 1024**exponent:.{digits}f} {_UNITS[exponent]}"
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    exponent = min(len(_UNITS) - 1, int(math.log(nbytes, 1024)))
+    value = nbytes / 1024**exponent
+    unit = _UNITS[exponent]
+    return f"{value:.1f} {unit}"
 
 
 def _shape(shape: Sequence[int]) -> str:

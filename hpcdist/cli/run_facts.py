@@ -1,6 +1,7 @@
 """What follows from the records of a run: goodput, stragglers, and when each step was made. Pure."""
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
@@ -44,7 +45,9 @@ class Goodput:
     @property
     def share(self) -> float:
         """The part of the time that went into steps that were kept."""
-        return self.parts["kept steps"] / self.elapsed_s if self.elapsed_s else 0.0
+        if not self.elapsed_s:
+            return 0.0
+        return self.parts["kept steps"] / self.elapsed_s
 
 
 def goodput_of(run: Run) -> Goodput:
@@ -53,7 +56,8 @@ def goodput_of(run: Run) -> Goodput:
     elapsed_s = 0.0
     n_lost = 0
     for index, attempt in enumerate(run.attempts):
-        goodput = _goodput_of_attempt(attempt, run.attempts[index + 1 :])
+        later_attempts = run.attempts[index + 1 :]
+        goodput = _goodput_of_attempt(attempt, later_attempts)
         if goodput is None:
             continue
         for part, seconds in goodput.parts.items():
@@ -84,7 +88,8 @@ def _goodput_of_attempt(
         "start-up": started_up - began,
         "waiting for the next attempt": next_began - ended,
     }
-    parts["unrecorded"] = max(0.0, elapsed_s - sum(parts.values()))
+    recorded_s = sum(parts.values())
+    parts["unrecorded"] = max(0.0, elapsed_s - recorded_s)
     return Goodput(parts, elapsed_s, recorded.n_lost)
 
 
@@ -144,7 +149,8 @@ def _recorded_times(windows: Sequence[Window], last_kept_step: int | None) -> _R
         n_steps = last - first + 1
         n_kept = n_steps
         if last_kept_step is not None:
-            n_kept = min(n_steps, max(0, last_kept_step - first + 1))
+            n_up_to_last_kept = max(0, last_kept_step - first + 1)
+            n_kept = min(n_steps, n_up_to_last_kept)
         kept_s += window.step_s * n_kept / n_steps
         lost_s += window.step_s * (n_steps - n_kept) / n_steps
         n_lost += n_steps - n_kept
@@ -220,16 +226,15 @@ def _stragglers_in(part: str, ranks: Sequence[RankRecords], usual_step_s: float)
     usual_s = median_low(mean_s.values())
     limit_s = STRAGGLER_SHARE * usual_step_s
     stragglers = [rank for rank in ranks if mean_s[rank.rank] - usual_s > limit_s]
-    lines = []
+    usual_ms = 1e3 * usual_s
+    lines: list[str] = []
     for straggler in stragglers:
         where = f"rank {straggler.rank} on {straggler.host}"
         if _is_slow_host(straggler.host, ranks, stragglers):
             where += ", as all ranks of that host,"
+        works = _OWN_WORK[part]
         own_ms = 1e3 * mean_s[straggler.rank]
-        usual_ms = 1e3 * usual_s
-        lines.append(
-            f"{where} {_OWN_WORK[part]} {own_ms:.3g} ms a step, the median {usual_ms:.3g} ms"
-        )
+        lines.append(f"{where} {works} {own_ms:.3g} ms a step, the median {usual_ms:.3g} ms")
     return lines
 
 
@@ -293,8 +298,10 @@ class StepClock:
         reached = self.time_of(resumed_step)
         while self._step_times and self._step_times[-1].step > resumed_step:
             self._step_times.pop()
-        if reached is None and self._step_times and self._step_times[-1].step < resumed_step:
-            reached = ended
+        if reached is None and self._step_times:
+            latest = self._step_times[-1]
+            if latest.step < resumed_step:
+                reached = ended
         if reached is not None:
             self._step_times.append(_StepTime(resumed_step, reached))
 
@@ -302,15 +309,20 @@ class StepClock:
         """Return when a step was done. None for a step before the first known one, or after the last."""
         if not self._step_times:
             return None
-        if not self._step_times[0].step <= step <= self._step_times[-1].step:
+        earliest = self._step_times[0]
+        latest = self._step_times[-1]
+        if not earliest.step <= step <= latest.step:
             return None
-        index = bisect.bisect_left(self._step_times, _StepTime(step, -float("inf")))
+        soonest = _StepTime(step, -math.inf)
+        index = bisect.bisect_left(self._step_times, soonest)
         after = self._step_times[index]
         before = self._step_times[max(0, index - 1)]
         if after.step == before.step:
             return after.time_s
+        length_s = after.time_s - before.time_s
+        n_done = step - before.step
         n_steps = after.step - before.step
-        return before.time_s + (after.time_s - before.time_s) * (step - before.step) / n_steps
+        return before.time_s + length_s * n_done / n_steps
 
 
 def _step_times_of(attempt: AttemptRecords) -> list[_StepTime]:

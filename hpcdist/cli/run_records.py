@@ -341,7 +341,8 @@ def read_run(folder: Path, steps_of: int | None = None) -> Run:
     for number in sorted({*ledgers, *traces}):
         ranks: list[RankRecords] = []
         if number in traces:
-            ranks = _read_ranks(traces[number], has_steps=number == steps_of)
+            has_steps = number == steps_of
+            ranks = _read_ranks(traces[number], has_steps)
         events: list[_JsonObject] = []
         if number in ledgers:
             events = list(_read_records(ledgers[number]))
@@ -350,13 +351,13 @@ def read_run(folder: Path, steps_of: int | None = None) -> Run:
     decision = _read_object(folder / "decision.json")
     config_attempt = config.get("attempt")
     return Run(
-        folder,
-        tuple(attempts),
-        _metrics_of(_read_records(folder / "metrics.jsonl")),
-        tuple(_settings_of(config)),
-        config_attempt if type(config_attempt) is int else 0,
-        _verdict_of(decision),
-        tuple(read_side_errors(folder)),
+        folder=folder,
+        attempts=tuple(attempts),
+        metrics=_metrics_of(_read_records(folder / "metrics.jsonl")),
+        config=tuple(_settings_of(config)),
+        config_attempt=config_attempt if type(config_attempt) is int else 0,
+        verdict=_verdict_of(decision),
+        side_errors=tuple(read_side_errors(folder)),
     )
 
 
@@ -582,10 +583,11 @@ def _window_of(record: _JsonObject, clock_offset: float) -> Window:
     began, ended = record["window"]
     longest_step, longest_s = record["longest"]
     total_stale, most_stale = record["stale"]
+    step_s = _parse_time(record["step_s"])
     input_s = _parse_time(record["input_s"])
     communication_s = _parse_time(record["communication_s"])
     seconds = {
-        "compute": max(0.0, _parse_time(record["step_s"]) - input_s - communication_s),
+        "compute": max(0.0, step_s - input_s - communication_s),
         "input": input_s,
         "communication": communication_s,
         "save": _parse_time(record["save_s"]),
@@ -615,18 +617,25 @@ def _step_range_of(steps: Any, n_steps: int) -> StepRange | None:
 
 def _step_of(record: _JsonObject) -> StepRecord:
     began, ended = record["time"]
+    spans = record.get("spans", [])
+    background = record.get("background", [])
     return StepRecord(
         step=_parse_count(record["step"]),
         began=_parse_time(began),
         ended=_parse_time(ended),
-        spans=tuple(map(_span_of, record.get("spans", []))),
-        background=tuple(map(_span_of, record.get("background", []))),
+        spans=tuple(map(_span_of, spans)),
+        background=tuple(map(_span_of, background)),
     )
 
 
 def _span_of(record: Any) -> Span:
     kind, name, began, ended = record
-    return Span(_parse_text(kind), _parse_text(name), _parse_time(began), _parse_time(ended))
+    return Span(
+        kind=_parse_text(kind),
+        name=_parse_text(name),
+        began=_parse_time(began),
+        ended=_parse_time(ended),
+    )
 
 
 def _side_error_of(content: _JsonObject) -> SideError:
@@ -648,7 +657,8 @@ def _metrics_of(records: Iterable[_JsonObject]) -> dict[str, list[MetricPoint]]:
                 continue
             point = _accept(_metric_point_of, record.get("step"), value)
             if point is not None:
-                points_by_name.setdefault(_parse_text(name), []).append(point)
+                points = points_by_name.setdefault(_parse_text(name), [])
+                points.append(point)
     return points_by_name
 
 
@@ -664,14 +674,18 @@ def _settings_of(config: _JsonObject) -> list[Setting]:
     versions = config.get("versions")
     rows: list[Setting] = []
     if isinstance(program, list):
-        rows.append(_setting_of("program", " ".join(map(str, program))))
+        command_line = " ".join(map(str, program))
+        rows.append(_setting_of("program", command_line))
     if isinstance(hosts, dict):
-        ranks_of_hosts = [f"{host} ({ranks})" for host, ranks in hosts.items()]
-        rows.append(_setting_of("hosts", ", ".join(ranks_of_hosts)))
+        ranks_by_host = [f"{host} ({ranks})" for host, ranks in hosts.items()]
+        text = ", ".join(ranks_by_host)
+        rows.append(_setting_of("hosts", text))
     if isinstance(settings, dict):
         for name, setting in settings.items():
             if isinstance(setting, dict):
-                rows.append(_setting_of(name, setting.get("value"), str(setting.get("from"))))
+                value = setting.get("value")
+                origin = setting.get("from")
+                rows.append(_setting_of(name, value, str(origin)))
     if isinstance(versions, dict):
         for name, version in versions.items():
             if version is not None:
@@ -680,12 +694,20 @@ def _settings_of(config: _JsonObject) -> list[Setting]:
 
 
 def _setting_of(name: str, value: Any, origin: str = "") -> Setting:
-    return Setting(_parse_text(name), _parse_text(str(value)), _parse_text(origin))
+    return Setting(
+        name=_parse_text(name),
+        value=_parse_text(str(value)),
+        origin=_parse_text(origin),
+    )
 
 
 def _verdict_of(decision: _JsonObject) -> str:
-    texts = [decision.get("decision"), decision.get("reason")]
-    return ": ".join(text for text in texts if isinstance(text, str))
+    texts: list[str] = []
+    for name in ("decision", "reason"):
+        text = decision.get(name)
+        if isinstance(text, str):
+            texts.append(text)
+    return ": ".join(texts)
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -697,7 +719,8 @@ def _parse_number(value: Any, largest: float = _LARGEST) -> float:
     Raises:
         ValueError: for anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= largest:
         raise ValueError(f"{str(value)[:20]!r} is no number")
     return float(value)
 
