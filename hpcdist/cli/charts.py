@@ -134,7 +134,12 @@ def line_chart(
     return Chart(name, title, figure)
 
 
-def bar_chart(name: str, title: str, unit: str, rows: Mapping[str, Mapping[str, float]]) -> Chart:
+def bar_chart(
+    name: str,
+    title: str,
+    unit: str,
+    rows: Mapping[str, Mapping[str, float]],
+) -> Chart:
     """Return a horizontal bar for each row, divided into its parts.
 
     Args:
@@ -146,13 +151,21 @@ def bar_chart(name: str, title: str, unit: str, rows: Mapping[str, Mapping[str, 
     parts = list(next(iter(rows.values())))
     legend_in = 0.2 * (len(parts) // 2)
     bars_in = 0.3 * len(rows)
+    height_in = 1.2 + legend_in + bars_in
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 1.2 + legend_in + bars_in), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
         plot = figure.subplots()
         bar_ends = [0.0] * len(rows)
         for part, colour in zip(parts, _part_colours(len(parts)), strict=True):
             values = [row[part] for row in rows.values()]
-            plot.barh(list(rows), values, left=bar_ends, height=0.62, color=colour, label=part)
+            plot.barh(
+                list(rows),
+                values,
+                left=bar_ends,
+                height=0.62,
+                color=colour,
+                label=part,
+            )
             bar_ends = list(map(operator.add, bar_ends, values))
         plot.invert_yaxis()
         plot.grid(visible=False, axis="y")

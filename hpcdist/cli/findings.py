@@ -39,7 +39,9 @@ class Finding:
 
     def __str__(self) -> str:
         line = f"{self.level:4}  {self.topic:13}  {self.text}"
-        return f"{line}; {self.cure}" if self.cure else line
+        if self.cure:
+            line += f"; {self.cure}"
+        return line
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ def _roles(ranks: Sequence[RankFacts]) -> Finding:
     for rank in ranks:
         role = rank.task.split()[0]
         counts[role] += 1
-    text = ", ".join(f"{role} {count}" for role, count in counts.items())
-    return Finding("ok", "roles", text)
+    texts = [f"{role} {count}" for role, count in counts.items()]
+    return Finding("ok", "roles", ", ".join(texts))
 
 
 def _launch(ranks: Sequence[RankFacts]) -> Finding:
@@ -233,7 +235,8 @@ def _division(host: _Host, binding: _Binding) -> Finding:
             f"bind to more (--cpus-per-task={n_possible}, or --bind-to none)",
         )
     kind = "shared by all" if binding.is_shared else "of its own"
-    return Finding("ok", "cores", f"{binding.n_per_rank} for each rank of {host.name}, {kind}")
+    text = f"{binding.n_per_rank} for each rank of {host.name}, {kind}"
+    return Finding("ok", "cores", text)
 
 
 # -- memory and GPUs -----------------------------------------------------------------------------------------------
@@ -267,7 +270,8 @@ def _gpus(hosts: Sequence[_Host]) -> Finding:
             continue
         has_gpus = True
         if host.n_gpus < host.n_ranks:
-            shortages.append(f"{host.n_gpus} for {host.n_ranks} ranks of {host.name}")
+            shortage = f"{host.n_gpus} for {host.n_ranks} ranks of {host.name}"
+            shortages.append(shortage)
     if shortages:
         cure = "start as many ranks on a host as it has GPUs"
         return Finding("warn", "GPUs", ", ".join(shortages), cure)
@@ -307,10 +311,11 @@ def _speeds(topic: str, transfer: str, speeds: Mapping[str, float]) -> Iterator[
     for host, speed in speeds.items():
         if speed < SLOW * median:
             has_slow = True
+            speed_text = f"{speed / 1e9:.2f}"
             yield Finding(
                 "warn",
                 topic,
-                f"{speed / 1e9:.2f} GB/s {transfer} on {host}, {median_text} on most",
+                f"{speed_text} GB/s {transfer} on {host}, {median_text} on most",
                 f"look for other programs there, or leave it out (--exclude={host})",
             )
     if not has_slow:
@@ -319,7 +324,8 @@ def _speeds(topic: str, transfer: str, speeds: Mapping[str, float]) -> Iterator[
 
 def _latency(remote_hosts: Sequence[_Host]) -> Finding:
     latency_s = statistics.median(host.first_rank.latency_s for host in remote_hosts)
-    return Finding("ok", "latency", f"{1e6 * latency_s:.0f} us one way")
+    latency_us = 1e6 * latency_s
+    return Finding("ok", "latency", f"{latency_us:.0f} us one way")
 
 
 def _clocks(remote_hosts: Sequence[_Host]) -> Iterator[Finding]:
@@ -334,7 +340,8 @@ def _clocks(remote_hosts: Sequence[_Host]) -> Iterator[Finding]:
             text = f"that of {host.name} differs by {skew_s:.1f} s"
             yield Finding("warn", "clock", text, "start its time service (chrony)")
     if not has_wrong:
-        yield Finding("ok", "clock", f"within {1e3 * largest_s:.1f} ms")
+        largest_ms = 1e3 * largest_s
+        yield Finding("ok", "clock", f"within {largest_ms:.1f} ms")
 
 
 def _folder(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:

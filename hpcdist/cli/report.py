@@ -164,9 +164,16 @@ def _tiles_of_attempt(attempt: AttemptRecords) -> list[_Tile]:
 
 def sections_of(run: Run, goodput: Goodput) -> list[Section]:
     """Return the parts of the page that there are records for."""
-    sections = [_metrics_section(run), _curves_section(run)]
-    sections += [_ranks_section(run.last_trained), _time_section(goodput), _pace_section(run)]
-    sections += [_checkpoints_section(run), _attempts_section(run), _settings_section(run)]
+    sections = [
+        _metrics_section(run),
+        _curves_section(run),
+        _ranks_section(run.last_trained),
+        _time_section(goodput),
+        _pace_section(run),
+        _checkpoints_section(run),
+        _attempts_section(run),
+        _settings_section(run),
+    ]
     return list(filter(None, sections))
 
 
@@ -180,8 +187,9 @@ def _metrics_section(run: Run) -> Section | None:
         file = _file(name, index)
         charts += _charts_of_metric(file, name, run.metrics[name], clock, restarts)
     text = "From metrics.jsonl. Dotted lines: restarts."
-    if len(run.metrics) > _N_METRICS:
-        text += f" {len(run.metrics) - _N_METRICS} more are in metrics.jsonl."
+    n_more = len(run.metrics) - _N_METRICS
+    if n_more > 0:
+        text += f" {n_more} more are in metrics.jsonl."
     return Section("Metrics", text, charts)
 
 
@@ -228,9 +236,13 @@ def _charts_of_metric(
     """
     from hpcdist.cli.charts import line_chart
 
-    title = f"{name} against step"
-    axes = ("step", name)
-    by_step = line_chart(f"{file}-step", title, axes, {name: points}, restarts.steps)
+    by_step = line_chart(
+        name=f"{file}-step",
+        title=f"{name} against step",
+        axes=("step", name),
+        lines={name: points},
+        marks=restarts.steps,
+    )
     times_s: list[float] = []
     values: list[float] = []
     for step, value in points:
@@ -242,11 +254,14 @@ def _charts_of_metric(
         return [by_step]
     unit, scale = _unit_of(max(times_s))
     times = [time_s / scale for time_s in times_s]
-    scaled_points = list(zip(times, values, strict=True))
     marks = [time_s / scale for time_s in restarts.times_s]
-    title = f"{name} against time"
-    axes = (f"{unit} since the first start", name)
-    by_time = line_chart(f"{file}-time", title, axes, {name: scaled_points}, marks)
+    by_time = line_chart(
+        name=f"{file}-time",
+        title=f"{name} against time",
+        axes=(f"{unit} since the first start", name),
+        lines={name: list(zip(times, values, strict=True))},
+        marks=marks,
+    )
     return [by_step, by_time]
 
 
@@ -258,13 +273,17 @@ def _curves_section(run: Run) -> Section | None:
         return None
     charts = []
     for index, curve in enumerate(curves[:_N_CURVES]):
-        file = _file(curve.name, index).replace("metric", "curve")
-        title = f"{curve.name} of {curve.origin}"
-        axes = (curve.against, curve.name)
-        charts.append(line_chart(file, title, axes, {curve.name: curve.points}))
+        chart = line_chart(
+            name=_file(curve.name, index).replace("metric", "curve"),
+            title=f"{curve.name} of {curve.origin}",
+            axes=(curve.against, curve.name),
+            lines={curve.name: curve.points},
+        )
+        charts.append(chart)
     text = "From files of CSVLogger and TensorBoard in the run folder."
-    if len(curves) > _N_CURVES:
-        text += f" {len(curves) - _N_CURVES} more are there."
+    n_more = len(curves) - _N_CURVES
+    if n_more > 0:
+        text += f" {n_more} more are there."
     return Section("Tables and events", text, charts)
 
 
@@ -276,7 +295,8 @@ def _ranks_section(attempt: AttemptRecords | None) -> Section | None:
     ranks = attempt.trained_ranks
     shown_ranks = ranks
     if len(ranks) > _N_RANKS:
-        shown_ranks = sorted(ranks, key=_own_s, reverse=True)[:_N_RANKS]
+        slowest_first = sorted(ranks, key=_own_s, reverse=True)
+        shown_ranks = slowest_first[:_N_RANKS]
     has_staleness = any(map(_is_stale, ranks))
     bars: dict[str, dict[str, float]] = {}
     rows: list[list[str]] = []
@@ -296,19 +316,26 @@ def _ranks_section(attempt: AttemptRecords | None) -> Section | None:
         "Communication is time in collectives, waiting for slower ranks included: the rank with the least of it is the "
         "one that the others wait for. Evaluations, callbacks and agreements are between steps."
     )
-    if len(shown_ranks) < len(ranks):
-        text += f" Of {len(ranks)} ranks the {len(shown_ranks)} with the longest own part."
+    if len(ranks) > _N_RANKS:
+        text += f" Of {len(ranks)} ranks the {_N_RANKS} with the longest own part."
     if has_staleness:
         head += ["staleness", "at most"]
         text += " Staleness is how many pushes of other workers a push had not seen."
     title = f"Attempt {attempt.number}: where the time goes"
     chart = bar_chart("ranks", title, "ms for each step", bars)
-    return Section("Ranks", text, [chart], head, rows)
+    return Section(
+        title="Ranks",
+        text=text,
+        charts=[chart],
+        head=head,
+        rows=rows,
+    )
 
 
 def _own_s(rank: RankRecords) -> float:
     """Return the seconds of a step in which a rank does not wait for others."""
-    return (rank.seconds_in("compute") + rank.seconds_in("input")) / rank.n_steps
+    own_s = rank.seconds_in("compute") + rank.seconds_in("input")
+    return own_s / rank.n_steps
 
 
 def _is_stale(rank: RankRecords) -> bool:
@@ -334,12 +361,23 @@ def _time_section(goodput: Goodput) -> Section | None:
     for part, seconds in goodput.parts.items():
         bar[part] = seconds / scale
         percent = 100 * seconds / goodput.elapsed_s
-        rows.append([part, _seconds(seconds), f"{percent:.1f} %"])
+        row = [
+            part,
+            _seconds(seconds),
+            f"{percent:.1f} %",
+        ]
+        rows.append(row)
     chart = bar_chart("goodput", "The whole run", unit, {"run": bar})
     text = "From the start of the first process to the last record of the chief."
     if goodput.n_lost:
         text += f" {goodput.n_lost} steps were lost and repeated."
-    return Section("Goodput", text, [chart], ["", "time", "share"], rows)
+    return Section(
+        title="Goodput",
+        text=text,
+        charts=[chart],
+        head=["", "time", "share"],
+        rows=rows,
+    )
 
 
 def _pace_section(run: Run) -> Section | None:
@@ -360,10 +398,16 @@ def _pace_section(run: Run) -> Section | None:
         longest_s = max(window.longest.seconds for window in group)
         longest.append((last_step, 1e3 * longest_s))
         sums = sums_of(group)
-        mean.append((last_step, 1e3 * sums.step_s / sums.n_steps))
-    lines = {"longest": longest, "mean": mean}
-    chart = line_chart("pace", "Length of a step, on the chief", ("step", "ms"), lines, is_log=True)
-    return Section("Pace", "", [chart])
+        mean_ms = 1e3 * sums.step_s / sums.n_steps
+        mean.append((last_step, mean_ms))
+    chart = line_chart(
+        name="pace",
+        title="Length of a step, on the chief",
+        axes=("step", "ms"),
+        lines={"longest": longest, "mean": mean},
+        is_log=True,
+    )
+    return Section("Pace", charts=[chart])
 
 
 def _checkpoints_section(run: Run) -> Section | None:
@@ -382,8 +426,12 @@ def _checkpoints_section(run: Run) -> Section | None:
     text = "Time from the request until the file was read back. Training waits only while the state is copied."
     if len(rows) > _N_CHECKPOINTS:
         text += f" The last {_N_CHECKPOINTS}."
-    head = ["step", "attempt", "size", "time"]
-    return Section("Checkpoints", text, (), head, rows[-_N_CHECKPOINTS:])
+    return Section(
+        title="Checkpoints",
+        text=text,
+        head=["step", "attempt", "size", "time"],
+        rows=rows[-_N_CHECKPOINTS:],
+    )
 
 
 def _attempts_section(run: Run) -> Section:
@@ -404,15 +452,24 @@ def _attempts_section(run: Run) -> Section:
             attempt.end or unknown_end,
         ]
         rows.append(row)
-    head = ["attempt", "began", "job", "nodes", "from", "end"]
-    return Section("Attempts", "", (), head, rows, is_text=True)
+    return Section(
+        title="Attempts",
+        head=["attempt", "began", "job", "nodes", "from", "end"],
+        rows=rows,
+        is_text=True,
+    )
 
 
 def _settings_section(run: Run) -> Section | None:
     if not run.config:
         return None
-    text = f"Of attempt {run.config_attempt}, from config.json."
-    return Section("Started with", text, (), ["", "value", "from"], run.config, is_text=True)
+    return Section(
+        title="Started with",
+        text=f"Of attempt {run.config_attempt}, from config.json.",
+        head=["", "value", "from"],
+        rows=run.config,
+        is_text=True,
+    )
 
 
 # -- texts ---------------------------------------------------------------------------------------------------------

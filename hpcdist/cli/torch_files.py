@@ -70,8 +70,9 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
         "metrics": {},
         "written": {"imported_from": source.name},
     }
+    checkpoint_state = {"objects": {name: node}, "kinds": {name: "module"}}
     image = FileImage()
-    lay_out(image, facts, {"objects": {name: node}, "kinds": {name: "module"}}, arrays)
+    lay_out(image, facts, checkpoint_state, arrays)
     durable.replace_file(durable.Disk(), target, image.blocks(), image.nbytes)
     return len(arrays)
 

@@ -90,14 +90,15 @@ def _traced_number(run: Run, attempt: int | None) -> int | None:
 def events_of(attempt: AttemptRecords) -> list[_Event]:
     """Return the events of an attempt in Chrome's format: times in microseconds since the first process began. Pure."""
     offsets = offsets_of(attempt.ranks)
+    # seconds to add to times since 1970 by the clock of the rank's host
     corrections: dict[int, float] = {}
     for rank in attempt.ranks:
         corrections[rank.rank] = offsets[rank.host] - rank.clock_offset
-    zero = min(rank.process_began + corrections[rank.rank] for rank in attempt.ranks)
+    first_start = min(rank.process_began + corrections[rank.rank] for rank in attempt.ranks)
     events: list[_Event] = []
     for rank in attempt.ranks:
-        monotonic_shift = offsets[rank.host] - zero
-        unix_shift = corrections[rank.rank] - zero
+        monotonic_shift = offsets[rank.host] - first_start
+        unix_shift = corrections[rank.rank] - first_start
         for event in _events_of_rank(rank, monotonic_shift, unix_shift):
             events.append({**event, "pid": rank.rank})
     return events
@@ -114,20 +115,35 @@ def _events_of_rank(
         unix_shift: seconds to add to its times since 1970.
     """
     name = f"rank {rank.rank} ({rank.role}) on {rank.host}"
-    yield {"ph": "M", "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank.rank}}
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "args": {"name": name},
+    }
+    yield {
+        "ph": "M",
+        "name": "process_sort_index",
+        "args": {"sort_index": rank.rank},
+    }
     for track, title in _TRACKS.items():
-        yield {"ph": "M", "name": "thread_name", "tid": track, "args": {"name": title}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "tid": track,
+            "args": {"name": title},
+        }
     for step in rank.steps:
         yield from _events_of_step(step, monotonic_shift)
     for window in rank.windows:
         if window.steps is not None:
             first, last = window.steps
-            yield _event_of_window(f"steps {first}-{last}", window, unix_shift)
+            title = f"steps {first}-{last}"
+            yield _event_of_window(title, window, unix_shift)
 
 
 def _events_of_step(step: StepRecord, shift: float) -> Iterator[_Event]:
-    yield _event(f"step {step.step}", "step", step.began, step.ended, shift, _MAIN)
+    title = f"step {step.step}"
+    yield _event(title, "step", step.began, step.ended, shift, _MAIN)
     for kind, name, began, ended in step.spans:
         yield _event(name, kind, began, ended, shift, _MAIN)
     for kind, name, began, ended in step.background:
@@ -140,7 +156,14 @@ def _event_of_window(name: str, window: Window, shift: float) -> _Event:
     return {**event, "args": {**seconds, "rows": window.rows}}
 
 
-def _event(name: str, kind: str, began: float, ended: float, shift: float, track: int) -> _Event:
+def _event(
+    name: str,
+    kind: str,
+    began: float,
+    ended: float,
+    shift: float,
+    track: int,
+) -> _Event:
     """Return the event of something that lasted.
 
     Args:
@@ -234,9 +257,11 @@ def _sums_of(steps: Sequence[StepRecord]) -> Iterator[tuple[_SumKey, _SumTimes]]
     """Yield the sums over all ranks in the steps of a rank."""
     for step in steps:
         number = 0
-        for kind, name, began, ended in (*step.spans, *step.background):
+        spans = (*step.spans, *step.background)
+        for kind, name, began, ended in spans:
             if kind == "communication" and name.startswith(_SUMS):
-                yield _SumKey(step.step, number), _SumTimes(began, ended)
+                key = _SumKey(step.step, number)
+                yield key, _SumTimes(last_entered=began, first_left=ended)
                 number += 1
 
 
