@@ -139,7 +139,7 @@ def findings_of(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:
 
 
 def _hosts_of(ranks: Sequence[RankFacts]) -> list[_Host]:
-    """Return the hosts, that of rank 0 first."""
+    """Return the hosts in the order of their first ranks: the host of rank 0 is the first."""
     ranks_by_host: dict[str, list[RankFacts]] = {}
     for rank in ranks:
         ranks_by_host.setdefault(rank.host, []).append(rank)
@@ -180,7 +180,7 @@ class _Binding:
     Attributes:
         n_usable: number of cores that at least one rank may use.
         is_shared: whether a core is shared by several ranks.
-        n_per_rank: number of cores for each rank. If they are bound differently, of the rank with fewest.
+        n_per_rank: number of cores for each rank. The smallest number if ranks are bound differently.
     """
 
     n_usable: int

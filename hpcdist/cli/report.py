@@ -32,7 +32,7 @@ _N_RANKS = 32
 #: Metrics of metrics.jsonl, and metrics of tables and events, that are drawn, each in one picture.
 _N_METRICS = 8
 _N_CURVES = 12
-#: Points of a line about step times: of more windows, some are joined.
+#: Points of a line about step times. If there are more windows, neighbours are joined.
 _N_POINTS = 400
 #: Checkpoints in the table.
 _N_CHECKPOINTS = 20
@@ -164,7 +164,7 @@ def _tiles_of_attempt(attempt: AttemptRecords) -> list[_Tile]:
 
 def sections_of(run: Run, goodput: Goodput) -> list[Section]:
     """Return the parts of the page that there are records for."""
-    sections = [
+    sections: list[Section | None] = [
         _metrics_section(run),
         _curves_section(run),
         _ranks_section(run.last_trained),

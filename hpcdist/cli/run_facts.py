@@ -23,7 +23,7 @@ _GOODPUT_PARTS = (
 )
 #: Parts of a window that are a part of its steps.
 _STEP_PARTS = ("compute", "input", "communication")
-#: What a rank does by itself, by the part of its steps.
+#: Parts of steps that ranks do by themselves, each with its verb.
 _OWN_WORK = {"compute": "computes", "input": "waits for input"}
 
 
@@ -232,9 +232,9 @@ def _stragglers_in(part: str, ranks: Sequence[RankRecords], usual_step_s: float)
         where = f"rank {straggler.rank} on {straggler.host}"
         if _is_slow_host(straggler.host, ranks, stragglers):
             where += ", as all ranks of that host,"
-        works = _OWN_WORK[part]
+        verb = _OWN_WORK[part]
         own_ms = 1e3 * mean_s[straggler.rank]
-        lines.append(f"{where} {works} {own_ms:.3g} ms a step, the median {usual_ms:.3g} ms")
+        lines.append(f"{where} {verb} {own_ms:.3g} ms a step, the median {usual_ms:.3g} ms")
     return lines
 
 

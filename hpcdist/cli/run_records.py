@@ -187,7 +187,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class AttemptRecords:
-    """One attempt: what its ledger says, and its ranks' records.
+    """One attempt, by its ledger and the records of its ranks.
 
     Attributes:
         number: number of the attempt, from 1.
@@ -406,7 +406,7 @@ def _read_ranks(trace_folder: Path, has_steps: bool) -> list[RankRecords]:
 
 
 def _read_rank(path: Path, has_steps: bool) -> RankRecords | None:
-    """Return a rank's records: those of the process that wrote last. None if it has no sound record.
+    """Return the records of a rank by the process that wrote last. None if no record is sound.
 
     A run whose folder was used before may have an attempt of the same number.
 
@@ -667,7 +667,7 @@ def _metric_point_of(step: Any, value: Any) -> MetricPoint:
 
 
 def _settings_of(config: _JsonObject) -> list[Setting]:
-    """Return what config.json says, by the order in which people read it."""
+    """Return the settings in config.json, in the order in which people read them."""
     program = config.get("program")
     hosts = config.get("hosts")
     settings = config.get("settings")
