@@ -1,6 +1,7 @@
 """The pictures of a report, by matplotlib: as SVG whose colours a page sets, for light and dark, and as PNG."""
 
 import io
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ COLOURS = {
     "--series-4": "#8a3ffc",
     "--series-5": "#e34948",
 }
-SERIES = [value for name, value in COLOURS.items() if name.startswith("--series")]
-#: All pictures are as wide, and fill a card of one width, so that type has one size.
+SERIES = [colour for name, colour in COLOURS.items() if name.startswith("--series")]
+#: All pictures have this width, and fill a card of one width, so that type has one size.
 _WIDTH_IN = 5.2
 _FONT_SIZE = 10.5
 _STYLE: Any = {
@@ -98,33 +99,30 @@ def line_chart(
     """Return lines over one axis, with vertical marks where the run was started again.
 
     Args:
-        name: of the file.
-        title: of the picture.
-        axes: what the two axes show.
-        lines: points by name, at most five.
-        marks: where attempts resumed.
+        name: name of the file, without its suffix.
+        title: title of the picture.
+        axes: labels of the two axes.
+        lines: points of each line, by its name. At most five lines.
+        marks: places on the first axis where attempts resumed.
         is_log: whether values are drawn by their logarithm.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH_IN, 2.6), layout="constrained")
         plot = figure.subplots()
         for (label, points), colour in zip(lines.items(), SERIES, strict=False):
-            is_single = len(points) == 1
-            plot.plot(
-                *zip(*points, strict=True),
-                color=colour,
-                linewidth=1.6,
-                marker="o" if is_single else "",
-                label=label,
-            )
-        for number, mark in enumerate(marks):
+            coordinates = zip(*points, strict=True)
+            marker = "o" if len(points) == 1 else ""
+            plot.plot(*coordinates, color=colour, linewidth=1.6, marker=marker, label=label)
+        label_of_marks: str | None = "restart"
+        for mark in marks:
             plot.axvline(
                 mark,
                 color=COLOURS["--muted"],
                 linestyle=":",
                 linewidth=1.2,
-                label="restart" if not number else None,
+                label=label_of_marks,
             )
+            label_of_marks = None  # the legend has one entry for all marks
         plot.set(xlabel=axes[0], ylabel=axes[1])
         if is_log:
             plot.set_yscale("log")
@@ -136,34 +134,48 @@ def line_chart(
     return Chart(name, title, figure)
 
 
-def bar_chart(name: str, title: str, unit: str, rows: Mapping[str, Mapping[str, float]]) -> Chart:
+def bar_chart(
+    name: str,
+    title: str,
+    unit: str,
+    rows: Mapping[str, Mapping[str, float]],
+) -> Chart:
     """Return a horizontal bar for each row, divided into its parts.
 
     Args:
-        name: of the file.
-        title: of the picture.
-        unit: of the values.
-        rows: parts by row; all rows have the same parts.
+        name: name of the file, without its suffix.
+        title: title of the picture.
+        unit: unit of the values.
+        rows: value of each part, by row. All rows have the same parts.
     """
     parts = list(next(iter(rows.values())))
+    legend_in = 0.2 * (len(parts) // 2)
+    bars_in = 0.3 * len(rows)
+    height_in = 1.2 + legend_in + bars_in
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(
-            figsize=(_WIDTH_IN, 1.2 + 0.2 * (len(parts) // 2) + 0.3 * len(rows)),
-            layout="constrained",
-        )
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
         plot = figure.subplots()
-        bar_starts = [0.0] * len(rows)
+        bar_ends = [0.0] * len(rows)
         for part, colour in zip(parts, _part_colours(len(parts)), strict=True):
             values = [row[part] for row in rows.values()]
-            plot.barh(list(rows), values, left=bar_starts, height=0.62, color=colour, label=part)
-            bar_starts = [before + value for before, value in zip(bar_starts, values, strict=True)]
+            plot.barh(
+                list(rows),
+                values,
+                left=bar_ends,
+                height=0.62,
+                color=colour,
+                label=part,
+            )
+            bar_ends = list(map(operator.add, bar_ends, values))
         plot.invert_yaxis()
         plot.grid(visible=False, axis="y")
         plot.set(xlabel=unit)
-        figure.legend(loc="outside upper left", ncols=3 if max(map(len, parts)) < 16 else 2)
+        n_columns = 3 if max(map(len, parts)) < 16 else 2
+        figure.legend(loc="outside upper left", ncols=n_columns)
     return Chart(name, title, figure)
 
 
 def _part_colours(n: int) -> list[str]:
-    """Return as many colours: those of the series, then greys."""
-    return [*SERIES, COLOURS["--muted"], COLOURS["--line"]][:n]
+    """Return `n` colours: the colours of the series first, then greys."""
+    colours = [*SERIES, COLOURS["--muted"], COLOURS["--line"]]
+    return colours[:n]

@@ -1,4 +1,4 @@
-"""`hpcdist ckpt`: look at checkpoints, compare, convert and remove them. Reads by the code that training reads by.
+"""`hpcdist ckpt`: look at checkpoints, compare, convert and remove them. Reads by the code that training uses.
 
 Reading writes nothing, and disturbs no job that runs: a folder may be read-only.
 """
@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import click
 import numpy as np
 
 from hpcdist.checkpoint import durable
-from hpcdist.checkpoint.read import CheckpointFile, Index
+from hpcdist.checkpoint.read import CheckpointFile, Index, StoredArray
 from hpcdist.checkpoint.retention import Retention, SaveFacts
 from hpcdist.checkpoint.store import Saved, Store, use_one
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.cli.output import echo
 from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode, UsageError
 
+#: Powers of 1024 bytes.
+_UNITS = ("B", "KiB", "MiB", "GiB")
+_Array = np.ndarray[Any, Any]
 _PATH = click.Path(path_type=Path)
 _as_json = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 
@@ -53,13 +57,7 @@ def ls(folder: Path, is_json: bool) -> None:
     if not rows:
         echo(f"no checkpoints in {store.path}")
     for row in rows:
-        if "damaged" in row:
-            echo(f"{row['name']}  damaged: {row['damaged']}")
-            continue
-        metrics = "  ".join(f"{name} {value:.6g}" for name, value in row["metrics"].items())
-        echo(
-            f"{row['name']}  {row['time']}  {_size(row['bytes']):>10}  {row['arrays']} arrays  {metrics}".rstrip()
-        )
+        echo(_line_of(row))
 
 
 @command.command()
@@ -72,23 +70,27 @@ def show(path: Path, is_json: bool) -> None:
     hpcdist ckpt show runs/train/checkpoints/best.h5
     """
     checkpoint_path = _newest(path)
-    index = use_one(checkpoint_path, lambda _, file: file.index)
+    index = _read_index(checkpoint_path)
     if is_json:
-        echo(
-            json.dumps(
-                {"path": str(checkpoint_path), **_facts_of(index), "arrays": _arrays_of(index)},
-                indent=1,
-            )
-        )
+        arrays = list(map(_facts_of_array, index.arrays))
+        document = {
+            "path": str(checkpoint_path),
+            **_facts_of(index),
+            "arrays": arrays,
+        }
+        echo(json.dumps(document, indent=1))
         return
-    echo(
-        f"{checkpoint_path}: step {index.step}, saved {_time(index.time_s)}, {_size(index.header.nbytes)}"
-    )
-    for title, facts in (("metrics", index.metrics), ("written", index.written)):
-        for name, value in facts.items():
-            echo(f"  {title}  {name} = {value}")
+    saved = _time(index.time_s)
+    size = _size(index.header.nbytes)
+    echo(f"{checkpoint_path}: step {index.step}, saved {saved}, {size}")
+    for name, value in index.metrics.items():
+        echo(f"  metrics  {name} = {value}")
+    for name, value in index.written.items():
+        echo(f"  written  {name} = {value}")
     for array in index.arrays:
-        echo(f"  {array.dtype:9} {_shape(array.shape):16} {_size(array.nbytes):>10}  {array.name}")
+        shape = _shape(array.shape)
+        size = _size(array.nbytes)
+        echo(f"  {array.dtype:9} {shape:16} {size:>10}  {array.name}")
 
 
 @command.command()
@@ -102,22 +104,16 @@ def verify(paths: Sequence[Path], is_json: bool) -> int:
     \b
     hpcdist ckpt verify runs/train
     """
-    verdicts = [
-        (path, _what_is_wrong(path)) for file_or_folder in paths for path in _all_in(file_or_folder)
-    ]
+    verdicts: list[_Verdict] = []
+    for path in paths:
+        verdicts += map(_verify, _all_in(path))
     if is_json:
-        echo(
-            json.dumps(
-                [
-                    {"path": str(path), "is_sound": not wrong, "error": wrong}
-                    for path, wrong in verdicts
-                ]
-            )
-        )
+        echo(json.dumps([verdict.facts for verdict in verdicts]))
     else:
-        for path, wrong in verdicts:
-            echo(f"damaged  {wrong}" if wrong else f"sound    {path}")
-    return ExitCode.CHECKPOINT_IO if any(wrong for _, wrong in verdicts) else ExitCode.DONE
+        for verdict in verdicts:
+            echo(str(verdict))
+    is_sound = all(verdict.is_sound for verdict in verdicts)
+    return ExitCode.DONE if is_sound else ExitCode.CHECKPOINT_IO
 
 
 @command.command()
@@ -137,14 +133,16 @@ def diff(first: Path, second: Path, is_json: bool) -> int:
     rows = list(_differences(first_arrays, second_arrays))
     if is_json:
         steps = [first_index.step, second_index.step]
-        echo(json.dumps({"steps": steps, "differences": rows}, indent=1))
+        document = {"steps": steps, "differences": rows}
+        echo(json.dumps(document, indent=1))
     else:
         for row in rows:
             echo(f"{row['name']}: {row['difference']}")
         names = {array.name for array in [*first_arrays, *second_arrays]}
-        n_equal = len(names) - len(rows)
+        n_different = len(rows)
+        n_equal = len(names) - n_different
         steps_text = f"steps {first_index.step} and {second_index.step}"
-        echo(f"{steps_text}: {n_equal} arrays have the same bits, {len(rows)} differ")
+        echo(f"{steps_text}: {n_equal} arrays have the same bits, {n_different} differ")
     return ExitCode.UNCAUGHT if rows else ExitCode.DONE
 
 
@@ -174,7 +172,8 @@ def export(path: Path, target: Path, name: str) -> None:
     from hpcdist.cli.torch_files import write_tensors
 
     write_tensors(target, arrays)
-    echo(f"{target}: {len(arrays)} arrays of {name or 'all objects'}, step {index.step}")
+    objects = name or "all objects"
+    echo(f"{target}: {len(arrays)} arrays of {objects}, step {index.step}")
 
 
 @command.command("import")
@@ -199,7 +198,8 @@ def import_(source: Path, target: Path, name: str, key: str | None) -> None:
     _require_new(target, (".h5",))
     from hpcdist.cli.torch_files import import_tensors
 
-    echo(f"{target}: {import_tensors(source, target, name, key)} arrays of {name}, step 0")
+    n_arrays = import_tensors(source, target, name, key)
+    echo(f"{target}: {n_arrays} arrays of {name}, step 0")
 
 
 @command.command()
@@ -239,15 +239,25 @@ def prune(
     retention = Retention(
         keep, keep_best=keep_best, best_mode=best_mode, keep_every_n_steps=keep_every_steps
     )
-    sound = [saved for saved in store.saved() if saved <= newest[0]]
-    readable = {saved: facts for saved in sound if (facts := _save_facts(store, saved)) is not None}
+    newest_saved, _ = newest
+    readable: dict[Saved, SaveFacts] = {}
+    for saved in store.saved():
+        if saved > newest_saved:  # damaged
+            continue
+        facts = _save_facts(store, saved)
+        if facts is not None:
+            readable[saved] = facts
     retained_facts = retention.retained(list(readable.values()))
     for saved, facts in readable.items():
-        if saved == newest[0] or any(facts is retained for retained in retained_facts):
+        is_retained = any(facts is retained for retained in retained_facts)
+        if is_retained or saved == newest_saved:
             continue
         if yes:
-            durable.Disk().remove(store.path / str(saved))
-        echo(f"{'removed' if yes else 'would remove'} {saved}")
+            path = store.path / str(saved)
+            durable.Disk().remove(path)
+            echo(f"removed {saved}")
+        else:
+            echo(f"would remove {saved}")
 
 
 # -- paths ---------------------------------------------------------------------------------------------------------
@@ -257,7 +267,7 @@ def _store_of(folder: Path) -> Store:
     """Return the store of a folder of checkpoints, or of the run folder above.
 
     Raises:
-        UsageError: for what is no folder.
+        UsageError: for a path that is no folder.
     """
     if not folder.is_dir():
         raise UsageError(
@@ -271,7 +281,7 @@ def _newest(path: Path) -> Path:
     """Return the checkpoint that is meant by a file, or by a folder.
 
     Raises:
-        CheckpointError: for a folder without one.
+        CheckpointError: for a folder without a checkpoint.
     """
     if not path.is_dir():
         return path
@@ -285,6 +295,11 @@ def _newest(path: Path) -> Path:
 
 
 def _all_in(path: Path) -> list[Path]:
+    """Return all checkpoints of a folder, or the one checkpoint of a file.
+
+    Raises:
+        CheckpointError: for a folder without a checkpoint.
+    """
     if not path.is_dir():
         return [path]
     store = _store_of(path)
@@ -310,9 +325,14 @@ def _require_new(target: Path, suffixes: Sequence[str]) -> None:
 # -- what is in them -----------------------------------------------------------------------------------------------
 
 
+def _read_index(path: Path) -> Index:
+    return use_one(path, lambda _, file: file.index)
+
+
 def _row_of(store: Store, saved: Saved) -> dict[str, Any]:
+    """Return what `ls` says of a checkpoint, with "damaged" if its index is."""
     try:
-        index = use_one(store.path / str(saved), lambda _, file: file.index)
+        index = _read_index(store.path / str(saved))
     except CheckpointDamaged as error:
         return {
             "name": str(saved),
@@ -328,33 +348,84 @@ def _row_of(store: Store, saved: Saved) -> dict[str, Any]:
     }
 
 
+def _line_of(row: dict[str, Any]) -> str:
+    """Return a row of `ls` as a line of text."""
+    name = row["name"]
+    if "damaged" in row:
+        return f"{name}  damaged: {row['damaged']}"
+    size = _size(row["bytes"])
+    n_arrays = row["arrays"]
+    columns = [name, row["time"], f"{size:>10}", f"{n_arrays} arrays"]
+    for metric, value in row["metrics"].items():
+        columns.append(f"{metric} {value:.6g}")
+    return "  ".join(columns)
+
+
 def _facts_of(index: Index) -> dict[str, Any]:
-    facts = {"step": index.step, "time": _time(index.time_s), "bytes": index.header.nbytes}
-    return {**facts, "metrics": index.metrics, "written": index.written}
+    return {
+        "step": index.step,
+        "time": _time(index.time_s),
+        "bytes": index.header.nbytes,
+        "metrics": index.metrics,
+        "written": index.written,
+    }
 
 
-def _arrays_of(index: Index) -> list[dict[str, Any]]:
-    return [
-        {"name": array.name, "dtype": array.dtype, "shape": array.shape, "bytes": array.nbytes}
-        for array in index.arrays
-    ]
+def _facts_of_array(array: StoredArray) -> dict[str, Any]:
+    return {
+        "name": array.name,
+        "dtype": array.dtype,
+        "shape": array.shape,
+        "bytes": array.nbytes,
+    }
 
 
 def _save_facts(store: Store, saved: Saved) -> SaveFacts | None:
-    """Return what retention asks of a checkpoint; None if its index is damaged: it is neither counted nor removed."""
+    """Return what retention asks of a checkpoint. None if its index is damaged: it is neither counted nor removed."""
     try:
-        index = use_one(store.path / str(saved), lambda _, file: file.index)
+        index = _read_index(store.path / str(saved))
     except CheckpointDamaged:
         return None
     return SaveFacts(index.step, index.time_s, index.metrics)
 
 
-def _what_is_wrong(path: Path) -> str:
+@dataclass(frozen=True)
+class _Verdict:
+    """Result of the verification of a checkpoint.
+
+    Attributes:
+        path: path of the checkpoint.
+        error: its damage, in one line. Empty if it is sound.
+    """
+
+    path: Path
+    error: str
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.error
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "is_sound": self.is_sound,
+            "error": self.error,
+        }
+
+    def __str__(self) -> str:
+        if self.is_sound:
+            return f"sound    {self.path}"
+        return f"damaged  {self.error}"
+
+
+def _verify(path: Path) -> _Verdict:
     try:
         use_one(path, lambda _, file: file.verify())
     except CheckpointDamaged as error:
-        return " ".join(str(error).split())
-    return ""
+        words = str(error).split()
+        return _Verdict(path, " ".join(words))
+    return _Verdict(path, "")
 
 
 def _read(path: Path) -> tuple[Index, list[NamedArray]]:
@@ -368,47 +439,76 @@ def _differences(
     first: Sequence[NamedArray], second: Sequence[NamedArray]
 ) -> Iterator[dict[str, str]]:
     """Yield name and difference of each array that has not the same bits in both."""
-    ours, second_by_name = ({array.name: array for array in arrays} for arrays in (first, second))
-    for name in dict.fromkeys([*ours, *second_by_name]):
-        first_array = ours.get(name)
-        second_array = second_by_name.get(name)
-        if first_array is None or second_array is None:
-            yield {
-                "name": name,
-                "difference": f"only in the {'first' if second_array is None else 'second'}",
-            }
-        elif (first_array.dtype, first_array.values.shape) != (
-            second_array.dtype,
-            second_array.values.shape,
-        ):
-            kinds = [
-                f"{array.dtype} {_shape(array.values.shape)}"
-                for array in (first_array, second_array)
-            ]
-            yield {"name": name, "difference": " and ".join(kinds)}
-        elif first_array.values.tobytes() != second_array.values.tobytes():
-            yield {"name": name, "difference": _distance(first_array, second_array)}
+    first_by_name = _by_name(first)
+    second_by_name = _by_name(second)
+    for name in dict.fromkeys([*first_by_name, *second_by_name]):
+        difference = _difference(first_by_name.get(name), second_by_name.get(name))
+        if difference:
+            yield {"name": name, "difference": difference}
 
 
-def _distance(first_array: NamedArray, second_array: NamedArray) -> str:
-    a, b = (_as_numbers(array) for array in (first_array, second_array))
-    differ = a != b
-    n_nan = int((np.isnan(a) | np.isnan(b)).sum()) if a.dtype.kind in "fc" else 0
+def _by_name(arrays: Sequence[NamedArray]) -> dict[str, NamedArray]:
+    return {array.name: array for array in arrays}
+
+
+def _difference(first: NamedArray | None, second: NamedArray | None) -> str:
+    """Return how two arrays differ. Empty if they have the same bits.
+
+    Args:
+        first: array of the first checkpoint. None if it has no such array.
+        second: array of the second checkpoint. None if it has no such array.
+    """
+    if second is None:
+        return "only in the first"
+    if first is None:
+        return "only in the second"
+    first_kind = _kind_of(first)
+    second_kind = _kind_of(second)
+    if first_kind != second_kind:
+        return f"{first_kind} and {second_kind}"
+    if first.values.tobytes() == second.values.tobytes():
+        return ""
+    return _distance(_as_numbers(first), _as_numbers(second))
+
+
+def _kind_of(array: NamedArray) -> str:
+    """Return dtype and shape of an array."""
+    shape = _shape(array.values.shape)
+    return f"{array.dtype} {shape}"
+
+
+def _distance(first: _Array, second: _Array) -> str:
+    """Return how many elements of two arrays of one shape and dtype differ, and by how much."""
+    is_different = first != second
+    n_different = int(is_different.sum())
     with np.errstate(invalid="ignore", over="ignore"):
-        largest = float(np.nanmax(np.abs(a - b), initial=0))
-    return f"{int(differ.sum())} of {a.size} elements, at most by {largest:.3g}" + (
-        f", {n_nan} NaN" if n_nan else ""
-    )
+        distances = np.abs(first - second)
+        largest = float(np.nanmax(distances, initial=0))
+    text = f"{n_different} of {first.size} elements, at most by {largest:.3g}"
+    if first.dtype.kind in "fc":
+        is_nan = np.isnan(first) | np.isnan(second)
+        n_nan = int(is_nan.sum())
+        if n_nan:
+            text += f", {n_nan} NaN"
+    return text
 
 
-def _as_numbers(array: NamedArray) -> np.ndarray[Any, Any]:
+def _as_numbers(array: NamedArray) -> _Array:
+    """Return an array whose elements can be subtracted."""
     if array.dtype == "bfloat16":
         return (array.values.astype(np.uint32) << 16).view(np.float32)
-    return array.values.astype(np.float64) if array.values.dtype.kind in "biuf" else array.values
+    if array.values.dtype.kind in "biuf":
+        return array.values.astype(np.float64)
+    return array.values
 
 
 def _of_object(arrays: Sequence[NamedArray], name: str, path: Path) -> list[NamedArray]:
-    """Return the arrays of one object, under their names in its state_dict; all of them, for an empty name.
+    """Return the arrays of one object, under their names in its state_dict.
+
+    Args:
+        arrays: arrays of the checkpoint.
+        name: name of the object. Empty for all arrays, under the names that they have.
+        path: path of the checkpoint, for messages.
 
     Raises:
         UsageError: for an object that is not there, or has no arrays.
@@ -416,15 +516,16 @@ def _of_object(arrays: Sequence[NamedArray], name: str, path: Path) -> list[Name
     if not name:
         return list(arrays)
     prefix = f"{name}/"
-    object_arrays = [
-        NamedArray(array.name.removeprefix(prefix), array.dtype, array.values)
-        for array in arrays
-        if array.name.startswith(prefix)
-    ]
+    object_arrays: list[NamedArray] = []
+    for array in arrays:
+        if array.name.startswith(prefix):
+            name_in_object = array.name.removeprefix(prefix)
+            object_arrays.append(NamedArray(name_in_object, array.dtype, array.values))
     if not object_arrays:
-        objects = sorted({array.name.partition("/")[0] for array in arrays})
+        object_names = {array.name.partition("/")[0] for array in arrays}
+        objects = ", ".join(sorted(object_names))
         raise UsageError(
-            f"hpcdist ckpt: expected an object with arrays in {path}, {', '.join(objects)}, got {name!r}; name one."
+            f"hpcdist ckpt: expected an object with arrays in {path}, {objects}, got {name!r}; name one."
         )
     return object_arrays
 
@@ -433,8 +534,13 @@ def _of_object(arrays: Sequence[NamedArray], name: str, path: Path) -> list[Name
 
 
 def _size(nbytes: int) -> str:
-    unit = min(3, int(math.log(nbytes, 1024))) if nbytes else 0
-    return f"{nbytes / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
+    """Return a number of bytes as people write it."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    exponent = min(len(_UNITS) - 1, int(math.log(nbytes, 1024)))
+    value = nbytes / 1024**exponent
+    unit = _UNITS[exponent]
+    return f"{value:.1f} {unit}"
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -1,48 +1,86 @@
 """What a run has recorded: attempts, metrics, and where the time of each rank's steps went.
 
-What is torn, as by a kill, or is not what hpcdist writes, is left out: a run folder may hold anything.
+Files are parsed here, and nowhere else. A run folder may hold anything: a record that is torn, as by a kill, or that
+hpcdist does not write, is left out.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hpcdist.checkpoint.read import read_text
 from hpcdist.errors import UsageError
 
 #: Where the time of a step goes, in the order of pictures.
 PARTS = ("compute", "input", "communication", "save", "between")
-#: Values beyond this cannot be drawn, and times and steps beyond it are none.
+#: Numbers beyond this cannot be drawn. Times and steps beyond their limits are damage.
 _LARGEST = 1e100
 _LARGEST_TIME_S = 1e11
 _LARGEST_STEP = 1 << 53
 #: Longest file of one object that is read.
 _MAX_CONTENT_BYTES = 16 << 20
-_Record = TypeVar("_Record")
+#: Keys that only headers of ranks, and only windows, have.
+_HEADER_MARKER = '"process_began"'
+_WINDOW_MARKER = '"window"'
+_JsonObject = dict[str, Any]
+_Parsed = TypeVar("_Parsed")
+_Default = TypeVar("_Default")
+
+
+class StepRange(NamedTuple):
+    """The first and the last of some steps."""
+
+    first: int
+    last: int
+
+
+class LongestStep(NamedTuple):
+    """The longest of some steps, and how long it took."""
+
+    step: int
+    seconds: float
+
+
+class Staleness(NamedTuple):
+    """Pushes of other workers that parameter servers had applied, and a push of this worker had not seen.
+
+    Attributes:
+        total: sum over the steps.
+        most: largest number of one step.
+    """
+
+    total: int
+    most: int
+
+
+_NOT_STALE = Staleness(0, 0)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Sums over some steps of a rank, in seconds; times are since 1970.
+    """Sums over some steps of a rank. Times are in seconds since 1970.
 
     Attributes:
-        steps: the first and the last; None where none was made.
-        longest: a step, and its seconds.
-        seconds: by part.
-        stale: how many pushes of other workers parameter servers had applied that this one had not seen at its own: the
-            sum over its steps, and the most.
+        began: start of the window.
+        ended: end of the window.
+        steps: range of the steps. None if the rank made no step in the window.
+        n_steps: number of the steps.
+        rows: number of rows that the steps used.
+        longest: longest step.
+        seconds: seconds in each part of `PARTS`.
+        stale: how far the pushes were behind those of other workers.
     """
 
     began: float
     ended: float
-    steps: tuple[int, int] | None
+    steps: StepRange | None
     n_steps: int
     rows: int
-    longest: tuple[int, float]
+    longest: LongestStep
     seconds: dict[str, float]
-    stale: tuple[int, int] = (0, 0)
+    stale: Staleness = _NOT_STALE
 
     @property
     def step_s(self) -> float:
@@ -50,15 +88,39 @@ class Window:
         return self.seconds["compute"] + self.seconds["input"] + self.seconds["communication"]
 
 
+class Span(NamedTuple):
+    """One wait of a rank. Times are of its monotonic clock, in seconds."""
+
+    kind: str
+    name: str
+    began: float
+    ended: float
+
+
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of a rank, with its waits as (kind, name, began, ended); times are of its monotonic clock."""
+    """One step of a rank. Times are of its monotonic clock, in seconds.
+
+    Attributes:
+        step: number of the step.
+        began: start of the step.
+        ended: end of the step.
+        spans: waits of the step.
+        background: sums that were made in the background.
+    """
 
     step: int
     began: float
     ended: float
-    spans: tuple[tuple[str, str, float, float], ...]
-    background: tuple[tuple[str, str, float, float], ...] = ()
+    spans: tuple[Span, ...]
+    background: tuple[Span, ...] = ()
+
+
+class ClockReading(NamedTuple):
+    """The same moment by the monotonic clock of a rank, and in seconds since 1970."""
+
+    monotonic: float
+    unix: float
 
 
 @dataclass(frozen=True)
@@ -66,37 +128,56 @@ class RankRecords:
     """What one rank has recorded of one attempt.
 
     Attributes:
-        rank, role, host: who it is.
-        process_began: when its process was started, in seconds since 1970.
-        clock: a time by its monotonic clock, and the same time in seconds since 1970.
-        first_step: steps before the attempt.
-        windows: in the order of time.
-        steps: those that were recorded by themselves, if they were asked for.
+        rank: number of the rank in the job.
+        role: its role and index, such as "worker:0".
+        host: name of its host.
+        process_began: start of its process, in seconds since 1970.
+        clock: reading of its two clocks.
+        first_step: number of steps before the attempt.
+        windows: sums over steps, in the order of time.
+        steps: steps that were recorded by themselves. Empty unless the caller asked for them.
     """
 
     rank: int
     role: str
     host: str
     process_began: float
-    clock: tuple[float, float]
+    clock: ClockReading
     first_step: int = 0
     windows: tuple[Window, ...] = ()
     steps: tuple[StepRecord, ...] = ()
 
     @property
+    def clock_offset(self) -> float:
+        """Seconds to add to its monotonic clock for seconds since 1970, by the clock of its host."""
+        monotonic, unix = self.clock
+        return unix - monotonic
+
+    @property
     def total(self) -> dict[str, float]:
         """Seconds of each part."""
-        return {part: sum(window.seconds[part] for window in self.windows) for part in PARTS}
+        return {part: self.seconds_in(part) for part in PARTS}
 
     @property
     def n_steps(self) -> int:
         """Steps in the windows."""
         return sum(window.n_steps for window in self.windows)
 
+    def seconds_in(self, part: str) -> float:
+        """Return the seconds of one part in all windows."""
+        return sum(window.seconds[part] for window in self.windows)
+
 
 @dataclass(frozen=True)
 class Commit:
-    """A checkpoint: its step, bytes, the seconds that it took, and when it was complete, in seconds since 1970."""
+    """A checkpoint.
+
+    Attributes:
+        step: number of optimizer steps in it.
+        nbytes: size of the file.
+        took_s: seconds from the request until the file was complete.
+        time_s: when it was complete, in seconds since 1970.
+    """
 
     step: int
     nbytes: int
@@ -106,16 +187,17 @@ class Commit:
 
 @dataclass(frozen=True)
 class AttemptRecords:
-    """One attempt: what its ledger says, and its ranks' records.
+    """One attempt, by its ledger and the records of its ranks.
 
     Attributes:
-        number: of it.
-        times: of events in its ledger, in seconds since 1970.
-        job, nodes: where it ran, as far as is known.
-        resumed_step: the step that it resumed from, by its ledger; None for none.
-        commits: its checkpoints.
-        end: how and why it ended; empty if that is not known.
-        ranks: those with records, by number.
+        number: number of the attempt, from 1.
+        times: times of the events in its ledger, in seconds since 1970.
+        job: number of the batch job. Empty if it is not known.
+        nodes: names of its nodes. Empty if they are not known.
+        resumed_step: step that it resumed from, by its ledger. None if it resumed from no checkpoint.
+        commits: checkpoints that it wrote.
+        end: how and why it ended. Empty if that is not known.
+        ranks: records of the ranks that have any, by number.
     """
 
     number: int
@@ -129,27 +211,43 @@ class AttemptRecords:
 
     @property
     def chief(self) -> RankRecords | None:
-        """The records of the chief: of the rank of that role, or else of the first one."""
-        chiefs = [rank for rank in self.ranks if rank.role.startswith("chief")]
-        return next(iter([*chiefs, *self.ranks]), None)
+        """Records of the rank with the role of the chief, or else of the first rank. None without ranks."""
+        for rank in self.ranks:
+            if rank.role.startswith("chief"):
+                return rank
+        return self.ranks[0] if self.ranks else None
+
+    @property
+    def chief_windows(self) -> tuple[Window, ...]:
+        """Windows of the chief. Empty without a chief."""
+        return () if self.chief is None else self.chief.windows
+
+    @property
+    def trained_ranks(self) -> list[RankRecords]:
+        """Records of the ranks that have made steps."""
+        return [rank for rank in self.ranks if rank.n_steps]
 
     @property
     def first_step(self) -> int | None:
-        """Steps before it; None if it died before it had restored."""
+        """Steps before the attempt. None if it died before it had restored."""
         if self.resumed_step is not None:
             return self.resumed_step
         return None if self.chief is None else self.chief.first_step
 
     @property
     def began(self) -> float | None:
-        """When the chief's process was started, as far as is known; by the clock of the chief's host, as all here."""
-        return min(self.times, default=None) if self.chief is None else self.chief.process_began
+        """When the chief's process was started, as far as is known, by the clock of the chief's host."""
+        if self.chief is None:
+            return min(self.times, default=None)
+        return self.chief.process_began
 
     @property
     def ended(self) -> float | None:
-        """When the chief did the last thing that is known."""
-        windows = () if self.chief is None else self.chief.windows[-1:]
-        return max([*self.times, *(window.ended for window in windows)], default=None)
+        """Time of the last thing that the chief is known to have done, by the clock of its host."""
+        times = list(self.times)
+        if self.chief_windows:
+            times.append(self.chief_windows[-1].ended)
+        return max(times, default=None)
 
 
 @dataclass(frozen=True)
@@ -157,9 +255,9 @@ class SideError:
     """The last error of an evaluator, TensorBoard or a metrics file, from RUN/errors.
 
     Attributes:
-        name: name of the thing, such as "evaluator-0".
-        error: one line.
-        n_failures: how often in a row.
+        name: name of what failed, such as "evaluator-0".
+        error: text of the error, in one line.
+        n_failures: number of failures in a row.
         time_s: time of the error, or of its end, in seconds since 1970.
         is_over: whether it works again.
     """
@@ -176,23 +274,19 @@ class SideError:
         return f"{self.name} has failed {self.n_failures} times in a row: {self.error}"
 
 
-def read_side_errors(folder: Path) -> list[SideError]:
-    """Return the errors beside training that a run folder holds."""
-    errors = []
-    for path in sorted((folder / "errors").glob("*.json")):
-        content = {"name": path.stem, **_content(path)}
-        errors += _checked(_side_error_of, iter([content]))
-    return errors
+class MetricPoint(NamedTuple):
+    """Value of a metric after a step."""
+
+    step: int
+    value: float
 
 
-def _side_error_of(content: dict[str, Any]) -> SideError:
-    return SideError(
-        _text(content["name"]),
-        _text(content["error"]),
-        _whole(content["n_failures"]),
-        _time(content["time_s"]),
-        content.get("is_over") is True,
-    )
+class Setting(NamedTuple):
+    """Something that the run was started with, and where it came from, as texts."""
+
+    name: str
+    value: str
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -200,317 +294,453 @@ class Run:
     """All that is recorded of a run.
 
     Attributes:
-        folder: of the run.
-        attempts: by number.
-        metrics: records of metrics.jsonl: name -> numbers with their steps.
-        config: rows of config.json: name, value, origin.
-        config_attempt: the attempt that these are of; 0 without any.
-        verdict: what decision.json says, and why; empty without any.
+        folder: folder of the run.
+        attempts: records of the attempts, by number.
+        metrics: points of each metric in metrics.jsonl, by its name.
+        config: settings in config.json.
+        config_attempt: attempt that wrote config.json. 0 if the file has none.
+        verdict: decision in decision.json, and its reason. Empty if the file has none.
         side_errors: last errors of what runs beside training.
     """
 
     folder: Path
     attempts: tuple[AttemptRecords, ...]
-    metrics: dict[str, list[tuple[int, float]]]
-    config: tuple[tuple[str, str, str], ...] = ()
+    metrics: dict[str, list[MetricPoint]]
+    config: tuple[Setting, ...] = ()
     config_attempt: int = 0
     verdict: str = ""
-    side_errors: tuple["SideError", ...] = ()
+    side_errors: tuple[SideError, ...] = ()
 
     @property
     def last_trained(self) -> AttemptRecords | None:
-        """The last attempt that made steps."""
-        return next(
-            (
-                attempt
-                for attempt in reversed(self.attempts)
-                if any(rank.n_steps for rank in attempt.ranks)
-            ),
-            None,
-        )
+        """The last attempt that made steps. None if no attempt did."""
+        for attempt in reversed(self.attempts):
+            if attempt.trained_ranks:
+                return attempt
+        return None
 
 
 def read_run(folder: Path, steps_of: int | None = None) -> Run:
     """Return what a run folder holds. Reads only.
 
     Args:
-        folder: of the run.
-        steps_of: the number of the attempt of which single steps are read, too.
+        folder: folder of the run.
+        steps_of: number of the attempt whose single steps are read too. None for no attempt.
 
     Raises:
         UsageError: if the folder is not a run folder.
     """
-    ledgers = {
-        int(ledger_path.stem): ledger_path
-        for ledger_path in (folder / "checkpoints" / "attempts").glob("*.jsonl")
-        if _is_number(ledger_path)
-    }
-    traces = {
-        int(trace_folder.name): trace_folder
-        for trace_folder in (folder / "trace").glob("*")
-        if _is_number(trace_folder) and trace_folder.is_dir()
-    }
+    ledgers = _find_ledgers(folder)
+    traces = _find_traces(folder)
     if not ledgers and not traces:
         raise UsageError(
             f"expected the folder of a run, with checkpoints/attempts or trace, got {str(folder)!r}; "
             f"give what --run-dir names in the job."
         )
-    attempts = []
+    attempts: list[AttemptRecords] = []
     for number in sorted({*ledgers, *traces}):
-        files = sorted(traces[number].glob("rank-*.jsonl")) if number in traces else []
-        ranks = [_rank_of(path, has_steps=number == steps_of) for path in files]
-        events = list(_records(ledgers[number])) if number in ledgers else []
-        attempts.append(
-            _attempt_of(number, events, tuple(rank for rank in ranks if rank is not None))
-        )
-    config = _content(folder / "config.json")
-    decision = _content(folder / "decision.json")
-    verdict = [
-        str(decision[name])
-        for name in ("decision", "reason")
-        if isinstance(decision.get(name), str)
-    ]
-    of_attempt = config.get("attempt")
+        ranks: list[RankRecords] = []
+        if number in traces:
+            has_steps = number == steps_of
+            ranks = _read_ranks(traces[number], has_steps)
+        events: list[_JsonObject] = []
+        if number in ledgers:
+            events = list(_read_records(ledgers[number]))
+        attempts.append(_attempt_of(number, events, ranks))
+    config = _read_object(folder / "config.json")
+    decision = _read_object(folder / "decision.json")
+    config_attempt = config.get("attempt")
     return Run(
-        folder,
-        tuple(attempts),
-        _numbers(_records(folder / "metrics.jsonl")),
-        _rows_of(config),
-        of_attempt if type(of_attempt) is int else 0,
-        ": ".join(verdict),
-        tuple(read_side_errors(folder)),
+        folder=folder,
+        attempts=tuple(attempts),
+        metrics=_metrics_of(_read_records(folder / "metrics.jsonl")),
+        config=tuple(_settings_of(config)),
+        config_attempt=config_attempt if type(config_attempt) is int else 0,
+        verdict=_verdict_of(decision),
+        side_errors=tuple(read_side_errors(folder)),
     )
+
+
+def read_side_errors(folder: Path) -> list[SideError]:
+    """Return the errors beside training that a run folder holds."""
+    errors: list[SideError] = []
+    for path in sorted((folder / "errors").glob("*.json")):
+        content = {"name": path.stem, **_read_object(path)}
+        errors += _accept_all(_side_error_of, [content])
+    return errors
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def _find_ledgers(folder: Path) -> dict[int, Path]:
+    """Return the ledger of each attempt that has one, by the number of the attempt."""
+    ledgers: dict[int, Path] = {}
+    for ledger_path in (folder / "checkpoints" / "attempts").glob("*.jsonl"):
+        if _is_number(ledger_path):
+            ledgers[int(ledger_path.stem)] = ledger_path
+    return ledgers
+
+
+def _find_traces(folder: Path) -> dict[int, Path]:
+    """Return the folder of the ranks' records of each attempt that has one, by the number of the attempt."""
+    traces: dict[int, Path] = {}
+    for trace_folder in (folder / "trace").glob("*"):
+        if _is_number(trace_folder) and trace_folder.is_dir():
+            traces[int(trace_folder.name)] = trace_folder
+    return traces
 
 
 def _is_number(path: Path) -> bool:
     return path.stem.isascii() and path.stem.isdecimal()
 
 
-def _records(path: Path, *markers: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file of JSON lines; none of one that is not there.
+def _read_ranks(trace_folder: Path, has_steps: bool) -> list[RankRecords]:
+    """Return the records of the ranks of an attempt, by number. Ranks without a sound record are left out."""
+    ranks: list[RankRecords] = []
+    for path in sorted(trace_folder.glob("rank-*.jsonl")):
+        rank = _read_rank(path, has_steps)
+        if rank is not None:
+            ranks.append(rank)
+    return ranks
+
+
+def _read_rank(path: Path, has_steps: bool) -> RankRecords | None:
+    """Return the records of a rank by the process that wrote last. None if no record is sound.
+
+    A run whose folder was used before may have an attempt of the same number.
 
     Args:
-        path: of the file.
-        markers: lines are read that hold one of these texts; by default all are.
+        path: file of the rank.
+        has_steps: whether single steps are read too.
+    """
+    headers = _accept_all(_header_of, _read_records(path, _HEADER_MARKER))
+    if not headers:
+        return None
+    header = headers[-1]
+    windows: list[Window] = []
+    steps: list[StepRecord] = []
+    markers = () if has_steps else (_HEADER_MARKER, _WINDOW_MARKER)
+    is_last_process = False
+    for record in _read_records(path, *markers):
+        if "process_began" in record:
+            is_last_process = record["process_began"] == header.process_began
+        elif is_last_process and "window" in record:
+            window = _accept(_window_of, record, header.clock_offset)
+            if window is not None:
+                windows.append(window)
+        elif is_last_process and has_steps:
+            step = _accept(_step_of, record)
+            if step is not None:
+                steps.append(step)
+    return replace(header, windows=tuple(windows), steps=tuple(steps))
+
+
+def _read_records(path: Path, *markers: str) -> Iterator[_JsonObject]:
+    """Yield the objects in a file of JSON lines. Yields nothing if there is no such file.
+
+    Args:
+        path: path of the file.
+        markers: texts of which a line must hold one to be read. By default all lines are read.
     """
     if not path.is_file():
         return
     with open(path, errors="replace") as file:
         for line in file:
             if not markers or any(marker in line for marker in markers):
-                record = _parsed(line)
+                record = _decode_json(line)
                 if isinstance(record, dict):
                     yield record
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """Return the object in a file of JSON; an empty one where there is none."""
+def _read_object(path: Path) -> _JsonObject:
+    """Return the object in a file of JSON. Empty if the file holds none, or cannot be read."""
     try:
-        document = _parsed(read_text(path, _MAX_CONTENT_BYTES, errors="replace"))
+        document = _decode_json(read_text(path, _MAX_CONTENT_BYTES, errors="replace"))
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
 
 
-def _parsed(text: str) -> Any:
+def _decode_json(text: str) -> Any:
+    """Return the value of a text in JSON. None for any other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _checked(
-    read: Callable[[dict[str, Any]], _Record], records: Iterator[dict[str, Any]]
-) -> list[_Record]:
-    """Return what `read` makes of records; those of another shape are left out."""
-    accepted_records = []
+# -- records -------------------------------------------------------------------------------------------------------
+
+
+def _accept(parse: Callable[..., _Parsed], *contents: Any) -> _Parsed | None:
+    """Return what `parse` makes of some contents of a file. None if they are of another shape."""
+    try:
+        return parse(*contents)
+    except (KeyError, TypeError, ValueError, OverflowError, IndexError):
+        return None
+
+
+def _accept_all(
+    parse: Callable[[_JsonObject], _Parsed], records: Iterable[_JsonObject]
+) -> list[_Parsed]:
+    """Return what `parse` makes of records. Records of another shape are left out."""
+    accepted: list[_Parsed] = []
     for record in records:
-        try:
-            accepted_records.append(read(record))
-        except (KeyError, TypeError, ValueError, OverflowError, IndexError):
-            continue
-    return accepted_records
+        parsed = _accept(parse, record)
+        if parsed is not None:
+            accepted.append(parsed)
+    return accepted
 
 
-def _number(value: Any, largest: float = _LARGEST) -> float:
-    """Return a finite number; raise for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
+@dataclass(frozen=True)
+class _Launch:
+    """Where an attempt began: number of its batch job and names of its nodes, as far as they are known."""
+
+    job: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+def _attempt_of(
+    number: int, events: Sequence[_JsonObject], ranks: Sequence[RankRecords]
+) -> AttemptRecords:
+    """Return the records of an attempt.
+
+    Args:
+        number: number of the attempt.
+        events: events in its ledger.
+        ranks: records of its ranks.
+    """
+    launches = _accept_all(_launch_of, _events_of_kind(events, "begin"))
+    resumed_steps = _accept_all(_resumed_step_of, _events_of_kind(events, "resume"))
+    ends = _accept_all(_end_of, _events_of_kind(events, "end"))
+    launch = _last(launches, _Launch())
+    return AttemptRecords(
+        number,
+        times=tuple(_accept_all(_time_of, events)),
+        job=launch.job,
+        nodes=launch.nodes,
+        resumed_step=_last(resumed_steps, None),
+        commits=tuple(_accept_all(_commit_of, _events_of_kind(events, "commit"))),
+        end=_last(ends, ""),
+        ranks=tuple(ranks),
+    )
+
+
+def _events_of_kind(events: Sequence[_JsonObject], kind: str) -> list[_JsonObject]:
+    return [event for event in events if event.get("event") == kind]
+
+
+def _last(parsed: Sequence[_Parsed], default: _Default) -> _Parsed | _Default:
+    return parsed[-1] if parsed else default
+
+
+def _time_of(event: _JsonObject) -> float:
+    return _parse_time(event["time_s"])
+
+
+def _launch_of(event: _JsonObject) -> _Launch:
+    job = event.get("job")
+    return _Launch(
+        job="" if job is None else _parse_text(job),
+        nodes=tuple(map(_parse_text, event["nodes"])),
+    )
+
+
+def _resumed_step_of(event: _JsonObject) -> int:
+    return _parse_count(event["step"])
+
+
+def _commit_of(event: _JsonObject) -> Commit:
+    return Commit(
+        step=_parse_count(event["step"]),
+        nbytes=_parse_count(event["nbytes"]),
+        took_s=_parse_time(event["took_s"]),
+        time_s=_parse_time(event["time_s"]),
+    )
+
+
+def _end_of(event: _JsonObject) -> str:
+    how = _parse_text(event["how"])
+    reason = _parse_text(event["reason"])
+    return f"{how}: {reason}"
+
+
+def _header_of(record: _JsonObject) -> RankRecords:
+    monotonic, unix = record["clock"]
+    return RankRecords(
+        rank=_parse_count(record["rank"]),
+        role=_parse_text(record["role"]),
+        host=_parse_text(record["host"]),
+        process_began=_parse_time(record["process_began"]),
+        clock=ClockReading(_parse_time(monotonic), _parse_time(unix)),
+        first_step=_parse_count(record["step"]),
+    )
+
+
+def _window_of(record: _JsonObject, clock_offset: float) -> Window:
+    """Return a window, whose record has times of the rank's monotonic clock."""
+    began, ended = record["window"]
+    longest_step, longest_s = record["longest"]
+    total_stale, most_stale = record["stale"]
+    step_s = _parse_time(record["step_s"])
+    input_s = _parse_time(record["input_s"])
+    communication_s = _parse_time(record["communication_s"])
+    seconds = {
+        "compute": max(0.0, step_s - input_s - communication_s),
+        "input": input_s,
+        "communication": communication_s,
+        "save": _parse_time(record["save_s"]),
+        "between": _parse_time(record["between_s"]),
+    }
+    n_steps = _parse_count(record["n_steps"])
+    return Window(
+        began=_parse_time(began) + clock_offset,
+        ended=_parse_time(ended) + clock_offset,
+        steps=_step_range_of(record["steps"], n_steps),
+        n_steps=n_steps,
+        rows=_parse_count(record["rows"]),
+        longest=LongestStep(_parse_count(longest_step), _parse_time(longest_s)),
+        seconds=seconds,
+        stale=Staleness(_parse_count(total_stale), _parse_count(most_stale)),
+    )
+
+
+def _step_range_of(steps: Any, n_steps: int) -> StepRange | None:
+    if steps is None:
+        return None
+    first, last = map(_parse_count, steps)
+    if last < first or n_steps < 1:
+        raise ValueError("steps run forward")
+    return StepRange(first, last)
+
+
+def _step_of(record: _JsonObject) -> StepRecord:
+    began, ended = record["time"]
+    spans = record.get("spans", [])
+    background = record.get("background", [])
+    return StepRecord(
+        step=_parse_count(record["step"]),
+        began=_parse_time(began),
+        ended=_parse_time(ended),
+        spans=tuple(map(_span_of, spans)),
+        background=tuple(map(_span_of, background)),
+    )
+
+
+def _span_of(record: Any) -> Span:
+    kind, name, began, ended = record
+    return Span(
+        kind=_parse_text(kind),
+        name=_parse_text(name),
+        began=_parse_time(began),
+        ended=_parse_time(ended),
+    )
+
+
+def _side_error_of(content: _JsonObject) -> SideError:
+    return SideError(
+        name=_parse_text(content["name"]),
+        error=_parse_text(content["error"]),
+        n_failures=_parse_count(content["n_failures"]),
+        time_s=_parse_time(content["time_s"]),
+        is_over=content.get("is_over") is True,
+    )
+
+
+def _metrics_of(records: Iterable[_JsonObject]) -> dict[str, list[MetricPoint]]:
+    """Return the points of each metric, by its name. Values that are no numbers are left out."""
+    points_by_name: dict[str, list[MetricPoint]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name in ("step", "epoch"):
+                continue
+            point = _accept(_metric_point_of, record.get("step"), value)
+            if point is not None:
+                points = points_by_name.setdefault(_parse_text(name), [])
+                points.append(point)
+    return points_by_name
+
+
+def _metric_point_of(step: Any, value: Any) -> MetricPoint:
+    return MetricPoint(_parse_count(step), _parse_number(value))
+
+
+def _settings_of(config: _JsonObject) -> list[Setting]:
+    """Return the settings in config.json, in the order in which people read them."""
+    program = config.get("program")
+    hosts = config.get("hosts")
+    settings = config.get("settings")
+    versions = config.get("versions")
+    rows: list[Setting] = []
+    if isinstance(program, list):
+        command_line = " ".join(map(str, program))
+        rows.append(_setting_of("program", command_line))
+    if isinstance(hosts, dict):
+        ranks_by_host = [f"{host} ({ranks})" for host, ranks in hosts.items()]
+        text = ", ".join(ranks_by_host)
+        rows.append(_setting_of("hosts", text))
+    if isinstance(settings, dict):
+        for name, setting in settings.items():
+            if isinstance(setting, dict):
+                value = setting.get("value")
+                origin = setting.get("from")
+                rows.append(_setting_of(name, value, str(origin)))
+    if isinstance(versions, dict):
+        for name, version in versions.items():
+            if version is not None:
+                rows.append(_setting_of(name, version))
+    return rows
+
+
+def _setting_of(name: str, value: Any, origin: str = "") -> Setting:
+    return Setting(
+        name=_parse_text(name),
+        value=_parse_text(str(value)),
+        origin=_parse_text(origin),
+    )
+
+
+def _verdict_of(decision: _JsonObject) -> str:
+    texts: list[str] = []
+    for name in ("decision", "reason"):
+        text = decision.get(name)
+        if isinstance(text, str):
+            texts.append(text)
+    return ": ".join(texts)
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+def _parse_number(value: Any, largest: float = _LARGEST) -> float:
+    """Return a finite number.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= largest:
         raise ValueError(f"{str(value)[:20]!r} is no number")
     return float(value)
 
 
-def _time(value: Any) -> float:
-    return _number(value, _LARGEST_TIME_S)
+def _parse_time(value: Any) -> float:
+    return _parse_number(value, _LARGEST_TIME_S)
 
 
-def _whole(value: Any) -> int:
+def _parse_count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST_STEP:
         raise ValueError(f"{str(value)[:20]!r} is no count")
     return value
 
 
-def _text(value: Any) -> str:
-    """Return a text that can be printed: JSON may hold halves of characters."""
+def _parse_text(value: Any) -> str:
+    """Return a text that can be printed: JSON may hold halves of characters.
+
+    Raises:
+        TypeError: for anything else.
+    """
     if not isinstance(value, str):
         raise TypeError(f"{str(value)[:20]!r} is no text")
     return value.encode("utf-8", "replace").decode()
-
-
-def _attempt_of(
-    number: int, events: list[dict[str, Any]], ranks: tuple[RankRecords, ...]
-) -> AttemptRecords:
-    """Return an attempt, given the events in its ledger."""
-    times = _checked(lambda event: _time(event["time_s"]), iter(events))
-    commits = _checked(_commit_of, (event for event in events if event.get("event") == "commit"))
-    begins = _checked(_place_of, (event for event in events if event.get("event") == "begin"))
-    resumed = _checked(
-        lambda event: _whole(event["step"]),
-        (event for event in events if event.get("event") == "resume"),
-    )
-    ends = _checked(
-        lambda event: f"{_text(event['how'])}: {_text(event['reason'])}",
-        (event for event in events if event.get("event") == "end"),
-    )
-    job, nodes = begins[-1] if begins else ("", ())
-    step = resumed[-1] if resumed else None
-    return AttemptRecords(
-        number, tuple(times), job, nodes, step, tuple(commits), ends[-1] if ends else "", ranks
-    )
-
-
-def _commit_of(event: dict[str, Any]) -> Commit:
-    return Commit(
-        _whole(event["step"]),
-        _whole(event["nbytes"]),
-        _time(event["took_s"]),
-        _time(event["time_s"]),
-    )
-
-
-def _place_of(event: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    job = event.get("job")
-    return "" if job is None else _text(job), tuple(_text(node) for node in event["nodes"])
-
-
-def _rank_of(path: Path, has_steps: bool) -> RankRecords | None:
-    """Return a rank's records: those of the process that wrote last; None where it has none that is sound.
-
-    A run whose folder was used before may have an attempt of the same number.
-    """
-    headers = _checked(_header_of, _records(path, '"process_began"'))
-    if not headers:
-        return None
-    last = headers[-1]
-    windows: list[Window] = []
-    steps: list[StepRecord] = []
-    is_last = False
-    monotonic, unix = last.clock
-    for record in _records(path, *(() if has_steps else ('"process_began"', '"window"'))):
-        if "process_began" in record:
-            is_last = record["process_began"] == last.process_began
-        elif is_last and "window" in record:
-            windows += _checked(
-                lambda window_record: _window_of(window_record, unix - monotonic), iter([record])
-            )
-        elif is_last and has_steps:
-            steps += _checked(_step_of, iter([record]))
-    return RankRecords(
-        last.rank,
-        last.role,
-        last.host,
-        last.process_began,
-        last.clock,
-        last.first_step,
-        tuple(windows),
-        tuple(steps),
-    )
-
-
-def _header_of(record: dict[str, Any]) -> RankRecords:
-    monotonic, unix = record["clock"]
-    return RankRecords(
-        _whole(record["rank"]),
-        _text(record["role"]),
-        _text(record["host"]),
-        _time(record["process_began"]),
-        (_time(monotonic), _time(unix)),
-        _whole(record["step"]),
-    )
-
-
-def _window_of(record: dict[str, Any], to_unix: float) -> Window:
-    began, ended = (_time(timestamp) + to_unix for timestamp in record["window"])
-    seconds = {part: _time(record[f"{part}_s"]) for part in PARTS if part != "compute"}
-    seconds["compute"] = max(
-        0.0, _time(record["step_s"]) - seconds["input"] - seconds["communication"]
-    )
-    steps = None
-    n_steps = _whole(record["n_steps"])
-    if record["steps"] is not None:
-        first, last = (_whole(step_number) for step_number in record["steps"])
-        if last < first or n_steps < 1:
-            raise ValueError("steps run forward")
-        steps = first, last
-    (step, length_s) = record["longest"]
-    (stale, stalest) = record["stale"]
-    longest = (_whole(step), _time(length_s))
-    behind = (_whole(stale), _whole(stalest))
-    return Window(began, ended, steps, n_steps, _whole(record["rows"]), longest, seconds, behind)
-
-
-def _step_of(record: dict[str, Any]) -> StepRecord:
-    began, ended = record["time"]
-    spans, background = (
-        [_span_of(span) for span in record.get(name, [])] for name in ("spans", "background")
-    )
-    return StepRecord(
-        _whole(record["step"]), _time(began), _time(ended), tuple(spans), tuple(background)
-    )
-
-
-def _span_of(record: Any) -> tuple[str, str, float, float]:
-    kind, name, began, ended = record
-    return _text(kind), _text(name), _time(began), _time(ended)
-
-
-def _numbers(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Return the numbers in records of metrics by name, each with its step."""
-    points_by_name: dict[str, list[tuple[int, float]]] = {}
-    for name, step, value in _checked(_point_of, _pairs(records)):
-        points_by_name.setdefault(name, []).append((step, value))
-    return points_by_name
-
-
-def _pairs(records: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield each value of records of metrics by itself."""
-    for record in records:
-        for name, value in record.items():
-            if name not in ("step", "epoch"):
-                yield {"name": name, "step": record.get("step"), "value": value}
-
-
-def _point_of(pair: dict[str, Any]) -> tuple[str, int, float]:
-    return _text(pair["name"]), _whole(pair["step"]), _number(pair["value"])
-
-
-def _rows_of(config: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
-    """Return what config.json says as rows: name, value, origin."""
-    program, hosts, settings, versions = (
-        config.get(name) for name in ("program", "hosts", "settings", "versions")
-    )
-    rows: list[tuple[str, Any, str]] = []
-    if isinstance(program, list):
-        rows += [("program", " ".join(map(str, program)), "")]
-    if isinstance(hosts, dict):
-        rows += [("hosts", ", ".join(f"{name} ({ranks})" for name, ranks in hosts.items()), "")]
-    if isinstance(settings, dict):
-        valid_settings = {
-            name: setting for name, setting in settings.items() if isinstance(setting, dict)
-        }
-        rows += [
-            (name, setting.get("value"), str(setting.get("from")))
-            for name, setting in valid_settings.items()
-        ]
-    if isinstance(versions, dict):
-        rows += [(name, value, "") for name, value in versions.items() if value is not None]
-    return tuple((_text(name), _text(str(value)), _text(origin)) for name, value, origin in rows)

@@ -18,7 +18,7 @@ from hpcdist.errors import CheckpointError, UsageError
 from hpcdist.program.tensors import from_array, is_storable, to_array
 from hpcdist.program.wrapped_modules import without_prefixes
 
-#: How much larger the tensors may be than their file: tied weights are in it once.
+#: The tensors may be this many times larger than their file: tied weights are in it once.
 _MOST_TIMES_LARGER = 4
 
 
@@ -28,7 +28,9 @@ def write_tensors(target: Path, arrays: Sequence[NamedArray]) -> None:
     Raises:
         CheckpointError: if the file cannot be written.
     """
-    tensors = {array.name: from_array(array.values, array.dtype).contiguous() for array in arrays}
+    tensors: dict[str, torch.Tensor] = {}
+    for array in arrays:
+        tensors[array.name] = from_array(array.values, array.dtype).contiguous()
     try:
         if target.suffix == ".safetensors":
             content = memoryview(_safetensors().save(tensors, {"format": "pt"}))
@@ -40,21 +42,21 @@ def write_tensors(target: Path, arrays: Sequence[NamedArray]) -> None:
         durable.replace_file(durable.Disk(), target, [(0, content)], len(content))
     except UsageError:
         raise
-    except Exception as error:  # safetensors has errors of its own
-        text = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # safetensors has own classes of errors
+        text = _first_line(error)
         raise CheckpointError(
             f"hpcdist ckpt export: expected to write {target}, got {text!r}; choose another folder."
         ) from error
 
 
 def import_tensors(source: Path, target: Path, name: str, key: str | None) -> int:
-    """Write a checkpoint of one module, at step 0, from a file of somebody else's; return how many arrays it has.
+    """Write a checkpoint of one module, at step 0, from a file of another program. Return its number of arrays.
 
     Args:
-        source: .safetensors, or what torch.load(weights_only=True) reads.
-        target: of the checkpoint.
-        name: of the module in it.
-        key: under which a file of torch has the state_dict, if it holds more.
+        source: file of safetensors, or a file that torch.load(weights_only=True) reads.
+        target: path of the checkpoint.
+        name: name of the module in the checkpoint.
+        key: key of the state_dict in a file of torch that holds more. None if the file is a state_dict.
 
     Raises:
         UsageError: for a file that is no state_dict.
@@ -68,8 +70,9 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
         "metrics": {},
         "written": {"imported_from": source.name},
     }
+    checkpoint_state = {"objects": {name: node}, "kinds": {name: "module"}}
     image = FileImage()
-    lay_out(image, facts, {"objects": {name: node}, "kinds": {name: "module"}}, arrays)
+    lay_out(image, facts, checkpoint_state, arrays)
     durable.replace_file(durable.Disk(), target, image.blocks(), image.nbytes)
     return len(arrays)
 
@@ -77,28 +80,18 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
 def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
     _require_plain_file(source)
     try:
-        state: Any = (
-            _safetensors().load_file(source)
-            if source.suffix == ".safetensors"
-            else torch.load(source, map_location="cpu", weights_only=True)
-        )
+        content = _load(source)
     except UsageError:
         raise
     except Exception as error:  # whatever torch raises for a file of another kind
-        text = (str(error).splitlines() or [type(error).__name__])[0]
+        text = _first_line(error)
         raise UsageError(
             f"hpcdist ckpt import: expected a file of safetensors, or of torch without pickled objects, got {text!r} "
             f"from {source}; save its state_dict."
         ) from error
     if key is not None:
-        state = state.get(key) if isinstance(state, Mapping) else None
-    is_state = isinstance(state, Mapping) and bool(state)
-    if not is_state or not all(isinstance(entry, torch.Tensor) for entry in state.values()):
-        keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise UsageError(
-            f"hpcdist ckpt import: expected a state_dict of tensors in {source}, got {keys[:200]}; name the entry that "
-            f"is one by --key."
-        )
+        content = content.get(key) if isinstance(content, Mapping) else None
+    state = _require_state_dict(content, source)
     for name, tensor in state.items():
         _require_storable(str(name), tensor, source)
     nbytes = sum(tensor.nbytes for tensor in state.values())
@@ -107,31 +100,66 @@ def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
             f"hpcdist ckpt import: expected tensors of about the size of {source}, got {nbytes} bytes in "
             f"{source.stat().st_size}, as entries are expanded or share one memory; save a copy of each."
         )
-    if len({str(name) for name in state}) < len(state):
+    names = list(map(str, state))
+    if len(set(names)) < len(state):
         raise UsageError(
             f"hpcdist ckpt import: expected names that differ as texts in {source}, got {len(state)} entries of which "
             f"some do not; rename them."
         )
-    plain_names = without_prefixes(map(str, state))
-    return {
-        plain_names[str(name)]: tensor.resolve_conj().resolve_neg().contiguous()
-        for name, tensor in state.items()
-    }
+    plain_names = without_prefixes(names)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        plain_name = plain_names[str(name)]
+        tensors[plain_name] = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensors
+
+
+def _load(source: Path) -> Any:
+    if source.suffix == ".safetensors":
+        return _safetensors().load_file(source)
+    return torch.load(source, map_location="cpu", weights_only=True)
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of the text of an error. Its class if it has no text."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _require_state_dict(content: Any, source: Path) -> Mapping[Any, torch.Tensor]:
+    """Return the content of a file, which has to be a state_dict.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    keys = type(content).__name__
+    if isinstance(content, Mapping):
+        if content and all(isinstance(entry, torch.Tensor) for entry in content.values()):
+            return content
+        keys = ", ".join(map(str, content))
+    raise UsageError(
+        f"hpcdist ckpt import: expected a state_dict of tensors in {source}, got {keys[:200]}; name the entry that "
+        f"is one by --key."
+    )
 
 
 def _require_plain_file(source: Path) -> None:
     """Raise UsageError for a pipe or device, which would be waited for, and for an archive that swells."""
+    members: list[zipfile.ZipInfo] = []
     try:
         status = source.stat()
-        is_archive = stat.S_ISREG(status.st_mode) and zipfile.is_zipfile(source)
-        members = _members_of(source) if is_archive else []
+        is_regular = stat.S_ISREG(status.st_mode)
+        if is_regular and zipfile.is_zipfile(source):
+            members = _members_of(source)
     except Exception as error:  # noqa: BLE001  zipfile has many for archives that are none
         raise UsageError(
             f"hpcdist ckpt import: expected to read {source}, got {error}; correct the path."
         ) from None
     nbytes = sum(member.file_size for member in members)
-    if not stat.S_ISREG(status.st_mode) or nbytes > _MOST_TIMES_LARGER * status.st_size:
-        kind = f"{nbytes} bytes in {status.st_size}" if members else "a pipe, a device or a folder"
+    if not is_regular or nbytes > _MOST_TIMES_LARGER * status.st_size:
+        kind = "a pipe, a device or a folder"
+        if members:
+            kind = f"{nbytes} bytes in {status.st_size}"
         raise UsageError(
             f"hpcdist ckpt import: expected a regular file that is as large as what is in it, got {kind} at {source}; "
             f"copy it, or save it without compression."
@@ -145,13 +173,14 @@ def _members_of(source: Path) -> list[zipfile.ZipInfo]:
 
 def _require_storable(name: str, tensor: torch.Tensor, source: Path) -> None:
     """Raise UsageError for a tensor that a checkpoint cannot hold."""
-    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    is_plain = is_plain and not (tensor.is_quantized or tensor.is_nested)
-    kind = f"dtype {str(tensor.dtype).removeprefix('torch.')}"
-    if not is_plain:
-        kind = f"layout {tensor.layout} on {tensor.device.type}"
+    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    is_plain = is_dense and not (tensor.is_quantized or tensor.is_nested)
     if is_plain and is_storable(tensor.dtype):
         return
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    kind = f"dtype {dtype}"
+    if not is_plain:
+        kind = f"layout {tensor.layout} on {tensor.device.type}"
     raise UsageError(
         f"hpcdist ckpt import: expected dense tensors of the dtypes that checkpoints hold, got {kind} for {name!r} in "
         f"{source}; convert it, and save the file again."
