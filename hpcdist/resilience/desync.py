@@ -91,7 +91,7 @@ class Comparison:
 def digest_of_others(local_digest: int | None, world: World) -> int | None:
     """Return the digest that all ranks but the chief hold; None where they differ.
 
-    Collective: chief and workers; bounded by the timeout.
+    Collective over chief and workers; bounded by the timeout.
 
     Args:
         local_digest: this rank's; None on the chief.
@@ -111,7 +111,7 @@ def digest_of_others(local_digest: int | None, world: World) -> int | None:
 def require_equal(digest: int, world: World) -> None:
     """Raise DesyncError on all ranks unless all hold the same digest.
 
-    Collective: chief and workers; bounded by the timeout.
+    Collective over chief and workers; bounded by the timeout.
 
     Raises:
         DesyncError: names the ranks that differ from the majority; "do not requeue", as a restart would not help.
@@ -128,7 +128,7 @@ def require_equal(digest: int, world: World) -> None:
 
 
 def gather_digests(local_digest: int, world: World) -> list[int]:
-    """Return the digests of all ranks. Collective: chief and workers; bounded by the timeout."""
+    """Return the digests of all ranks. Collective over chief and workers; bounded by the timeout."""
     digests = np.empty(world.role_comm.size, np.int64)
     world.wait(world.role_comm.Iallgather(np.array([local_digest], np.int64), digests))
     return [int(digest) for digest in digests]

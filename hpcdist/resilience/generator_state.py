@@ -36,7 +36,7 @@ class GeneratorState:
         self.checkpoint_kind = type(generator).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks, or the one that all have. Collective: the ranks of the role."""
+        """Return the states of all ranks, or the one that all have. Collective over the ranks of the role."""
         comm = make_world().role_comm
         states = [_text_of(self.generator)]
         if comm.size > 1:

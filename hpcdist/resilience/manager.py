@@ -51,7 +51,7 @@ class CheckpointManager:
     Making it writes nothing. The first restore, or the first save without one, begins an attempt, which replaces
     earlier writers of the folder.
 
-    Collective: chief and workers.
+    Collective over chief and workers.
 
     Args:
         checkpoint: the objects to save.
@@ -112,7 +112,7 @@ class CheckpointManager:
 
         A restore does so too, and the first save.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
             is_new_try: whether a person wants another try, so that earlier attempts without progress do not count.
@@ -206,7 +206,7 @@ class CheckpointManager:
     ) -> str | None:
         """Commit the state after `step` optimizer steps and return the file's path on every rank.
 
-        Collective: chief and workers. The chief copies the state; a background thread writes it. The next save, `wait`
+        Collective over chief and workers. The chief copies the state; a background thread writes it. The next save, `wait`
         and the end of the program wait for that thread. Older checkpoints are pruned after the file was read back.
 
         Args:
@@ -288,7 +288,7 @@ class CheckpointManager:
     def _compare_others(self, expected: "Future[int]") -> None:
         """Give the chief's thread the digest that all other ranks hold, or raise as they differ among themselves.
 
-        Collective: chief and workers. The chief has laid out its state meanwhile.
+        Collective over chief and workers. The chief has laid out its state meanwhile.
         """
         local_digest = None if self._is_writer else self._digest_of_trained()
         digest = digest_of_others(local_digest, self._world)
@@ -311,7 +311,7 @@ class CheckpointManager:
         Progress counts from there, and any later step can be saved. An attempt that has saved a later step gives way to
         another one.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
         """
         chosen = self.checkpoint.chosen_path
         step = self.checkpoint.step
@@ -349,7 +349,7 @@ class CheckpointManager:
         The handler does so after the first step: in a memory cgroup, memory is charged when it is first used, and a
         process that exceeds the limit is killed, which must not be hours later.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Raises:
             CheckpointError: if memory is insufficient; on all ranks.
@@ -372,7 +372,7 @@ class CheckpointManager:
     def require_copies(self) -> None:
         """Raise UsageError on all ranks if a copy of a model, which changes at each step, is not in the Checkpoint.
 
-        To be called one step after `reserve`. Collective: chief and workers.
+        To be called one step after `reserve`. Collective over chief and workers.
         """
         with self._world.agreed(self._comm):
             self.checkpoint.unsaved_state.look_at_copies()
@@ -407,7 +407,7 @@ class CheckpointManager:
         cannot make a copy logs it and continues without. The chief's node makes none while a save is being written, and
         no node does while records of metrics do not get into their file: copies count on them.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Cost: one copy of the arrays on the first rank of each node, and an all-reduce of 8 bytes.
         """
@@ -420,7 +420,7 @@ class CheckpointManager:
                 self._saver.copy(step, self.checkpoint.collect(gathered), self._written())
 
     def _agree_to_copy(self) -> bool:
-        """Return whether records of metrics are in their file, on which copies count. Collective: chief and workers."""
+        """Return whether records of metrics are in their file, on which copies count. Collective over chief and workers."""
         can_copy = True
         if self._is_writer:
             # a file server that hangs delays one copy only
@@ -441,7 +441,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until the last save is durable and was read back.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Raises:
             CheckpointError: if it cannot be written, on all ranks.
@@ -467,7 +467,7 @@ class CheckpointManager:
 
         If they differ, checkpoints stay and copies in memory are removed.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Raises:
             DesyncError: on all ranks, naming those that differ; exit code 76, "do not requeue".
@@ -488,7 +488,7 @@ class CheckpointManager:
         Begins an attempt if none of this manager is in progress, and notes what it restores: a checkpoint that two
         attempts died on is skipped, see docs/checkpoints.md. After `Checkpoint.restore(path)` it keeps that one.
 
-        Collective: chief and workers. The chief reads and broadcasts; other ranks do not access the folder.
+        Collective over chief and workers. The chief reads and broadcasts; other ranks do not access the folder.
 
         Raises:
             CheckpointMismatch: if the checkpoint is of another model or other objects, or has a newer format; on all
@@ -506,7 +506,7 @@ class CheckpointManager:
         return None if restored is None else restored.path
 
     def _suspects(self) -> set[int]:
-        """Return the steps that attempts died on, and log what is done about them. Collective: chief and workers."""
+        """Return the steps that attempts died on, and log what is done about them. Collective over chief and workers."""
         text = ""
         with self._world.agreed(self._comm):
             if self._is_writer:
@@ -525,7 +525,7 @@ class CheckpointManager:
     def begin_config(self, program_end: float | None) -> None:
         """Write `config.json` into the run folder, and a line to the log; see `run_config.py`.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
         """
         begin_config(
             self._world, self._saver.store.path.parent, self.attempt, program_end, self._written
@@ -553,7 +553,7 @@ class CheckpointManager:
     ) -> None:
         """Record that this attempt ends in an orderly way.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
             how: "finished", or "stopped" if it was asked to.

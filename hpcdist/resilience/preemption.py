@@ -83,7 +83,7 @@ class PreemptionCheckpointHandler:
     As a context manager it saves the last steps at the end and records in `decision.json` that the job is finished.
     Without `with` it does so once all ranks have exited with code 0; but not what is on parameter servers.
 
-    Collective: chief and workers. Creating it restores the latest checkpoint. Create it in the main thread.
+    Collective over chief and workers. Creating it restores the latest checkpoint. Create it in the main thread.
 
     Args:
         cluster_resolver: accepted for compatibility with tf.distribute; the ranks are those of the checkpoint's
@@ -277,7 +277,7 @@ class PreemptionCheckpointHandler:
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return fn(*args, **kwargs), which is one step and is not interrupted.
 
-        Collective: chief and workers, as it acts on requests before the call.
+        Collective over chief and workers, as it acts on requests before the call.
         """
         if not self._is_polled:  # no batch was taken since the last step
             self.poll()
@@ -291,7 +291,7 @@ class PreemptionCheckpointHandler:
 
         Before a deadline time is left for one more call as long as the longest that is expected again.
 
-        Collective: chief and workers, as it acts on requests before the call.
+        Collective over chief and workers, as it acts on requests before the call.
         """
         if not self._is_polled:
             self.poll()
@@ -311,7 +311,7 @@ class PreemptionCheckpointHandler:
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Count a completed step, and act on stop and save requests; for loops that do not use `run`.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
             args: passed to `save_fn` or, after the step, to `manager.save`.
@@ -325,7 +325,7 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Act on stop and save requests at the end of the block too. Collective: chief and workers."""
+        """Act on stop and save requests at the end of the block too. Collective over chief and workers."""
         yield
         self.poll()
 
@@ -451,7 +451,7 @@ class PreemptionCheckpointHandler:
     def poll(self, *args: Any, **kwargs: Any) -> None:
         """Act on stop and save requests between two steps; for loops in which nothing else polls.
 
-        Collective: chief and workers, equally often. Inside `run` it does nothing, and neither while gradients wait for
+        Collective over chief and workers, equally often. Inside `run` it does nothing, and neither while gradients wait for
         an optimizer's step.
 
         Args:
@@ -532,7 +532,7 @@ class PreemptionCheckpointHandler:
         """Act on a stop between a pass and the next one, such as in a validation, if the end of the pass can be saved.
 
         That is so as long as no object of the Checkpoint, such as a schedule, has changed since: what follows the pass
-        is done again. Otherwise a stop waits for the next pass. Collective: chief and workers.
+        is done again. Otherwise a stop waits for the next pass. Collective over chief and workers.
         """
         if not self._can_poll:
             return
@@ -724,7 +724,7 @@ class PreemptionCheckpointHandler:
     def record_end(self) -> None:
         """Save the last steps, and record that the program is finished.
 
-        Without `with` it is called once all ranks have exited with code 0. Collective: chief and workers.
+        Without `with` it is called once all ranks have exited with code 0. Collective over chief and workers.
         """
         if self._is_done:  # finished or stopped, and recorded
             return
@@ -735,7 +735,7 @@ class PreemptionCheckpointHandler:
         self._attempt.record_end(self._manager.saved_step)
 
     def _save_end(self) -> None:
-        """Save the last steps. Collective: chief and workers."""
+        """Save the last steps. Collective over chief and workers."""
         with self._recording_desync(), self._busy():
             if self._world.task.type in ("chief", "worker"):
                 self._agreement.require_same_positions(self._loop.describe_positions())

@@ -77,7 +77,7 @@ class Restore:
         self._prepared: tuple[Index, Prepared] | None = None
 
     def restore_file(self, path: Path) -> Index:
-        """Restore the checkpoint at `path`, which rank 0 reads; return its index. Collective: the ranks of the role.
+        """Restore the checkpoint at `path`, which rank 0 reads; return its index. Collective over the ranks of the role.
 
         Raises:
             CheckpointError: if it is not there, damaged, of other objects or a newer format, or cannot be read; on all
@@ -95,7 +95,7 @@ class Restore:
     ) -> Restored | None:
         """Restore the newest checkpoint that verifies, on the chief's disk or in a node's memory; None without one.
 
-        Collective: the ranks of the role.
+        Collective over the ranks of the role.
 
         Args:
             store: the chief's folder; unused on other ranks.

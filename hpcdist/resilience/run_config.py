@@ -61,7 +61,7 @@ def settings_of(
 def hosts_of(world: World) -> dict[str, str]:
     """Return the hosts of chief and workers with their ranks, such as {"n1": "0-7"}, on the chief; {} elsewhere.
 
-    Collective: the ranks of the role, right after they have agreed on something.
+    Collective over the ranks of the role, right after they have agreed on something.
     """
     named = world.node_comm.rank == 0
     told = world.role_comm.gather((world.rank, MPI.Get_processor_name() if named else "")) or []
@@ -86,7 +86,7 @@ def begin_config(
 ) -> None:
     """Write `config.json`, and one line to the log: what this attempt was started with.
 
-    Collective: chief and workers.
+    Collective over chief and workers.
 
     Args:
         world: of the job.

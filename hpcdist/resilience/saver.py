@@ -271,7 +271,7 @@ class Saver:
     def wait(self, until_durable: bool = False) -> None:
         """Wait until no rank writes: what was saved is durable and was read back, and copies in memory are complete.
 
-        Collective: the ranks of the role.
+        Collective over the ranks of the role.
 
         Args:
             until_durable: wait for the chief's file to be durable only.
@@ -289,7 +289,7 @@ class Saver:
             self._raise_failure(until_durable)
 
     def _is_any_rank_busy(self, awaited: "list[Future[Any] | None]") -> bool:
-        """Wait for a while; return whether a rank still writes. Collective: the ranks of the role; it is bounded."""
+        """Wait for a while; return whether a rank still writes. Collective over the ranks of the role; it is bounded."""
         is_busy = False
         with self._world.agreed(self._world.role_comm):
             is_busy = self._is_under_way(min(BEAT_S, self._world.timeout_s / 4), *awaited)

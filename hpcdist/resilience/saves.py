@@ -96,7 +96,7 @@ class AttemptSaves:
         return is_crossed(self._schedule.in_memory_every_steps, step, last)
 
     def copy(self, step: int) -> None:
-        """Copy the state to the memory of every node. Collective: chief and workers."""
+        """Copy the state to the memory of every node. Collective over chief and workers."""
         self._manager.save_fast(step)
 
     def note_saved(self) -> None:
@@ -129,7 +129,7 @@ class AttemptSaves:
     def end(self, step: int) -> None:
         """Save at the program's end, even a saved step if its state has changed since, as by records of metrics.
 
-        Collective: chief and workers. Raises as `save`.
+        Collective over chief and workers. Raises as `save`.
         """
         self._compared_at = None  # code after the last step may have made ranks differ
         if not self._is_saved(step):
@@ -143,7 +143,7 @@ class AttemptSaves:
         The program's exit waits, as long as the batch system lets it. A function of the user's own is not begun: it
         may leave a part of a file in place of its last one. An error is logged: the last save counts.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
             step: steps so far.
@@ -175,7 +175,7 @@ class AttemptSaves:
 
         If the schedule compares ranks, it also does so before each save of the program's own function.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
             step: steps so far.

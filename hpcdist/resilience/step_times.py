@@ -387,7 +387,7 @@ class RecordFile:
 def begin_step_times(world: World, run_folder: Path, attempt: int, step: int) -> StepTimes | None:
     """Begin to record the steps of an attempt on this rank; None where HPCDIST_TRACE is off, and on evaluators.
 
-    Collective: the ranks of the role.
+    Collective over the ranks of the role.
 
     Args:
         world: the ranks.
