@@ -30,12 +30,14 @@ def contents_of(arrays: Sequence[NamedArray]) -> list[Content]:
 def digest_of(
     parts: Mapping[str, Any], arrays: Sequence[NamedArray], contents: Sequence[Content]
 ) -> int:
-    """Return a 63-bit digest of parts of a state. Cost: reads every byte of their arrays once, at memory speed.
+    """Return a 63-bit digest of parts of a state.
 
     Args:
-        parts: nodes of JSON, as `tree.encode` returns them. How they number arrays does not matter.
-        arrays: which they refer to.
-        contents: the bytes of each.
+        parts: nodes of JSON, as `tree.encode` returns them. The numbers of arrays in them do not change the digest.
+        arrays: arrays that the nodes refer to.
+        contents: the bytes of each array.
+
+    Cost: reads every byte of the arrays once, at memory speed.
     """
     digest = xxhash.xxh3_64()
 
@@ -63,15 +65,15 @@ def digest_of(
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the chief is about to save, to be compared with what the other ranks hold.
+    """The state that the chief is about to save, to be compared with the state of the other ranks.
 
-    The chief lays its state out while the others compute their digests, and computes its own one from the copy, in the
-    background: `expected` comes in between.
+    The chief lays its state out while the other ranks compute their digests. It computes its digest from the copy, in
+    the background; `expected` is set in between.
 
     Attributes:
-        parts: of the state, that are equal on all ranks.
-        arrays: which they refer to.
-        n_ranks: that are compared.
+        parts: nodes of the state that are equal on all ranks.
+        arrays: arrays that the nodes refer to.
+        n_ranks: number of ranks that are compared.
         expected: the digest of all other ranks.
     """
 
@@ -89,23 +91,27 @@ class Comparison:
 
 
 def digest_of_others(local_digest: int | None, world: World) -> int | None:
-    """Return the digest that all ranks but the chief hold; None where they differ.
+    """Return the digest that all ranks but the chief hold; None if they differ.
 
     Collective over chief and workers; bounded by the timeout.
 
     Args:
-        local_digest: this rank's; None on the chief.
+        local_digest: digest of this rank; None on the chief.
         world: the ranks.
 
     Cost: two all-reduces of 8 bytes.
     """
-    highest = world.all_reduce_int(
-        -1 if local_digest is None else local_digest, MPI.MAX, world.role_comm
-    )
-    lowest = world.all_reduce_int(
-        _NO_DIGEST if local_digest is None else local_digest, MPI.MIN, world.role_comm
-    )
-    return lowest if lowest == highest else None
+    # the chief adds numbers that neither the maximum nor the minimum can be
+    lower_bound = -1
+    upper_bound = _NO_DIGEST
+    if local_digest is not None:
+        lower_bound = local_digest
+        upper_bound = local_digest
+    highest = world.all_reduce_int(lower_bound, MPI.MAX, world.role_comm)
+    lowest = world.all_reduce_int(upper_bound, MPI.MIN, world.role_comm)
+    if lowest != highest:
+        return None
+    return lowest
 
 
 def require_equal(digest: int, world: World) -> None:
@@ -137,9 +143,9 @@ def gather_digests(local_digest: int, world: World) -> list[int]:
 def difference(digests: list[int]) -> DesyncError:
     """Return the error of ranks with these digests, which differ."""
     odd = odd_ranks(digests)
-    named = ", ".join(str(rank) for rank in odd[:_MAX_NAMED]) + (
-        " and more" if len(odd) > _MAX_NAMED else ""
-    )
+    named = ", ".join(map(str, odd[:_MAX_NAMED]))
+    if len(odd) > _MAX_NAMED:
+        named += " and more"
     return DesyncError(
         f"desync check: expected equal models and optimizers on all {len(digests)} ranks, got different ones on rank "
         f"{named}; look for models made outside of strategy.scope(), settings such as a learning rate that differ "
