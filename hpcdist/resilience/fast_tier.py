@@ -41,9 +41,9 @@ class FastTier:
     Memory per node: the copy, and during a save the next copy, besides the saver's buffer.
 
     Args:
-        directory: on an in-memory file system, such as /dev/shm; each node has its own. If others may write to it, it
-            must be sticky, as /dev/shm is.
-        name: of the job, with which the memory is lost, and the run: copies of others are excluded.
+        directory: folder on an in-memory file system, such as /dev/shm; each node has its own. If other users may write
+            to it, it must be sticky, as /dev/shm is.
+        name: name of the job, with which the memory is lost, and of the run: other copies are not read.
         attempt: number of this attempt.
 
     Attributes:
@@ -98,9 +98,8 @@ class FastTier:
     def _require_own(self) -> None:
         """Raise CheckpointError unless only this user can have written to the folder."""
         status = os.lstat(self._path)
-        is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & (
-            stat.S_IWGRP | stat.S_IWOTH
-        )
+        others_may_write = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        is_closed = stat.S_ISDIR(status.st_mode) and not others_may_write
         if not is_closed or status.st_uid != os.getuid():
             raise CheckpointError(
                 f"fast tier: expected a folder that only user {os.getuid()} can write to at {self._path}, got "
@@ -120,7 +119,7 @@ class FastTier:
                 )
 
     def commit(self, step: int, image: FileImage) -> None:
-        """Make a file the copy of this step, in place of the last one, unless none are made any more.
+        """Make a file the copy of this step, in place of the last copy, unless copies have ended.
 
         Raises:
             CheckpointError: if the memory is full, or copies are a later attempt's.
@@ -133,7 +132,7 @@ class FastTier:
     def require_memory(self, nbytes: int) -> None:
         """Raise CheckpointError unless two copies of `nbytes` fit into memory: a new one is made beside the old one."""
         available = available_bytes()
-        # of an earlier attempt
+        # copies of an earlier attempt give their memory to the new ones
         earlier_bytes = sum(_size_of(path) for path in self._path.glob("step-*.h5"))
         if available is not None and available + earlier_bytes < 2 * nbytes:
             raise CheckpointError(
