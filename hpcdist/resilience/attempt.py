@@ -233,7 +233,8 @@ class RunAttempt:
         if decision is not None:  # on the chief
             code = decision.exit_code or code
             reason = decision.reason
-        text = self._world.broadcast_text(f"{code.value} {reason}", 0, self._world.role_comm)
+        text = f"{code.value} {reason}"
+        text = self._world.broadcast_text(text, 0, self._world.role_comm)
         number, _, agreed_reason = text.partition(" ")
         return ExitCode(int(number)), agreed_reason
 

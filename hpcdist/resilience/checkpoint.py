@@ -93,7 +93,10 @@ class Checkpoint:
         value = _plain(value)
         is_plain = isinstance(current_value, _PLAIN)
         if not is_plain or _plain_kind(value) != _plain_kind(current_value):
-            names = [repr(key) for key, item in self._objects.items() if isinstance(item, _PLAIN)]
+            names = []
+            for key, item in self._objects.items():
+                if isinstance(item, _PLAIN):
+                    names.append(repr(key))
             expected = ", ".join(names) or "there is none"
             raise UsageError(
                 f"Checkpoint: expected a number or text under the name of one ({expected}), got "
@@ -117,9 +120,11 @@ class Checkpoint:
         """
         settings = {name: _settings_of(item) for name, item in self._objects.items()}
         nodes, arrays = _encode_all(settings)
-        digest = xxhash.xxh3_64(json.dumps(nodes, sort_keys=True, default=str).encode())
+        text = json.dumps(nodes, sort_keys=True, default=str)
+        digest = xxhash.xxh3_64(text.encode())
         for array in arrays:
-            digest.update(np.ascontiguousarray(array.values).view(np.uint8).data)
+            values = np.ascontiguousarray(array.values)
+            digest.update(values.view(np.uint8).data)
         return digest.hexdigest()
 
     def first_parameters(self) -> list[Any]:
@@ -287,10 +292,10 @@ class Checkpoint:
         # not if this raises: the objects then hold a mixture
         chosen = self.chosen_path
         self.chosen_path = None
-        step = Restore(self.world, self).restore_file(Path(path)).step
+        index = Restore(self.world, self).restore_file(Path(path))
         self.publish()
         self.chosen_path = chosen
-        return step
+        return index.step
 
     def restore(self, path: str | os.PathLike[str]) -> int:
         """Load like `read`, and resume training from there: managers do not replace it by the newest checkpoint.
@@ -385,7 +390,9 @@ class Checkpoint:
             values = _destination_of(stored_array, memory_by_number.get(number))
             arrays.append(values)
             named.append(_named_array(stored_array, values))
-        loaded = {name: _decoded(name, node, named, source) for name, node in nodes.items()}
+        loaded: dict[str, Any] = {}
+        for name, node in nodes.items():
+            loaded[name] = _decoded(name, node, named, source)
         for name, item in self._objects.items():
             is_module = hasattr(item, "named_parameters")
             if is_module and not is_strict and isinstance(loaded[name], Mapping):
@@ -429,7 +436,10 @@ class _Part:
     def prepare(self, index: Index, source: str) -> Prepared:
         nodes, stored_kinds = _parts_of(index.state, source)
         kinds = _kinds_of(self._objects)
-        wrong = {name: kind for name, kind in kinds.items() if stored_kinds.get(name) != kind}
+        wrong: dict[str, str] = {}
+        for name, kind in kinds.items():
+            if stored_kinds.get(name) != kind:
+                wrong[name] = kind
         is_missing = all(name not in stored_kinds for name in wrong)
         if wrong and (self._is_strict or not is_missing):
             raise CheckpointMismatch(
@@ -466,9 +476,10 @@ def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **obje
     Cost: that of `Checkpoint.read`, and memory for the arrays of the other objects while it reads.
     """
     checkpoint = Checkpoint(**objects)
-    step = Restore(checkpoint.world, _Part(objects, strict)).restore_file(Path(path)).step
+    restore = Restore(checkpoint.world, _Part(objects, strict))
+    index = restore.restore_file(Path(path))
     checkpoint.publish()
-    return step
+    return index.step
 
 
 def read_value(path: str | os.PathLike[str], name: str, example: float | str) -> Any:
@@ -759,12 +770,15 @@ def _is_optimizer_state(loaded: Any) -> bool:
     for group in groups:
         if not isinstance(group, Mapping) or not _is_list_of_names(group.get("params")):
             return False
-    return all(isinstance(state, Mapping) for key, state in states.items() if isinstance(key, int))
+    states_of_parameters = [state for key, state in states.items() if isinstance(key, int)]
+    return all(isinstance(state, Mapping) for state in states_of_parameters)
 
 
 def _is_list_of_names(value: Any) -> bool:
     """Return whether a value names parameters as optimizers do: by number, in some by text."""
-    return isinstance(value, list) and all(type(name) in (int, str) for name in value)
+    if not isinstance(value, list):
+        return False
+    return all(type(name) in (int, str) for name in value)
 
 
 def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:

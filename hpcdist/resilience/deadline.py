@@ -103,7 +103,8 @@ class Calls:
     def longest_s(self) -> float:
         """The longest call that is expected again; 0 if none is."""
         now = self._clock()
-        return max((seconds for seconds, until in self._expected if until > now), default=0.0)
+        expected_s = [seconds for seconds, until in self._expected if until > now]
+        return max(expected_s, default=0.0)
 
 
 def slack_s(step: Durations, save: Durations) -> float:

@@ -190,8 +190,9 @@ class DecisionFile:
             **facts,
         }
         content["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        text = json.dumps(content, indent=1) + "\n"
         try:
-            durable.patiently(lambda: self._replace(json.dumps(content, indent=1) + "\n"))
+            durable.patiently(lambda: self._replace(text))
         except OSError as error:
             raise CheckpointError(
                 f"decision: expected to write {self.path}, got {error.strerror}; free space or choose another run "

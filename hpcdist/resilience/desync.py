@@ -24,7 +24,11 @@ Content = memoryview
 
 def contents_of(arrays: Sequence[NamedArray]) -> list[Content]:
     """Return the bytes of arrays, copied where they are not contiguous."""
-    return [np.ascontiguousarray(array.values).reshape(-1).view(np.uint8).data for array in arrays]
+    contents = []
+    for array in arrays:
+        values = np.ascontiguousarray(array.values).reshape(-1)
+        contents.append(values.view(np.uint8).data)
+    return contents
 
 
 def digest_of(
@@ -52,7 +56,8 @@ def digest_of(
             ((kind, content),) = node.items()  # a node of a state has one key
             digest.update(kind.encode())
             if kind in ("tensor", "array"):
-                digest.update(f"{arrays[content].dtype} {arrays[content].values.shape}".encode())
+                array = arrays[content]
+                digest.update(f"{array.dtype} {array.values.shape}".encode())
                 digest.update(contents[content])
             else:
                 add(content)
@@ -135,8 +140,9 @@ def require_equal(digest: int, world: World) -> None:
 
 def gather_digests(local_digest: int, world: World) -> list[int]:
     """Return the digests of all ranks. Collective over chief and workers; bounded by the timeout."""
+    local_digests = np.array([local_digest], np.int64)
     digests = np.empty(world.role_comm.size, np.int64)
-    world.wait(world.role_comm.Iallgather(np.array([local_digest], np.int64), digests))
+    world.wait(world.role_comm.Iallgather(local_digests, digests))
     return [int(digest) for digest in digests]
 
 

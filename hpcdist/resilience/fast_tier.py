@@ -53,7 +53,8 @@ class FastTier:
     def __init__(self, directory: str | os.PathLike[str], name: str, attempt: int) -> None:
         # a part was read from a file, which may hold any characters
         name = re.sub(r"\W", "-", name)
-        self._path = Path(directory).absolute() / f"{_PREFIX}-{os.getuid()}-{name}"
+        folder_name = f"{_PREFIX}-{os.getuid()}-{name}"
+        self._path = Path(directory).absolute() / folder_name
         self._disk = Disk()
         self._store = Store(self._path, self._disk)
         self.is_kept = True
@@ -82,7 +83,8 @@ class FastTier:
 
     def _sweep(self) -> None:
         """Remove copies of this user's jobs that are gone for good: nothing else would before the node restarts."""
-        for path in self._path.parent.glob(f"{_PREFIX}-{os.getuid()}-*"):
+        folder_names = f"{_PREFIX}-{os.getuid()}-*"
+        for path in self._path.parent.glob(folder_names):
             with contextlib.suppress(OSError):  # just removed, or no folder
                 if path != self._path and time.time() - path.lstat().st_mtime > STALE_S:
                     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -127,7 +129,8 @@ class FastTier:
         if self.is_kept:
             self._store.path_of(step)  # raises if the step is not a later one
             self._store.commit(step, image)
-            self._store.prune(Saved(self._store.attempt, step), Retention(max_to_keep=1))
+            saved = Saved(self._store.attempt, step)
+            self._store.prune(saved, Retention(max_to_keep=1))
 
     def require_memory(self, nbytes: int) -> None:
         """Raise CheckpointError unless two copies of `nbytes` fit into memory: a new one is made beside the old one."""

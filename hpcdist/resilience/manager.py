@@ -528,14 +528,15 @@ class CheckpointManager:
                 deaths_by_step = suspects(self.ledger.attempts()[:-1])
                 text = " ".join(map(str, deaths_by_step))
                 for step, died in deaths_by_step.items():
-                    numbers = " and ".join(str(attempt.number) for attempt in died[::-1])
+                    numbers = [str(attempt.number) for attempt in reversed(died)]
                     logger.warning(
                         "restore: skips step %d, if there is another one: attempts %s died on it, in different jobs or "
                         "on different nodes.",
                         step,
-                        numbers,
+                        " and ".join(numbers),
                     )
-        return {int(step) for step in self._world.broadcast_text(text, 0, self._comm).split()}
+        text = self._world.broadcast_text(text, 0, self._comm)
+        return set(map(int, text.split()))
 
     def begin_config(self, program_end: float | None) -> None:
         """Write `config.json` into the run folder, and a line to the log; see `run_config.py`.

@@ -189,7 +189,8 @@ class MetricsFile:
         limit_s = limit_s or self.timeout_s
         if self._unanswered is not None and not self._unanswered.done():
             return None  # the file system hangs, and was waited for once
-        called: Future[_Result | None] = self._thread.submit(functools.partial(self._try, act))
+        try_to_act = functools.partial(self._try, act)
+        called: Future[_Result | None] = self._thread.submit(try_to_act)
         wait([called], limit_s)
         if called.done():
             return called.result()
@@ -278,7 +279,8 @@ class MetricsFile:
             self._cut(file, first_step - 1)
         self._is_durable = self._is_cut = False
         try:
-            unwritten = memoryview(b"".join(line for _, line in lines))
+            content = b"".join(line for _, line in lines)
+            unwritten = memoryview(content)
             end = os.fstat(file).st_size
             while unwritten:
                 done = self._disk.write(file, unwritten, end)
@@ -356,7 +358,8 @@ class MetricsFile:
     def _keep_earlier_run(self, file: int, step: int) -> None:
         """Copy the file if records of this and later steps are about to be dropped although nothing was restored."""
         content = _content_in(file)
-        n_going = sum((_step_of(line) or -1) >= step for line in _lines_in(content))
+        steps = map(_step_of, _lines_in(content))
+        n_going = sum((old_step or -1) >= step for old_step in steps)
         if n_going:
             now = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
             backup_path = self.path.with_name(f"{self.path.name}.{now}")
@@ -375,11 +378,13 @@ class MetricsFile:
 
         Truncates this attempt's open file and does not replace it: the path may belong to a later attempt by now.
         """
-        lines = [(line, _step_of(line)) for line in _lines_in(_content_in(file))]
+        content = _content_in(file)
+        lines = [(line, _step_of(line)) for line in _lines_in(content)]
         retained_lines = list(
             itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines)
         )
-        self._disk.truncate(file, sum(len(line) for line, _ in retained_lines))
+        n_bytes = sum(len(line) for line, _ in retained_lines)
+        self._disk.truncate(file, n_bytes)
         self._is_durable = False
         self._is_cut = True
         return sum(step is not None for _, step in retained_lines)

@@ -159,8 +159,9 @@ class PreemptionCheckpointHandler:
         self._attempt.begin()
         if isinstance(self._world.step_flags.requester, PreemptionCheckpointHandler):
             self._world.step_flags.requester.close()
+        place = f"rank {self._world.rank}"
         file = self._attempt.folder / "stop" if self._world.is_chief else None
-        self._flag = StopFlag(f"rank {self._world.rank}", file, self._config.termination_watcher_fn)
+        self._flag = StopFlag(place, file, self._config.termination_watcher_fn)
         self._flag.watch_signals()
         try:
             self.restored_path = self._restore()
@@ -244,7 +245,8 @@ class PreemptionCheckpointHandler:
         if self._program_left_s is not None:
             program_end = time.time() + self._program_left_s
         self._manager.begin_config(program_end)
-        failure_log = FailureLog(log_file(self._attempt.folder / "logs", self._world), self._world)
+        log_path = log_file(self._attempt.folder / "logs", self._world)
+        failure_log = FailureLog(log_path, self._world)
         side_errors = None
         if self._world.task.type == "evaluator":
             side_errors = SideErrors(self._attempt.folder, f"evaluator-{self._world.task.index}")

@@ -86,7 +86,7 @@ class Restore:
             CheckpointError: if it does not exist, is damaged, holds other objects or has a newer format, or cannot be
                 read; on all ranks.
         """
-        self._lead(0, lambda: use_one(path, lambda saved, file: self._send(file)))
+        self._lead(0, functools.partial(self._send_file, path))
         return self._load(is_own_run=False)
 
     def newest(
@@ -124,7 +124,8 @@ class Restore:
         self._lead(0, lambda: self._search(store, in_memory, skipped, use))
         if self._comm.rank == 0 and disk_checkpoints:
             candidate = disk_checkpoints[0]
-        is_in_memory = self._world.all_reduce_int(len(disk_checkpoints), MPI.MAX, self._comm) == 0
+        n_on_disk = self._world.all_reduce_int(len(disk_checkpoints), MPI.MAX, self._comm)
+        is_in_memory = n_on_disk == 0
         if is_in_memory and in_memory is None:
             return None
         reader = 0
@@ -136,11 +137,13 @@ class Restore:
             self._lead(root, functools.partial(self._send_copy, candidate))
         text = ""
         if candidate is not None and self._comm.rank == reader:
-            text = f"{candidate[0].attempt} {candidate[0].step} {candidate[1]}"
+            saved, path = candidate
+            text = f"{saved.attempt} {saved.step} {path}"
         text = self._world.broadcast_text(text, reader, self._comm)
-        attempt, step, path = text.split(" ", 2)
+        attempt, step, restored_path = text.split(" ", 2)
         restored = Saved(int(attempt), int(step))
-        return Restored(restored, path, self._load(is_own_run=True), is_in_memory)
+        index = self._load(is_own_run=True)
+        return Restored(restored, restored_path, index, is_in_memory)
 
     def _search(
         self,
@@ -161,7 +164,9 @@ class Restore:
 
     def _newest(self, local_copy: tuple[Saved, Path] | None) -> tuple[Saved | None, int]:
         """Return the newest copy on any rank, and the lowest rank that has it."""
-        saved = Saved(-1, -1) if local_copy is None else local_copy[0]
+        saved = Saved(-1, -1)
+        if local_copy is not None:
+            saved, _ = local_copy
         attempt = self._world.all_reduce_int(saved.attempt, MPI.MAX, self._comm)
         step_of_attempt = saved.step if saved.attempt == attempt else -1
         step = self._world.all_reduce_int(step_of_attempt, MPI.MAX, self._comm)
@@ -204,7 +209,12 @@ class Restore:
     def _send_copy(self, copy: tuple[Saved, Path] | None) -> None:
         """Send the copy in this node's memory to all ranks, if there is one. Raises the errors of `_send`."""
         if copy is not None:
-            use_one(copy[1], lambda saved, file: self._send(file))
+            _, path = copy
+            self._send_file(path)
+
+    def _send_file(self, path: Path) -> None:
+        """Send the checkpoint at a path to all ranks. Raises the errors of `_send`."""
+        use_one(path, lambda saved, file: self._send(file))
 
     def _take(
         self, source: str, index: Index, root: int, blocks: Iterator[memoryview] | None

@@ -50,7 +50,8 @@ def settings_of(
     }
     for name, default in _DEFAULTS.items():
         variable = f"HPCDIST_{name.upper()}"
-        settings[name] = (environ.get(variable) or default, origin_of(environ, variable))
+        value = environ.get(variable) or default
+        settings[name] = (value, origin_of(environ, variable))
     end = job_end(environ)
     if program_end is not None and (end is None or program_end < end):
         settings["ends_at"] = (_text_of(program_end), "the program")
@@ -83,8 +84,11 @@ def hosts_of(world: World) -> dict[str, str]:
 
 def _text_of_ranks(ranks: list[int]) -> str:
     """Return ranks as text, such as "0-7" or "0,2,4"."""
-    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
+    first_rank = ranks[0]
+    last_rank = ranks[-1]
+    is_range = ranks == list(range(first_rank, last_rank + 1))
+    if is_range and len(ranks) > 1:
+        return f"{first_rank}-{last_rank}"
     return ",".join(map(str, ranks))
 
 
@@ -150,12 +154,14 @@ def _line(
     host_list = ", ".join(f"{name} ({ranks})" for name, ranks in named_hosts)
     if len(hosts) > _N_NAMED:
         host_list += f" and {len(hosts) - _N_NAMED} more"
-    values = ", ".join(f"{name} {value} ({origin})" for name, (value, origin) in settings.items())
+    values = []
+    for name, (value, origin) in settings.items():
+        values.append(f"{name} {value} ({origin})")
     subject = f"attempt {attempt} of {folder}"
     if job:
         subject += f" in job {job}"
     ranks = "rank" if n_ranks == 1 else "ranks"
-    return f"{subject}: {n_ranks} {ranks} on {host_list}; {values}"
+    return f"{subject}: {n_ranks} {ranks} on {host_list}; {', '.join(values)}"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

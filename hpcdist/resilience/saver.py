@@ -146,8 +146,10 @@ class Saver:
             return None
         if in_memory:
             self._start_copy(step)
-        self._durable = self._thread.submit(functools.partial(self._commit, step, check))
-        self._done = self._thread.submit(functools.partial(self._tidy, self._durable, since))
+        commit = functools.partial(self._commit, step, check)
+        self._durable = self._thread.submit(commit)
+        tidy = functools.partial(self._tidy, self._durable, since)
+        self._done = self._thread.submit(tidy)
         return path
 
     def _lay_out(
@@ -174,7 +176,8 @@ class Saver:
         """Read back what was committed, remove what it replaces, and note it in the ledger."""
         if durable.exception() is None:
             self.last = durable.result()
-            self.store.prune(Saved(self.store.attempt, self.last.step), self._retention)
+            saved = Saved(self.store.attempt, self.last.step)
+            self.store.prune(saved, self._retention)
             facts = {
                 "nbytes": self._image.nbytes,
                 "took_s": round(time.monotonic() - since, 6),
@@ -300,7 +303,8 @@ class Saver:
         """
         is_busy = False
         with self._world.agreed(self._world.role_comm):
-            is_busy = self._is_under_way(min(BEAT_S, self._world.timeout_s / 4), *awaited)
+            for_s = min(BEAT_S, self._world.timeout_s / 4)
+            is_busy = self._is_under_way(for_s, *awaited)
             if is_busy:
                 self._require_blocks()
         return self._world.all_reduce_int(int(is_busy), MPI.MAX, self._world.role_comm) > 0

@@ -75,7 +75,9 @@ class AttemptSaves:
 
     def n_at_end(self, step: int) -> int:
         """Return how many saves a stop after this step takes: 2 if a due or running save precedes the last one."""
-        return 2 if self.is_late(step) or self.is_due(step + 1) or self._manager.is_saving else 1
+        if self.is_late(step) or self.is_due(step + 1) or self._manager.is_saving:
+            return 2
+        return 1
 
     def check(self, step: int) -> bool:
         """Compare the ranks, if due; return whether a copy in memory is due. The first call takes the memory of saves.

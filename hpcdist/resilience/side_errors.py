@@ -63,8 +63,9 @@ class SideErrors:
                 **earlier,
                 "is_over": is_over,
             }
+            text = json.dumps(content) + "\n"
             durable.make_folders(Disk(), self._path.parent)
-            durable.replace_text(Disk(), self._path, json.dumps(content) + "\n")
+            durable.replace_text(Disk(), self._path, text)
             self._is_recorded = not is_over
         except OSError as failure:
             log(f"expected to record an error in {self._path}, got {failure.strerror}; see the log")

@@ -145,7 +145,9 @@ def pace_of(windows: Sequence[dict[str, Any]]) -> str:
     totals: dict[str, Any] = {}
     for key in ("n_steps", "step_s", "rows", *_WAITS):
         totals[key] = sum(window[key] for window in windows)
-    length_s = windows[-1]["window"][1] - windows[0]["window"][0]
+    began_s, _ = windows[0]["window"]
+    _, ended_s = windows[-1]["window"]
+    length_s = ended_s - began_s
     shares = []
     for key in _WAITS:
         percent = 100 * totals[key] / length_s
@@ -252,7 +254,8 @@ class StepTimes:
             return None
         self._close(now)
         elapsed_s = now - self._began_s
-        if now - self._unreported[0]["window"][0] < max(REPORT_S, REPORT_SHARE * elapsed_s):
+        unreported_s = now - self._unreported[0]["window"][0]
+        if unreported_s < max(REPORT_S, REPORT_SHARE * elapsed_s):
             return None
         text = pace_of(self._unreported)
         self._unreported = []
@@ -435,10 +438,13 @@ def trace_folder(run_folder: Path, attempt: int) -> Path:
 def process_began() -> float:
     """Return when this process was started, in seconds since 1970; now, where Linux does not tell."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        # the name of the program, in parentheses, may have spaces
+        _, after_name = Path("/proc/self/stat").read_text().rsplit(")", 1)
+        ticks = int(after_name.split()[19])
     except (OSError, ValueError, IndexError):  # as in a container without /proc
         return time.time()
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted_s + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _short(seconds: float) -> float:

@@ -56,7 +56,9 @@ _WRAPPERS = (
 def wrapper_of(pid: int) -> str | None:
     """Return the program that started a process, if it is one that may keep signals from it; None otherwise."""
     try:
-        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        # the name of a program, in parentheses, may have spaces
+        _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        parent = after_name.split()[1]
         name = Path(f"/proc/{parent}/comm").read_text().strip()
     except OSError:  # the parent has just ended, or is another user's
         return None

@@ -62,7 +62,8 @@ class UnsavedState:
     def note_copies(self) -> None:
         """Note how the copies of the models are after a step. Cost: a walk over all objects of the process."""
         if self._optimizers:
-            self._copies = [(copy, fingerprint(copy)) for copy in copies_of(self._models)]
+            copies = copies_of(self._models)
+            self._copies = [(copy, fingerprint(copy)) for copy in copies]
 
     def look_at_copies(self) -> None:
         """Look for copies of the models that have changed since `note_copies`, one step before. Not collective.
