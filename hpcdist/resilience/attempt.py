@@ -88,7 +88,7 @@ class RunRecord:
             self.end("finished", "the program has finished")
             self.write(step)
         except AttemptReplaced:
-            return  # the later attempt records what follows
+            return  # the later attempt writes the decision
         except CheckpointError as error:
             log(str(error))
 
@@ -98,7 +98,7 @@ class RunRecord:
 
 
 class RunAttempt:
-    """Notes in the ledger how the attempt ends, and writes what follows from the ledger to `decision.json`.
+    """Records in the ledger how the attempt ends, and writes the decision that follows to `decision.json`.
 
     The chief decides and writes. All methods but `refused`, `record_desync` and `record_end` are collective: chief and
     workers.
@@ -188,7 +188,7 @@ class RunAttempt:
         self._manager.give_up_attempt()
 
     def committed(self, step: int) -> None:
-        """Write what a checkpoint changes, once it is durable and was read back: the attempt may have made progress.
+        """Write the decision again, once a checkpoint is durable and was read back: it may be progress.
 
         Raises:
             CheckpointError: if it cannot be written; on all ranks.
@@ -242,7 +242,7 @@ class RunAttempt:
         """Record that the program has finished.
 
         Raises:
-            CheckpointError: as `stopped`.
+            CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
         self._end("finished", "the program has finished", step)
 

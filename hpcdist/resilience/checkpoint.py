@@ -45,8 +45,8 @@ _PLAIN = (bool, int, float, str)
 class Checkpoint:
     """Named objects whose state is saved and restored together.
 
-    What drives an optimizer of the Checkpoint must be in it: schedulers, GradScalers, averages of weights. The handler
-    refuses a program that has left one out after its first step, a manager at its first save.
+    The objects that drive an optimizer of the Checkpoint must be in it: schedulers, GradScalers, averages of weights.
+    If one is missing, the handler refuses the program after its first step, a manager at its first save.
 
     Args:
         leave_out: schedulers, scalers and averages of weights that are to begin anew at a restart, or classes of them.
@@ -59,7 +59,7 @@ class Checkpoint:
     Attributes:
         step: step of the last save or restore; 0 before the first.
         chosen_path: path of the checkpoint that `restore` loaded, until a manager resumes from it; else None.
-        unsaved_state: looks for what drives the optimizers and is not in the Checkpoint.
+        unsaved_state: looks for objects that drive the optimizers and are not in the Checkpoint.
 
     Raises:
         UsageError: for any other object, and for a DataLoader that has a state.
@@ -114,7 +114,7 @@ class Checkpoint:
         return make_world()
 
     def digest_beside_tensors(self) -> str:
-        """Return a digest of what can change without a step: schedules, settings of optimizers, numbers, and so on.
+        """Return a digest of the state that can change without a step: schedules, settings of optimizers, numbers.
 
         Modules, arrays, the strategy and sources of batches are left out. Not collective.
         """
@@ -244,7 +244,7 @@ class Checkpoint:
         """
         tensors = self._tensors()
         state_bytes = sum(map(_nbytes, tensors))
-        # gradients, and what optimizers allocate in their first step
+        # gradients, and the states that optimizers allocate in their first step
         later_bytes = 0
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad is None:
@@ -467,7 +467,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **obje
     Args:
         path: path of a checkpoint of any run.
         strict: whether the file must have all of the objects, and each module's parameters and buffers. With False,
-            tensors that the file lacks keep their values, and what it has in addition is ignored; shapes must be equal.
+            tensors that the file lacks keep their values, and additional ones in the file are ignored; shapes must be
+            equal.
         objects: objects by the names that they have in the checkpoint.
 
     Raises:
@@ -643,7 +644,7 @@ def _memory_of(value: Any) -> tuple[str, Array] | None:
 
 
 def _settings_of(item: Any) -> Any:
-    """Return the state of an object apart from what only steps change; None for those that have no other."""
+    """Return the part of an object's state that can change without a step; None if there is no such part."""
     if isinstance(item, _PLAIN):
         return item
     if hasattr(item, "param_groups"):

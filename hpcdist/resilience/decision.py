@@ -1,4 +1,4 @@
-"""The one rule of restarts: from the ledger to what the launcher must do next.
+"""The one rule of restarts: from the ledger to the next action of the launcher.
 
 | this attempt                                             | decision | exit code |
 |----------------------------------------------------------|----------|-----------|

@@ -72,7 +72,7 @@ class FastTier:
             self._require_own()
             descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             if _lock(descriptor, fcntl.LOCK_SH) and _is_at(descriptor, self._path):
-                os.utime(descriptor)  # what another job removes is old
+                os.utime(descriptor)  # another job removes old folders only
                 weakref.finalize(self, os.close, descriptor)
                 return
             os.close(descriptor)

@@ -196,7 +196,7 @@ class Ledger:
     def attempts(self) -> list[Attempt]:
         """Return the latest attempts, oldest first; this one, if it has begun, comes last.
 
-        Cost: the first call reads their ledgers, later ones what has been appended.
+        Cost: the first call reads their ledgers, later calls the lines that have been appended.
         """
         with self._reading:
             numbers = self._store.latest_attempts(_N_READ)
@@ -210,7 +210,7 @@ class Ledger:
             return attempts
 
     def _follow(self, number: int) -> Attempt:
-        """Return an attempt, after what has been appended to its ledger."""
+        """Return an attempt, after reading the lines that have been appended to its ledger."""
         followed = self._followed.pop(number, None)  # if reading fails, the next call begins anew
         if followed is None:
             followed = FollowedFile(self._store.ledger_of(number))
@@ -240,7 +240,7 @@ class Ledger:
         self._store.note("new try")
 
     def restore(self, step: int) -> None:
-        """Record what is about to be read, as reading may kill this process."""
+        """Record the step of the checkpoint that is about to be read, as reading may kill this process."""
         self._store.note("restore", step=step)
 
     def resume(self, step: int, is_base: bool = False) -> None:

@@ -226,7 +226,7 @@ class CheckpointManager:
                 save or restore.
 
         Raises:
-            UsageError: if what drives an optimizer of the Checkpoint is not in it, or a metric is no number; on all
+            UsageError: if an object that drives an optimizer is not in the Checkpoint, or a metric is no number; on all
                 ranks.
             CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
                 untouched.

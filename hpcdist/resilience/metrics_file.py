@@ -50,7 +50,7 @@ class MetricsFile:
 
     Args:
         path: path of the file; its folder is created if missing.
-        world: the world whose chief writes; default: that of the process.
+        world: the world whose chief writes; None for the world of the process.
         disk: file system calls, which tests replace.
 
     Attributes:
@@ -131,7 +131,7 @@ class MetricsFile:
         logger.warning("metrics: %d records that %s did not take are lost.", n_dropped, self.path)
 
     def _start_to_append(self) -> None:
-        """Let the thread append what is queued, unless it will anyway. The caller holds the lock."""
+        """Let the thread append the queued records, unless it will anyway. The caller holds the lock."""
         if not self._will_append:
             # also keeps this object alive until all is in the file
             atexit.register(self.flush_at_exit)
@@ -229,7 +229,7 @@ class MetricsFile:
             ) from None
 
     def flush_at_exit(self) -> None:
-        """Write what is queued. Where that fails, it is logged: the job's exit code is that of the training."""
+        """Write the queued records. A failure is logged only: the exit code of the job says how training ended."""
         if os.getpid() != self._pid:  # a forked child does not have the thread
             return
         with self._lock:
@@ -302,7 +302,7 @@ class MetricsFile:
             try:
                 self._disk.sync(self._file)
             except OSError:
-                # what was written may be lost, and a later sync would not tell: write it again
+                # records may be lost, and a later sync would not tell: write them again
                 self._forget_file()
                 raise
             self._is_durable = True

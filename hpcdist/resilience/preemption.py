@@ -98,7 +98,7 @@ class PreemptionCheckpointHandler:
 
     Attributes:
         restored_path: path of the restored checkpoint; None for a new run.
-        deadline: when the job will be ended, and what must fit in before; None if no limit is known.
+        deadline: time at which the job will be ended, and the saves that must fit in before; None without a limit.
 
     Raises:
         UsageError: without a folder, or outside the main thread.
@@ -416,7 +416,7 @@ class PreemptionCheckpointHandler:
         """Record a stop without a save, and remove the stop file, so that the next attempt runs.
 
         Returns:
-            The reason, with what the stop file adds to it.
+            The reason, with the ending that a stop file for good adds to it.
         """
         if self._flag.is_for_good():
             reason = _for_good(reason)

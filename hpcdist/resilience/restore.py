@@ -224,7 +224,7 @@ class Restore:
             with self._world.agreed(self._comm):
                 prepared = self._objects.prepare(index, source)
         except CheckpointDamaged as damage:
-            # on all ranks: those that do not read wait for the next checkpoint of root
+            # on all ranks: ranks that do not read wait for the next checkpoint of root
             if blocks is None:
                 return
             raise CheckpointDamaged(str(damage)) from None

@@ -141,7 +141,7 @@ class Saver:
             check = functools.partial(comparison.require, contents, self._world.timeout_s)
         atexit.register(self._wait_at_exit)
         if if_changed and self._is_last(collected[0]):
-            if check is not None:  # the next wait raises what it finds
+            if check is not None:  # the next wait raises its error
                 self._durable = self._thread.submit(check)
             return None
         if in_memory:
@@ -159,7 +159,7 @@ class Saver:
         return lay_out(self._image, facts, *collected)
 
     def _is_last(self, state: Any) -> bool:
-        """Return whether a state, with the arrays in the image, is that of the last checkpoint."""
+        """Return whether a state, with the arrays in the image, equals the state of the last checkpoint."""
         return (
             self.last is not None
             and json.dumps(state) == json.dumps(self.last.state)
@@ -173,7 +173,7 @@ class Saver:
         return self.store.commit(step, self._image)
 
     def _tidy(self, durable: "Future[Index]", since: float) -> None:
-        """Read back what was committed, remove what it replaces, and note it in the ledger."""
+        """Read the committed file back, remove the checkpoints that it replaces, and note it in the ledger."""
         if durable.exception() is None:
             self.last = durable.result()
             saved = Saved(self.store.attempt, self.last.step)
@@ -256,7 +256,7 @@ class Saver:
             tier.commit(step, self._image)
 
     def forget_copies(self) -> None:
-        """Free the memory: remove this node's copies, those of earlier attempts too, and make none from now on."""
+        """Free the memory: remove this node's copies, also of earlier attempts, and make none from now on."""
         tier = self.fast_tier
         self.fast_tier = None
         if tier is not None:
@@ -275,7 +275,7 @@ class Saver:
         return self._is_under_way(0, self._durable, self._done)
 
     def wait(self, until_durable: bool = False) -> None:
-        """Wait until no rank writes: what was saved is durable and was read back, and copies in memory are complete.
+        """Wait until no rank writes: saves are durable and were read back, and copies in memory are complete.
 
         Collective over the ranks of the role.
 

@@ -43,7 +43,7 @@ WRITES_PER_S = 20
 MAX_WAITING = 20_000
 #: A poll that takes less has done nothing.
 _NOTHING_S = 2e-5
-#: Longest wait at the exit for what is not written yet.
+#: Longest wait at the exit for records that are not written yet.
 _EXIT_S = 2.0
 
 
@@ -235,7 +235,7 @@ class StepTimes:
         self._stale = spent.stale
 
     def leave(self) -> str | None:
-        """Record that the program resumes: what happened since `arrive` is a save, or time between steps.
+        """Record that the program resumes: the time since `arrive` was a save, or time between steps.
 
         Returns:
             Where the time went, as a text for the log: at most once a minute, otherwise None.
@@ -342,7 +342,7 @@ class RecordFile:
             self._start()
 
     def _start(self) -> None:
-        """Let the thread append what is queued, unless it is still busy with what was queued before."""
+        """Let the thread append the queued records, unless it is still busy with earlier records."""
         if self._lines and (self._appending is None or self._appending.done()):
             lines = self._lines
             self._lines = []

@@ -7,7 +7,7 @@ from hpcdist.runtime.step_flags import StepFlags
 
 
 class StepCount:
-    """Counts calls of `run`, and optimizer steps outside of them; not those in an evaluation.
+    """Counts calls of `run`, and optimizer steps outside of them; steps in an evaluation do not count.
 
     Once the program reports its steps, they alone count.
 

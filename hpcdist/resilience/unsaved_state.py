@@ -24,9 +24,9 @@ _MAX_ITEMS = 256
 class UnsavedState:
     """Looks for schedulers, scalers and averages of weights that are not in a Checkpoint.
 
-    Looked for are schedulers of torch, and others that hold an optimizer and have a state; enabled GradScalers; torch's
-    AveragedModel; and copies of the models that change from one step to the next, as those of an exponential moving
-    average do. Copies that stand still or are set to the model's weights, such as of the best model, are none.
+    It looks for schedulers of torch, and others that hold an optimizer and have a state; enabled GradScalers; torch's
+    AveragedModel; and copies of the models that change from one step to the next, such as an exponential moving
+    average. Copies that stand still or are set to the model's weights, such as the best model, do not count.
 
     Args:
         objects: the objects of the Checkpoint.
