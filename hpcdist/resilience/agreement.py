@@ -8,7 +8,7 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.step_flags import Request
 from hpcdist.runtime.world import World
 
-#: Initial and largest number of polls without a gradient all-reduce between two explicit all-reduces.
+#: First and largest number of polls without a gradient all-reduce between two explicit all-reduces.
 FIRST_POLLS = 2
 MAX_POLLS = 32
 #: Target time between two explicit all-reduces: far below a batch system's notice, far above their cost.
@@ -42,16 +42,18 @@ class Agreement:
         self._requested = requested
         self._clock = clock
         self._n_seen = world.step_flags.n_sums
-        self._start_again()
+        self._n_polls = 0
+        self._every = FIRST_POLLS
+        self._since = clock()
         self.n_messages = 0
 
     def poll(self, at_once: bool = False, may_ask: bool = True) -> Request:
-        """Return the strongest request of any rank; equal on all ranks. Collective: the ranks of the role.
+        """Return the strongest request of any rank; equal on all ranks. Collective over the ranks of the role.
 
         Args:
             at_once: all-reduce now unless gradients have carried the requests; must be equal on all ranks.
-            may_ask: whether to all-reduce at all. In a loop that trains the next gradients carry the requests, and one
-                rank alone may ask for a batch, as to look at it.
+            may_ask: whether to all-reduce at all. In a loop that trains, the next gradients carry the requests, and one
+                rank alone may draw a batch, such as to look at it.
         """
         if self._world.role_comm.size == 1:
             return self._requested()
@@ -62,10 +64,12 @@ class Agreement:
         if not may_ask:
             return Request.NONE
         self._n_polls += 1
-        return self._ask() if at_once or self._n_polls >= self._every else Request.NONE
+        if at_once or self._n_polls >= self._every:
+            return self._ask()
+        return Request.NONE
 
     def require_same_step(self, step: int) -> None:
-        """Raise unless all ranks of the role are at the same step. Collective: the ranks of the role.
+        """Raise unless all ranks of the role are at the same step. Collective over the ranks of the role.
 
         Raises:
             DesyncError: on all ranks.
@@ -78,7 +82,9 @@ class Agreement:
             self._world.agree(error, self._world.role_comm)
 
     def require_same_positions(self, positions: str) -> None:
-        """Raise unless all ranks of the role are at the same batch of each dataset. Collective: the ranks of the role.
+        """Raise unless all ranks of the role are at the same batch of each dataset.
+
+        Collective over the ranks of the role.
 
         Raises:
             DesyncError: on all ranks.
@@ -92,19 +98,16 @@ class Agreement:
             self._world.agree(error, self._world.role_comm)
 
     def first_reason(self, local_reason: str | None) -> str | None:
-        """Return, on all ranks, the reason of the lowest rank that has one. Collective: the ranks of the role."""
+        """Return, on all ranks, the reason of the lowest rank that has one. Collective over the ranks of the role."""
         comm = self._world.role_comm
-        lowest = self._world.all_reduce_int(
-            comm.size if local_reason is None else comm.rank, MPI.MIN, comm
-        )
-        return (
-            None
-            if lowest == comm.size
-            else self._world.broadcast_text(local_reason or "", lowest, comm)
-        )
+        candidate = comm.size if local_reason is None else comm.rank
+        lowest = self._world.all_reduce_int(candidate, MPI.MIN, comm)
+        if lowest == comm.size:
+            return None
+        return self._world.broadcast_text(local_reason or "", lowest, comm)
 
     def any_rank(self, is_true: bool) -> bool:
-        """Return whether `is_true` holds on any rank of the role. Collective: the ranks of the role."""
+        """Return whether `is_true` holds on any rank of the role. Collective over the ranks of the role."""
         return self._world.all_reduce_int(int(is_true), MPI.MAX, self._world.role_comm) > 0
 
     def _start_again(self) -> None:
@@ -113,20 +116,22 @@ class Agreement:
         self._since = self._clock()
 
     def _ask(self) -> Request:
-        """All-reduce the requests, and agree on the number of polls until the next time. Collective: the role's ranks.
+        """All-reduce the requests, and agree on the number of polls until the next all-reduce.
+
+        Collective over the ranks of the role.
 
         Cost: one all-reduce (maximum) of 8 bytes: the request in the high bits, the time between polls in the low
         bits. A stop on one rank hides a save on another.
         """
-        elapsed_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
-        local_request = int(self._requested()) << _TIME_BITS | min(
-            elapsed_us, (1 << _TIME_BITS) - 1
-        )
-        agreed = self._world.all_reduce_int(local_request, MPI.MAX, self._world.role_comm)
-        request = agreed >> _TIME_BITS
-        poll_us = max(agreed & ((1 << _TIME_BITS) - 1), 1)
+        time_mask = (1 << _TIME_BITS) - 1
+        poll_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
+        message = int(self._requested()) << _TIME_BITS | min(poll_us, time_mask)
+        strongest = self._world.all_reduce_int(message, MPI.MAX, self._world.role_comm)
+        request = strongest >> _TIME_BITS
+        slowest_poll_us = max(strongest & time_mask, 1)
         self.n_messages += 1
         self._n_polls = 0
         self._since = self._clock()
-        self._every = min(max(int(ASK_EVERY_S * 1e6 / poll_us), 1), MAX_POLLS, 2 * self._every)
+        n_polls = max(int(ASK_EVERY_S * 1e6 / slowest_poll_us), 1)
+        self._every = min(n_polls, MAX_POLLS, 2 * self._every)
         return Request(request)

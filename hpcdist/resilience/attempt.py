@@ -58,7 +58,7 @@ class RunRecord:
         """Write the decision that follows from the ledger, and return it.
 
         Args:
-            step: step of the last checkpoint; default: the last that an attempt is known to have reached.
+            step: step of the last checkpoint; None for the last step that an attempt is known to have reached.
 
         Raises:
             AttemptReplaced: if a later attempt has begun.
@@ -70,10 +70,9 @@ class RunRecord:
             decision = decide(attempts, self._is_counted)
             if step is None and attempts[-1].reached_step >= 0:
                 step = attempts[-1].reached_step
-            n_without_progress = len(without_progress(attempts))
             facts = {
                 "attempt": self._store.attempt,
-                "attempts_without_progress": n_without_progress,
+                "attempts_without_progress": len(without_progress(attempts)),
                 "job": self._job,
             }
             self.file.write(decision, step, **facts)
@@ -89,7 +88,7 @@ class RunRecord:
             self.end("finished", "the program has finished")
             self.write(step)
         except AttemptReplaced:
-            return  # the later attempt records what follows
+            return  # the later attempt writes the decision
         except CheckpointError as error:
             log(str(error))
 
@@ -99,7 +98,7 @@ class RunRecord:
 
 
 class RunAttempt:
-    """Notes in the ledger how the attempt ends, and writes what follows from the ledger to `decision.json`.
+    """Records in the ledger how the attempt ends, and writes the decision that follows to `decision.json`.
 
     The chief decides and writes. All methods but `refused`, `record_desync` and `record_end` are collective: chief and
     workers.
@@ -153,7 +152,7 @@ class RunAttempt:
             attempts.append(self._launch.attempt(0))  # this one, as it would begin
         decision = decide(attempts, self._is_counted)
         if decision.exit_code is not None:
-            # it has begun with a restore before this: it is none that counts
+            # an earlier restore has begun this attempt, which must not count
             if self._manager.is_in_progress:
                 self._manager.ledger.end("refused", decision.reason)
             raise NoProgressError(
@@ -184,13 +183,12 @@ class RunAttempt:
         Not collective; a failed write is logged, as the error is about to be raised.
         """
         if self._world.is_chief and self._manager.attempt:
-            self._try_to_end(
-                "refused" if isinstance(error, CheckpointMismatch) else "failed", str(error)
-            )
+            how = "refused" if isinstance(error, CheckpointMismatch) else "failed"
+            self._try_to_end(how, str(error))
         self._manager.give_up_attempt()
 
     def committed(self, step: int) -> None:
-        """Write what a checkpoint changes, once it is durable and was read back: the attempt may have made progress.
+        """Write the decision again, once a checkpoint is durable and was read back: it may be progress.
 
         Raises:
             CheckpointError: if it cannot be written; on all ranks.
@@ -204,7 +202,7 @@ class RunAttempt:
         self.has_progress = self._any(is_reached) or self.has_progress
 
     def _note_commit(self, step: int) -> None:
-        """Write the decision again after a commit, with its step, and what a metrics file could not take."""
+        """Write the decision again after a commit, and the errors of metrics files."""
         self.record.write(step)
         for file in self._manager.checkpoint.files():
             if file.path not in self._file_errors:
@@ -212,7 +210,7 @@ class RunAttempt:
             self._file_errors[file.path].update(file.retries)
 
     def _any(self, is_true: bool) -> bool:
-        """Return whether something holds on any rank. Collective: chief and workers."""
+        """Return whether something holds on any rank. Collective over chief and workers."""
         return self._world.all_reduce_int(int(is_true), MPI.MAX, self._world.role_comm) > 0
 
     def stopped(
@@ -223,36 +221,35 @@ class RunAttempt:
         Args:
             reason: source of the request.
             step: step of the last checkpoint.
-            is_excused: whether the batch system asked, at a time of its own choice.
+            is_excused: whether the batch system asked, and chose the time, as in a preemption.
             is_late: whether there is no time left for a save.
 
         Raises:
             CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
-        decision = self._end(
-            "stopped", reason, step, is_excused and self._launch.job is not None, is_late
-        )
-        code = (
-            decision.exit_code
-            if decision is not None and decision.exit_code
-            else ExitCode.RUN_AGAIN
-        )
-        text = f"{code.value} {decision.reason if decision else reason}"
-        number, _, why = self._world.broadcast_text(text, 0, self._world.role_comm).partition(" ")
-        return ExitCode(int(number)), why
+        is_excused = is_excused and self._launch.job is not None
+        decision = self._end("stopped", reason, step, is_excused, is_late)
+        code = ExitCode.RUN_AGAIN
+        if decision is not None:  # on the chief
+            code = decision.exit_code or code
+            reason = decision.reason
+        text = f"{code.value} {reason}"
+        text = self._world.broadcast_text(text, 0, self._world.role_comm)
+        number, _, agreed_reason = text.partition(" ")
+        return ExitCode(int(number)), agreed_reason
 
     def finished(self, step: int) -> None:
         """Record that the program has finished.
 
         Raises:
-            CheckpointError: as `stopped`.
+            CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
         self._end("finished", "the program has finished", step)
 
     def _end(
         self, how: str, reason: str, step: int, is_excused: bool = False, is_late: bool = False
     ) -> Decision | None:
-        """Return the decision on the chief."""
+        """Record how the attempt ends; return the decision that follows on the chief, None elsewhere."""
         self._manager.end_attempt(how, reason, is_excused, is_late)
         decision = None
         with self._world.agreed(self._world.role_comm):
@@ -273,7 +270,7 @@ class RunAttempt:
 
         Args:
             reason: source of the request.
-            is_excused: whether the batch system asked, at a time of its own choice.
+            is_excused: whether the batch system asked, and chose the time, as in a preemption.
         """
         if self._world.is_chief:
             self._try_to_end("stopped", reason, is_excused and self._launch.job is not None)

@@ -14,7 +14,7 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out, stored_dtype
-from hpcdist.checkpoint.read import Index, named_arrays
+from hpcdist.checkpoint.read import Index, StoredArray, named_arrays
 from hpcdist.checkpoint.tree import Array, NamedArray, decode, encode, is_list_of_pairs
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.torch_source import is_loader
@@ -45,8 +45,8 @@ _PLAIN = (bool, int, float, str)
 class Checkpoint:
     """Named objects whose state is saved and restored together.
 
-    What drives an optimizer of the Checkpoint must be in it: schedulers, GradScalers, averages of weights. The handler
-    refuses a program that has left one out after its first step, a manager at its first save.
+    The objects that drive an optimizer of the Checkpoint must be in it: schedulers, GradScalers, averages of weights.
+    If one is missing, the handler refuses the program after its first step, a manager at its first save.
 
     Args:
         leave_out: schedulers, scalers and averages of weights that are to begin anew at a restart, or classes of them.
@@ -59,7 +59,7 @@ class Checkpoint:
     Attributes:
         step: step of the last save or restore; 0 before the first.
         chosen_path: path of the checkpoint that `restore` loaded, until a manager resumes from it; else None.
-        unsaved_state: looks for what drives the optimizers and is not in the Checkpoint.
+        unsaved_state: looks for objects that drive the optimizers and are not in the Checkpoint.
 
     Raises:
         UsageError: for any other object, and for a DataLoader that has a state.
@@ -70,19 +70,7 @@ class Checkpoint:
             if is_generator(item):
                 objects[name] = GeneratorState(item)
         for name, item in objects.items():
-            if is_loader(item):
-                raise UsageError(
-                    f"Checkpoint: expected what strategy.experimental_distribute_dataset(loader) returns, got the "
-                    f"{type(item).__name__} itself for {name!r}, which counts what this rank has drawn, and not what "
-                    f"it has trained on; distribute it: its own state is not needed."
-                )
-            if not (_is_array(item) or isinstance(_plain(item), _PLAIN)) and not (
-                hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
-            ):
-                raise UsageError(
-                    "Checkpoint: expected objects with state_dict and load_state_dict, arrays, tensors, numbers or "
-                    f"texts, got {type(item).__name__} for {name!r}; wrap it or leave it out."
-                )
+            _require_state(name, item)
         self._objects = {name: _plain(item) for name, item in objects.items()}
         self.unsaved_state = UnsavedState(self.objects(), leave_out)
         self.step = 0
@@ -91,7 +79,9 @@ class Checkpoint:
     def __getitem__(self, name: str) -> Any:
         """Return the object, number or text that was given under a name."""
         item = self._objects[name]
-        return item.generator if isinstance(item, GeneratorState) else item
+        if isinstance(item, GeneratorState):
+            return item.generator
+        return item
 
     def __setitem__(self, name: str, value: float | str) -> None:
         """Change a number or text. Not collective; all ranks must do the same.
@@ -101,41 +91,40 @@ class Checkpoint:
         """
         current_value = self._objects.get(name)
         value = _plain(value)
-        if not isinstance(current_value, _PLAIN) or _plain_kind(value) != _plain_kind(
-            current_value
-        ):
-            expected = ", ".join(
-                f"{name!r}" for name, item in self._objects.items() if isinstance(item, _PLAIN)
-            )
+        is_plain = isinstance(current_value, _PLAIN)
+        if not is_plain or _plain_kind(value) != _plain_kind(current_value):
+            names = []
+            for key, item in self._objects.items():
+                if isinstance(item, _PLAIN):
+                    names.append(repr(key))
+            expected = ", ".join(names) or "there is none"
             raise UsageError(
-                f"Checkpoint: expected a number or text under the name of one ({expected or 'there is none'}), got "
+                f"Checkpoint: expected a number or text under the name of one ({expected}), got "
                 f"{type(value).__name__} for {name!r}; give it its first value when you make the Checkpoint."
             )
         self._objects[name] = value
 
     @property
     def world(self) -> World:
-        """The ranks that save and restore together: those of the strategy among the objects, else the default world."""
-        worlds = [
-            item.world
-            for item in self._objects.values()
-            if isinstance(getattr(item, "world", None), World)
-        ]
-        return worlds[0] if worlds else make_world()
+        """The ranks that save and restore together: of the strategy among the objects, else of the default world."""
+        for item in self._objects.values():
+            world = getattr(item, "world", None)
+            if isinstance(world, World):
+                return world
+        return make_world()
 
     def digest_beside_tensors(self) -> str:
-        """Return a digest of what can change without a step: schedules, settings of optimizers, numbers, and so on.
+        """Return a digest of the state that can change without a step: schedules, settings of optimizers, numbers.
 
         Modules, arrays, the strategy and sources of batches are left out. Not collective.
         """
-        arrays: list[NamedArray] = []
-        nodes = {
-            name: encode(_settings_of(item), name, to_array, arrays)
-            for name, item in self._objects.items()
-        }
-        digest = xxhash.xxh3_64(json.dumps(nodes, sort_keys=True, default=str).encode())
+        settings = {name: _settings_of(item) for name, item in self._objects.items()}
+        nodes, arrays = _encode_all(settings)
+        text = json.dumps(nodes, sort_keys=True, default=str)
+        digest = xxhash.xxh3_64(text.encode())
         for array in arrays:
-            digest.update(np.ascontiguousarray(array.values).view(np.uint8).data)
+            values = np.ascontiguousarray(array.values)
+            digest.update(values.view(np.uint8).data)
         return digest.hexdigest()
 
     def first_parameters(self) -> list[Any]:
@@ -159,42 +148,50 @@ class Checkpoint:
 
     def describe_sums(self) -> dict[str, Any]:
         """Return how the strategy among the objects sums gradients; empty without a strategy."""
-        describes = [getattr(item, "describe_sums", None) for item in self._objects.values()]
-        return next((describe() for describe in describes if describe is not None), {})
+        for item in self._objects.values():
+            if hasattr(item, "describe_sums"):
+                sums: dict[str, Any] = item.describe_sums()
+                return sums
+        return {}
 
     def gather(self) -> dict[str, Any]:
-        """Return the states that are gathered from all ranks: those of variables with a copy per replica, and metrics.
+        """Return the states that are gathered from all ranks: of variables with a copy per replica, and of metrics.
 
-        What is on parameter servers is brought to one state on all workers.
+        Objects on parameter servers are brought to one state on all workers.
 
-        Collective if the checkpoint holds such objects: all ranks.
+        Collective over all ranks if the checkpoint holds such objects.
         """
         self.refresh()
-        gathered = {
-            name: item
-            for name, item in self._objects.items()
-            if getattr(item, "is_state_collective", False)
-        }
-        return {name: item.state_dict() for name, item in gathered.items()}
+        gathered: dict[str, Any] = {}
+        for name, item in self._objects.items():
+            if getattr(item, "is_state_collective", False):
+                gathered[name] = item.state_dict()
+        return gathered
 
     def refresh(self) -> None:
-        """Bring what is on parameter servers to one state on all workers. Collective if there is any: the workers."""
+        """Bring objects on parameter servers to one state on all workers.
+
+        Collective over the workers if there are such objects.
+        """
         owners.collect(list(self._objects.values()))
 
     @property
     def is_on_servers(self) -> bool:
-        """Whether parameter servers make the steps of an optimizer here: each worker has buffers of its own then."""
+        """Whether parameter servers make the steps of an optimizer here; each worker then has its own buffers."""
         optimizers = [item for item in self._objects.values() if hasattr(item, "param_groups")]
         return any(owners.stepper_of(optimizer) is Stepper.SERVERS for optimizer in optimizers)
 
     def publish(self) -> None:
-        """Give parameter servers what was loaded. Collective if they hold any of the objects: the workers."""
+        """Send the loaded state to parameter servers.
+
+        Collective over the workers if servers hold any of the objects.
+        """
         owners.publish(list(self._objects.values()))
 
     def make_equal(self) -> None:
         """Make models that have not been used yet equal on all ranks: a save is a use.
 
-        Collective where there are such models: chief and workers.
+        Collective over chief and workers if there are such models.
         """
         owners.prepare(list(self._objects.values()))
 
@@ -204,43 +201,37 @@ class Checkpoint:
         Args:
             gathered: the result of `gather`.
         """
-        arrays: list[NamedArray] = []
-        states = {
-            name: gathered[name] if name in gathered else _state_of(item)
-            for name, item in self._objects.items()
-        }
-        nodes = {name: encode(state, name, to_array, arrays) for name, state in states.items()}
-        kinds = {name: _kind(item) for name, item in self._objects.items()}
-        return {"objects": nodes, "kinds": kinds}, arrays
+        states: dict[str, Any] = {}
+        for name, item in self._objects.items():
+            states[name] = gathered[name] if name in gathered else _state_of(item)
+        nodes, arrays = _encode_all(states)
+        return {"objects": nodes, "kinds": _kinds_of(self._objects)}, arrays
 
     def collect_equal(self) -> tuple[dict[str, Any], list[NamedArray]]:
         """Return the state of models and optimizers as nodes and arrays, without copying. Not collective."""
-        arrays: list[NamedArray] = []
-        equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
-        return {
-            name: encode(_state_of(item), name, to_array, arrays) for name, item in equal.items()
-        }, arrays
+        states: dict[str, Any] = {}
+        for name, item in self._objects.items():
+            if _is_equal_everywhere(item):
+                states[name] = _state_of(item)
+        return _encode_all(states)
 
     def trained_parts(self, nodes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the nodes of trained parameters and of optimizers, which training keeps equal on all ranks.
 
-        Buffers are left out: a forward without a backward, as in an evaluation, may change them on each rank otherwise.
-        So are frozen modules and averages of weights, such as torch's AveragedModel, which the chief alone may keep.
+        Buffers are left out: a forward without a backward, as in an evaluation, may change them differently on each
+        rank. Frozen modules are left out too, and averages of weights, such as torch's AveragedModel, which the chief
+        alone may keep.
 
         Args:
-            nodes: of the objects by name, as `collect` and `collect_equal` return them.
+            nodes: nodes of the objects by name, as `collect` and `collect_equal` return them.
         """
         parts = {}
         for name, item in self._objects.items():
             if hasattr(item, "named_parameters"):
-                names = plain_parameter_names(item)
-                is_average = hasattr(item, "update_parameters")
-                if not is_average and any(
-                    parameter.requires_grad for parameter in item.parameters()
-                ):
-                    parts[name] = {
-                        "dict": [pair for pair in nodes[name]["dict"] if pair[0] in names]
-                    }
+                if _is_trained(item):
+                    names = plain_parameter_names(item)
+                    pairs = nodes[name]["dict"]
+                    parts[name] = {"dict": [pair for pair in pairs if pair[0] in names]}
             elif _is_equal_everywhere(item):
                 parts[name] = nodes[name]
         return parts
@@ -251,61 +242,68 @@ class Checkpoint:
         Args:
             n_images: copies of the whole state that saves keep. Of tensors on a device there is one more, on the host.
         """
-        modules = [item for item in self._objects.values() if hasattr(item, "named_parameters")]
-        optimizers = [item for item in self._objects.values() if hasattr(item, "param_groups")]
-        all_tensors = [
-            tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
-        ]
-        all_tensors += [item for item in self._objects.values() if _is_tensor(item)]
-        tensors = {id(tensor): tensor for tensor in all_tensors}.values()  # modules may share some
-        state = sum(map(_nbytes, tensors))
-        to_come = 0
-        for optimizer in optimizers:
-            of_parameters = sum(
-                _nbytes(tensor) for group in optimizer.param_groups for tensor in group["params"]
-            )
-            state += _n_values_of(optimizer) * of_parameters
-            to_come += (
-                0 if getattr(optimizer, "state", None) else _n_values_of(optimizer) * of_parameters
-            )
-        to_come += sum(
-            _nbytes(tensor) for tensor in tensors if tensor.requires_grad and tensor.grad is None
-        )
-        is_on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        return int(n_images * state + (to_come if is_on_host else state))
+        tensors = self._tensors()
+        state_bytes = sum(map(_nbytes, tensors))
+        # gradients, and the states that optimizers allocate in their first step
+        later_bytes = 0
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.grad is None:
+                later_bytes += _nbytes(tensor)
+        for item in self._objects.values():
+            if hasattr(item, "param_groups"):
+                optimizer_bytes = _optimizer_bytes(item)
+                state_bytes += optimizer_bytes
+                if not getattr(item, "state", None):
+                    later_bytes += optimizer_bytes
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return n_images * state_bytes + later_bytes
+        return (n_images + 1) * state_bytes
+
+    def _tensors(self) -> list[Any]:
+        """Return the tensors of modules, and those among the objects; each once, as modules may share some."""
+        tensor_by_id: dict[int, Any] = {}
+        for item in self._objects.values():
+            tensors: list[Any] = []
+            if hasattr(item, "named_parameters"):
+                tensors = [*item.parameters(), *item.buffers()]
+            elif _is_tensor(item):
+                tensors = [item]
+            for tensor in tensors:
+                tensor_by_id[id(tensor)] = tensor
+        return list(tensor_by_id.values())
 
     def read(self, path: str | os.PathLike[str]) -> int:
         """Load the checkpoint file at `path`, of any run, into the objects; return its step.
 
-        Writes nothing and begins no attempt: the folder may be read-only, and of a job that runs. A MetricsFile among
-        the objects stays as it is.
+        Writes nothing and begins no attempt: the folder may be read-only, or belong to a running job. A MetricsFile
+        among the objects stays as it is.
 
-        Collective: chief and workers; rank 0 reads, and the others need no access.
+        Collective over chief and workers. Rank 0 reads; the other ranks need no access to the file.
 
         Raises:
             CheckpointMissing: if there is no such file; on all ranks.
-            CheckpointDamaged: if it is not what was committed; on all ranks.
-            CheckpointMismatch: if it is of other objects or another model, or has a newer format; on all ranks.
+            CheckpointDamaged: if the file is not what was committed; on all ranks. The objects then hold a part of the
+                state.
+            CheckpointMismatch: if it holds other objects or another model, or has a newer format; on all ranks.
             CheckpointError: if it cannot be read; on all ranks.
 
-        The objects hold a part of the state if it is damaged.
-
-        Cost: one read of the file, and a broadcast of its arrays; no memory above the state but two blocks of 4 MiB.
+        Cost: one read of the file, and a broadcast of its arrays; beside the state, two blocks of 4 MiB in memory.
         """
         # not if this raises: the objects then hold a mixture
         chosen = self.chosen_path
         self.chosen_path = None
-        step = Restore(self.world, self).restore_file(Path(path)).step
+        index = Restore(self.world, self).restore_file(Path(path))
         self.publish()
         self.chosen_path = chosen
-        return step
+        return index.step
 
     def restore(self, path: str | os.PathLike[str]) -> int:
         """Load like `read`, and resume training from there: managers do not replace it by the newest checkpoint.
 
-        Call it before the handler is created, which counts steps from there. A MetricsFile keeps the records up to it.
+        Call it before the handler is created, which counts steps from there. A MetricsFile keeps the records up to
+        this checkpoint.
 
-        Collective: chief and workers. Raises as `read`.
+        Collective over chief and workers. Raises the errors of `read`.
         """
         self.chosen_path = None  # until this one is loaded
         index = Restore(self.world, self).restore_file(Path(path))
@@ -318,13 +316,13 @@ class Checkpoint:
         return index.step
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the state as one checkpoint file at `path`, in place of what is there, for `read` and `restore`.
+        """Write the state as one checkpoint file at `path`, in place of an existing file, for `read` and `restore`.
 
         A crash leaves the old file or the new one, and at most a hidden file beside it, `.NAME.tmp-...`, which the next
-        write of this file removes. Runs are saved by a CheckpointManager, which keeps several, and writes in the
-        background.
+        write of this file removes. Use a CheckpointManager to save a run: it keeps several checkpoints, and writes in
+        the background.
 
-        Collective: chief and workers, of whom the chief writes; on an evaluator by itself.
+        Collective over chief and workers; the chief writes. An evaluator writes by itself.
 
         Raises:
             CheckpointError: if it cannot be written; on all ranks.
@@ -345,14 +343,7 @@ class Checkpoint:
                     "written": written,
                 }
                 lay_out(image, facts, *self.collect(gathered))
-                try:
-                    durable.make_folders(Disk(), path.parent)
-                    durable.replace_file(Disk(), path, image.blocks(), image.nbytes)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"write: expected to write {image.nbytes} bytes to {path}, got {error.strerror}; free space, "
-                        f"or choose another path."
-                    ) from None
+                _write_image(image, path)
 
     def claim_files(self) -> None:
         """Give this attempt its own copy of each metrics file, out of reach of the attempts it replaced.
@@ -373,18 +364,18 @@ class Checkpoint:
         """Return where the arrays of a checkpoint go: into the objects' own memory, or into new memory.
 
         Args:
-            index: of the checkpoint.
-            source: its file name, for messages.
+            index: index of the checkpoint.
+            source: file name of the checkpoint, for messages.
 
         Raises:
             CheckpointDamaged: if the state is not one that `collect` returns, even if its digest is right.
             CheckpointMismatch: if objects or shapes differ; nothing is loaded then.
         """
-        kinds = {name: _kind(item) for name, item in self._objects.items()}
-        nodes, their_kinds = _parts_of(index.state, source)
-        if their_kinds != kinds:
+        kinds = _kinds_of(self._objects)
+        nodes, stored_kinds = _parts_of(index.state, source)
+        if stored_kinds != kinds:
             raise CheckpointMismatch(
-                f"restore: expected objects {kinds}, got {str(their_kinds)[:1000]} in {source}; make Checkpoint(...) "
+                f"restore: expected objects {kinds}, got {str(stored_kinds)[:1000]} in {source}; make Checkpoint(...) "
                 f"with the same objects, or start with a new run folder."
             )
         return self._prepare(index, nodes, source)
@@ -393,39 +384,19 @@ class Checkpoint:
         self, index: Index, nodes: dict[str, Any], source: str, is_strict: bool = True
     ) -> Prepared:
         memory_by_number = _memory_in_objects(self._objects, nodes)
-        arrays = []
+        arrays: list[Array] = []
+        named: list[NamedArray] = []
         for number, stored_array in enumerate(index.arrays):
-            dtype, memory = memory_by_number.get(number, ("", None))
-            is_fit = (
-                memory is not None
-                and dtype == stored_array.dtype
-                and memory.shape == stored_array.shape
-            )
-            arrays.append(
-                memory
-                if is_fit and memory is not None
-                else np.empty(stored_array.shape, stored_dtype(stored_array.dtype))
-            )
-        named = [
-            NamedArray(
-                stored_array.name,
-                stored_array.dtype,
-                values.view(np.bool_) if stored_array.dtype == "bool" else values,
-            )
-            for stored_array, values in zip(index.arrays, arrays, strict=True)
-        ]
-        loaded = {name: _decoded(name, node, named, source) for name, node in nodes.items()}
+            values = _destination_of(stored_array, memory_by_number.get(number))
+            arrays.append(values)
+            named.append(_named_array(stored_array, values))
+        loaded: dict[str, Any] = {}
+        for name, node in nodes.items():
+            loaded[name] = _decoded(name, node, named, source)
         for name, item in self._objects.items():
-            if (
-                not is_strict
-                and hasattr(item, "named_parameters")
-                and isinstance(loaded[name], Mapping)
-            ):
-                state = plain_state(item)
-                loaded[name] = {
-                    **state,
-                    **{key: value for key, value in loaded[name].items() if key in state},
-                }
+            is_module = hasattr(item, "named_parameters")
+            if is_module and not is_strict and isinstance(loaded[name], Mapping):
+                loaded[name] = _with_loaded(plain_state(item), loaded[name])
         for name, item in self._objects.items():
             _check_shape(name, item, loaded[name], source)
             _check_layout(name, item, loaded[name], source)
@@ -435,9 +406,9 @@ class Checkpoint:
         """Load the state of a checkpoint into all objects, once its arrays are filled.
 
         Args:
-            index: of the checkpoint.
-            prepared: for it.
-            is_own_run: whether this run resumes from it: only then are metrics files truncated to its records.
+            index: index of the checkpoint.
+            prepared: result of `prepare` for this index.
+            is_own_run: whether this run resumes from the checkpoint: only then are metrics files cut to its records.
 
         Raises:
             CheckpointDamaged: if an array holds values that its dtype does not have.
@@ -455,7 +426,7 @@ class Checkpoint:
 
 
 class _Part:
-    """Objects that are restored from a checkpoint that holds others too."""
+    """Some of the objects that a checkpoint holds."""
 
     def __init__(self, objects: dict[str, Any], is_strict: bool) -> None:
         self._objects = objects
@@ -463,20 +434,22 @@ class _Part:
         self._checkpoint = Checkpoint(**objects)
 
     def prepare(self, index: Index, source: str) -> Prepared:
-        nodes, their_kinds = _parts_of(index.state, source)
-        kinds = {name: _kind(item) for name, item in self._objects.items()}
-        wrong = {name: kind for name, kind in kinds.items() if their_kinds.get(name) != kind}
-        is_missing = all(name not in their_kinds for name in wrong)
+        nodes, stored_kinds = _parts_of(index.state, source)
+        kinds = _kinds_of(self._objects)
+        wrong: dict[str, str] = {}
+        for name, kind in kinds.items():
+            if stored_kinds.get(name) != kind:
+                wrong[name] = kind
+        is_missing = all(name not in stored_kinds for name in wrong)
         if wrong and (self._is_strict or not is_missing):
             raise CheckpointMismatch(
-                f"load_checkpoint: expected {wrong}, got {str(their_kinds)[:1000]} in {source}; pass the objects by "
+                f"load_checkpoint: expected {wrong}, got {str(stored_kinds)[:1000]} in {source}; pass the objects by "
                 f"the names that the checkpoint has, or strict=False to leave out what it lacks."
             )
-        self._checkpoint = Checkpoint(
-            **{name: item for name, item in self._objects.items() if name not in wrong}
-        )
-        chosen = {name: node for name, node in nodes.items() if name in kinds}
-        return self._checkpoint._prepare(index, chosen, source, self._is_strict)
+        objects = {name: item for name, item in self._objects.items() if name not in wrong}
+        self._checkpoint = Checkpoint(**objects)
+        chosen_nodes = {name: node for name, node in nodes.items() if name in kinds}
+        return self._checkpoint._prepare(index, chosen_nodes, source, self._is_strict)
 
     def load(self, index: Index, prepared: Prepared, is_own_run: bool) -> None:
         self._checkpoint.load(index, prepared, is_own_run)
@@ -488,49 +461,136 @@ class _Part:
 def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **objects: Any) -> int:
     """Load some objects of the checkpoint file at `path`, such as the model alone; return its step.
 
-    Collective: chief and workers; rank 0 reads. Writes nothing, and numbers and texts are left out: there is nobody to
-    give them to.
+    Collective over chief and workers; rank 0 reads. Writes nothing. Numbers and texts among the objects are ignored, as
+    there is no object to load them into.
 
     Args:
-        path: of a checkpoint of any run.
-        strict: whether the file must have all of the objects, and each module's parameters and buffers. With False what
-            it lacks stays as it is, as does what the file has in addition; shapes must be equal.
-        objects: by the names that they have in the checkpoint.
+        path: path of a checkpoint of any run.
+        strict: whether the file must have all of the objects, and each module's parameters and buffers. With False,
+            tensors that the file lacks keep their values, and additional ones in the file are ignored; shapes must be
+            equal.
+        objects: objects by the names that they have in the checkpoint.
 
     Raises:
-        UsageError: for objects that a Checkpoint does not take. Others as `Checkpoint.read`.
+        UsageError: for objects that a Checkpoint does not take. Raises the errors of `Checkpoint.read` too.
 
-    Cost: as `Checkpoint.read`, and memory for the arrays of the other objects while it reads.
+    Cost: that of `Checkpoint.read`, and memory for the arrays of the other objects while it reads.
     """
     checkpoint = Checkpoint(**objects)
-    step = Restore(checkpoint.world, _Part(objects, strict)).restore_file(Path(path)).step
+    restore = Restore(checkpoint.world, _Part(objects, strict))
+    index = restore.restore_file(Path(path))
     checkpoint.publish()
-    return step
+    return index.step
 
 
 def read_value(path: str | os.PathLike[str], name: str, example: float | str) -> Any:
     """Return a number or text of the checkpoint file at `path`.
 
-    Collective: chief and workers; rank 0 reads. Raises and costs as `load_checkpoint`.
+    Collective over chief and workers; rank 0 reads. Raises the errors of `load_checkpoint`, and costs the same.
 
     Args:
-        path: of a checkpoint of any run.
-        name: what it has in the Checkpoint.
-        example: a value of its kind.
+        path: path of a checkpoint of any run.
+        name: name of the value in the Checkpoint.
+        example: a value of the same kind.
     """
     part = _Part({name: example}, is_strict=True)
     Restore(make_world(), part).restore_file(Path(path))
     return part.value(name)
 
 
+def _require_state(name: str, item: Any) -> None:
+    """Raise UsageError unless an object has a state that a Checkpoint can hold."""
+    if is_loader(item):
+        raise UsageError(
+            f"Checkpoint: expected what strategy.experimental_distribute_dataset(loader) returns, got the "
+            f"{type(item).__name__} itself for {name!r}, which counts what this rank has drawn, and not what "
+            f"it has trained on; distribute it: its own state is not needed."
+        )
+    if _is_array(item) or isinstance(_plain(item), _PLAIN):
+        return
+    if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+        raise UsageError(
+            "Checkpoint: expected objects with state_dict and load_state_dict, arrays, tensors, numbers or "
+            f"texts, got {type(item).__name__} for {name!r}; wrap it or leave it out."
+        )
+
+
+def _write_image(image: FileImage, path: Path) -> None:
+    """Write a checkpoint that is laid out in memory as the file at `path`. Not collective.
+
+    Raises:
+        CheckpointError: if the file cannot be written.
+    """
+    try:
+        durable.make_folders(Disk(), path.parent)
+        durable.replace_file(Disk(), path, image.blocks(), image.nbytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"write: expected to write {image.nbytes} bytes to {path}, got {error.strerror}; free space, "
+            f"or choose another path."
+        ) from None
+
+
+def _encode_all(states: Mapping[str, Any]) -> tuple[dict[str, Any], list[NamedArray]]:
+    """Return states by name as nodes of JSON, and the arrays that the nodes refer to, without copying."""
+    arrays: list[NamedArray] = []
+    nodes: dict[str, Any] = {}
+    for name, state in states.items():
+        nodes[name] = encode(state, name, to_array, arrays)
+    return nodes, arrays
+
+
+def _is_trained(module: Any) -> bool:
+    """Return whether a module has parameters that training changes, and is no average of weights."""
+    if hasattr(module, "update_parameters"):
+        return False
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 def _nbytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())  # of sparse ones too
 
 
-def _n_values_of(optimizer: Any) -> int:
-    """Return how many values a torch optimizer keeps for each element of its parameters, by its options; roughly."""
+def _optimizer_bytes(optimizer: Any) -> int:
+    """Return roughly how many bytes a torch optimizer keeps for its parameters, by its options."""
     defaults = getattr(optimizer, "defaults", {})
-    return 2 if "betas" in defaults else int(bool(defaults.get("momentum")))
+    n_values_per_element = int(bool(defaults.get("momentum")))
+    if "betas" in defaults:
+        n_values_per_element = 2
+    parameter_bytes = 0
+    for group in optimizer.param_groups:
+        parameter_bytes += sum(map(_nbytes, group["params"]))
+    return n_values_per_element * parameter_bytes
+
+
+def _destination_of(stored_array: StoredArray, memory: tuple[str, Array] | None) -> Array:
+    """Return where the values of a stored array go: the memory of an object if they fit there, or new memory.
+
+    Args:
+        stored_array: array in the file.
+        memory: dtype and memory of the object's tensor or array; None if it has none that can be filled.
+    """
+    if memory is not None:
+        dtype, values = memory
+        if dtype == stored_array.dtype and values.shape == stored_array.shape:
+            return values
+    return np.empty(stored_array.shape, stored_dtype(stored_array.dtype))
+
+
+def _named_array(stored_array: StoredArray, values: Array) -> NamedArray:
+    """Return values with the name and dtype of a stored array; bools, which are stored as bytes, as bools."""
+    if stored_array.dtype == "bool":
+        values = values.view(np.bool_)
+    return NamedArray(stored_array.name, stored_array.dtype, values)
+
+
+def _with_loaded(state: dict[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state with loaded values where both have a name; other loaded values are dropped."""
+    merged = dict(state)
+    for name in state:
+        if name in loaded:
+            merged[name] = loaded[name]
+    return merged
 
 
 def _memory_in_objects(
@@ -539,27 +599,32 @@ def _memory_in_objects(
     """Return dtype and memory of modules' tensors and of arrays, by the numbers of the arrays that belong there.
 
     Args:
-        objects: by name.
-        nodes: their states, which may be any JSON.
+        objects: objects by name.
+        nodes: states of the objects, which may be any JSON.
     """
     memory_by_number: dict[int, tuple[str, Array] | None] = {}
     for name, item in objects.items():
-        node = nodes[name] if isinstance(nodes[name], dict) else {}
+        node = nodes[name]
         if _is_array(item):
-            memory_by_number[_number_in(node, "tensor" if _is_tensor(item) else "array")] = (
-                _memory_of(item)
-            )
-        elif hasattr(item, "named_parameters") and is_list_of_pairs(node.get("dict")):
-            state = plain_state(item)
-            for key, part in node["dict"]:
-                memory_by_number[_number_in(part, "tensor")] = _memory_of(state.get(key))
+            kind = "tensor" if _is_tensor(item) else "array"
+            memory_by_number[_number_in(node, kind)] = _memory_of(item)
+        elif hasattr(item, "named_parameters") and isinstance(node, dict):
+            pairs = node.get("dict")
+            if is_list_of_pairs(pairs):
+                state = plain_state(item)
+                for key, part in pairs:
+                    memory_by_number[_number_in(part, "tensor")] = _memory_of(state.get(key))
     return {number: memory for number, memory in memory_by_number.items() if memory is not None}
 
 
 def _number_in(node: Any, kind: str) -> int:
     """Return the number of the array that a node refers to; -1 if it refers to none."""
-    number = node.get(kind) if isinstance(node, dict) else None
-    return number if type(number) is int else -1
+    if not isinstance(node, dict):
+        return -1
+    number = node.get(kind)
+    if type(number) is int:
+        return number
+    return -1
 
 
 def _memory_of(value: Any) -> tuple[str, Array] | None:
@@ -573,23 +638,22 @@ def _memory_of(value: Any) -> tuple[str, Array] | None:
         return None
     if not (array.flags.c_contiguous and array.flags.writeable):
         return None
-    return dtype, array.view(np.uint8) if dtype == "bool" else array
+    if dtype == "bool":
+        array = array.view(np.uint8)
+    return dtype, array
 
 
 def _settings_of(item: Any) -> Any:
-    """Return the state of an object apart from what only steps change; None for those that have no other."""
+    """Return the part of an object's state that can change without a step; None if there is no such part."""
     if isinstance(item, _PLAIN):
         return item
     if hasattr(item, "param_groups"):
         return [dict(group, params=None) for group in item.param_groups]
     if hasattr(item, "named_buffers"):
         return dict(item.named_buffers())
-    is_other = _is_array(item) or hasattr(item, "describe_sums")
-    if (
-        is_other
-        or isinstance(item, DistributedInput)
-        or getattr(item, "is_state_collective", False)
-    ):
+    if _is_array(item) or hasattr(item, "describe_sums") or isinstance(item, DistributedInput):
+        return None
+    if getattr(item, "is_state_collective", False):
         return None
     return item.state_dict()
 
@@ -597,7 +661,9 @@ def _settings_of(item: Any) -> Any:
 def _state_of(item: Any) -> Any:
     if _is_array(item) or isinstance(item, _PLAIN):
         return item
-    return plain_state(item) if hasattr(item, "named_parameters") else item.state_dict()
+    if hasattr(item, "named_parameters"):
+        return plain_state(item)
+    return item.state_dict()
 
 
 def _is_tensor(item: Any) -> bool:
@@ -614,24 +680,32 @@ def _plain(item: Any) -> Any:
     """Return a number or text of numpy, or of a subclass, as Python's own; anything else as it is."""
     if isinstance(item, np.generic):
         item = item.item()
-    kind = next((kind for kind in _PLAIN if isinstance(item, kind)), None)
-    return item if kind is None else kind(item)
+    for kind in _PLAIN:
+        if isinstance(item, kind):
+            return kind(item)
+    return item
 
 
 def _plain_kind(value: Any) -> str:
-    return {bool: "number", int: "number", float: "number", str: "text"}.get(
-        type(value), type(value).__name__
-    )
+    """Return "number" or "text", or the name of any other type."""
+    if type(value) in (bool, int, float):
+        return "number"
+    if type(value) is str:
+        return "text"
+    return type(value).__name__
 
 
 def _is_equal_everywhere(item: Any) -> bool:
     """Return whether all ranks hold the object: a module, a parameter, or an optimizer that every rank steps."""
-    is_optimizer = hasattr(item, "param_groups") and owners.stepper_of(item) is Stepper.EVERY_RANK
-    return (
-        hasattr(item, "named_parameters")
-        or is_optimizer
-        or (_is_tensor(item) and item.requires_grad)
-    )
+    if hasattr(item, "named_parameters"):
+        return True
+    if hasattr(item, "param_groups"):
+        return owners.stepper_of(item) is Stepper.EVERY_RANK
+    return _is_tensor(item) and bool(item.requires_grad)
+
+
+def _kinds_of(objects: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _kind(item) for name, item in objects.items()}
 
 
 def _kind(item: Any) -> str:
@@ -645,8 +719,10 @@ def _kind(item: Any) -> str:
         return "strategy"
     if _is_tensor(item):
         return "tensor"
-    declared_kind = getattr(item, "checkpoint_kind", type(item).__name__)
-    return "module" if hasattr(item, "named_parameters") else declared_kind
+    if hasattr(item, "named_parameters"):
+        return "module"
+    declared_kind: str = getattr(item, "checkpoint_kind", type(item).__name__)
+    return declared_kind
 
 
 def _damaged(expected: str, actual: Any, source: str) -> CheckpointDamaged:
@@ -657,9 +733,9 @@ def _damaged(expected: str, actual: Any, source: str) -> CheckpointDamaged:
 
 def _parts_of(state: Any, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the nodes and kinds of the objects in a state, which may be any JSON: a digest is not a signature."""
-    nodes, kinds = (
-        (state.get("objects"), state.get("kinds")) if isinstance(state, dict) else (None, None)
-    )
+    parts = state if isinstance(state, dict) else {}
+    nodes = parts.get("objects")
+    kinds = parts.get("kinds")
     if not isinstance(nodes, dict) or not isinstance(kinds, dict) or nodes.keys() != kinds.keys():
         raise _damaged("objects, each with its kind,", state, source)
     return nodes, kinds
@@ -675,7 +751,7 @@ def _decoded(name: str, node: Any, arrays: list[NamedArray], source: str) -> Any
 def _check_shape(name: str, item: Any, loaded: Any, source: str) -> None:
     """Raise CheckpointDamaged unless `loaded` has the structure of a module's or an optimizer's state."""
     if hasattr(item, "param_groups"):
-        # wrappers have their own
+        # wrappers have states of another structure
         if _is_optimizer_state(item.state_dict()) and not _is_optimizer_state(loaded):
             raise _damaged(
                 f"groups of parameters and a dict for each parameter of {name!r}", loaded, source
@@ -685,23 +761,25 @@ def _check_shape(name: str, item: Any, loaded: Any, source: str) -> None:
 
 
 def _is_optimizer_state(loaded: Any) -> bool:
-    parts = loaded if isinstance(loaded, Mapping) else {}
-    groups = parts.get("param_groups")
-    states = parts.get("state")
-    return (
-        isinstance(groups, list)
-        and all(
-            isinstance(group, Mapping) and _is_list_of_names(group.get("params"))
-            for group in groups
-        )
-        and isinstance(states, Mapping)
-        and all(isinstance(state, Mapping) for key, state in states.items() if isinstance(key, int))
-    )
+    """Return whether a value has the structure of the state of a torch optimizer."""
+    if not isinstance(loaded, Mapping):
+        return False
+    groups = loaded.get("param_groups")
+    states = loaded.get("state")
+    if not isinstance(groups, list) or not isinstance(states, Mapping):
+        return False
+    for group in groups:
+        if not isinstance(group, Mapping) or not _is_list_of_names(group.get("params")):
+            return False
+    states_of_parameters = [state for key, state in states.items() if isinstance(key, int)]
+    return all(isinstance(state, Mapping) for state in states_of_parameters)
 
 
 def _is_list_of_names(value: Any) -> bool:
     """Return whether a value names parameters as optimizers do: by number, in some by text."""
-    return isinstance(value, list) and all(type(name) in (int, str) for name in value)
+    if not isinstance(value, list):
+        return False
+    return all(type(name) in (int, str) for name in value)
 
 
 def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
@@ -724,8 +802,10 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
         stored = _layouts(loaded)
     else:
         return
+    hint = ""
     prefix = _prefix_between(current, stored)
-    hint = f"there all names begin with {prefix!r}; " if prefix else ""
+    if prefix:
+        hint = f"there all names begin with {prefix!r}; "
     for key in [*current, *stored]:
         if current.get(key) != stored.get(key):
             raise CheckpointMismatch(
@@ -736,15 +816,15 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
 
 
 def _prefix_between(current: Mapping[str, str], stored: Mapping[str, str]) -> str:
-    """Return what all of their names begin with beside ours; "" if that is not the difference."""
+    """Return the prefix that all stored names have before the current ones; "" if names differ otherwise."""
     if len(current) != len(stored) or not current:
         return ""
-    their_first = str(next(iter(stored)))  # a damaged file may have numbers
-    prefix = their_first.removesuffix(next(iter(current)))
-    has_prefix = all(
-        their_name == prefix + name for their_name, name in zip(stored, current, strict=True)
-    )
-    return prefix if has_prefix else ""
+    first_stored_name = str(next(iter(stored)))  # a damaged file may have numbers
+    prefix = first_stored_name.removesuffix(next(iter(current)))
+    names_with_prefix = [prefix + name for name in current]
+    if list(stored) != names_with_prefix:
+        return ""
+    return prefix
 
 
 def _layouts(state: Mapping[str, Any]) -> dict[str, str]:

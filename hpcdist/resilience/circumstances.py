@@ -27,7 +27,7 @@ _BITS_DEPEND_ON = [
     "comm_hook",
     "local_steps",
 ]
-#: Facts that do not matter if the number of replicas is fixed.
+#: Facts that do not change bits if the number of replicas is fixed.
 _OF_PLACEMENT = ("ranks", "hosts", "mpi")
 
 
@@ -56,12 +56,13 @@ def warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
     has_fixed_replicas = (
         now.get("replicas") is not None and written.get("replicas") == now["replicas"]
     )
-    relevant = [key for key in _BITS_DEPEND_ON if not (has_fixed_replicas and key in _OF_PLACEMENT)]
-    # older files lack some
-    shared_keys = [key for key in relevant if key in written and key in now]
-    changes = [
-        f"{key} {written[key]} -> {now[key]}" for key in shared_keys if written[key] != now[key]
-    ]
+    changes = []
+    for key in _BITS_DEPEND_ON:
+        if has_fixed_replicas and key in _OF_PLACEMENT:
+            continue
+        # older files lack some facts
+        if key in written and key in now and written[key] != now[key]:
+            changes.append(f"{key} {written[key]} -> {now[key]}")
     if changes:
         logger.warning(
             "restore: bits may differ from an unbroken run, as these changed: %s",

@@ -50,12 +50,16 @@ class Durations:
     def p99(self) -> float:
         """The 99th percentile; 0 before the first."""
         n = len(self._sorted)
-        return self._sorted[min(n - 1, n * 99 // 100)] if n else 0.0
+        if n == 0:
+            return 0.0
+        return self._sorted[min(n - 1, n * 99 // 100)]
 
     @property
     def median(self) -> float:
         """The median; 0 before the first."""
-        return statistics.median(self._sorted) if self._sorted else 0.0
+        if not self._sorted:
+            return 0.0
+        return statistics.median(self._sorted)
 
     @property
     def spread(self) -> float:
@@ -85,23 +89,22 @@ class Calls:
         the time since it ended.
         """
         now = self._clock()
-        longer = [
-            (other_s, until)
-            for other_s, until in self._expected
-            if other_s > seconds and until > now
+        longer_calls = [
+            (call_s, until) for call_s, until in self._expected if call_s > seconds and until > now
         ]
-        self._expected = [*longer, (seconds, now + EXPECTED_TIMES * seconds)]
+        self._expected = [*longer_calls, (seconds, now + EXPECTED_TIMES * seconds)]
 
     @property
     def n_remembered(self) -> int:
-        """Number of calls kept; at most `EXPECTED_TIMES` + 1."""
+        """Number of calls that are kept; at most `EXPECTED_TIMES` + 1."""
         return len(self._expected)
 
     @property
     def longest_s(self) -> float:
         """The longest call that is expected again; 0 if none is."""
         now = self._clock()
-        return max((seconds for seconds, until in self._expected if until > now), default=0.0)
+        expected_s = [seconds for seconds, until in self._expected if until > now]
+        return max(expected_s, default=0.0)
 
 
 def slack_s(step: Durations, save: Durations) -> float:
@@ -148,10 +151,9 @@ class BatchEnd:
             return None
         answer = self._answer
         self._answer = None
-        if answer.exception() is not None:
-            logger.warning(
-                "expected the end of the job from the batch system, got %s", answer.exception()
-            )
+        error = answer.exception()
+        if error is not None:
+            logger.warning("expected the end of the job from the batch system, got %s", error)
             return None
         return answer.result()
 
@@ -160,15 +162,15 @@ class Deadline:
     """The time at which the job will be ended, and the work that must fit in before it.
 
     Args:
-        end: in seconds of `clock`.
+        end: time at which the job will be ended, in seconds of `clock`.
         step, save: measured durations, which the caller keeps adding to. A save includes its read-back.
         clock: seconds in which the job runs, see `RunningClock`; not the time of day, which may be set.
         n_saves: returns the number of saves at the end: 2 if an earlier one must finish first.
         calls: uninterrupted calls that may take the place of a step; also kept up to date by the caller.
 
     Attributes:
-        end: see above; moved when the batch system reports another end.
-        step, save, n_saves, calls: see above.
+        end: time at which the job will be ended; moved when the batch system reports another end.
+        step, save, n_saves, calls: the arguments of these names.
     """
 
     def __init__(
@@ -210,14 +212,15 @@ class Deadline:
 
     def describe(self) -> str:
         """Return one line for the log: when the job ends, and how long before that it will stop."""
-        day = "%H:%M:%S" if self.left_s < _DAY_S else "%Y-%m-%d %H:%M:%S"
-        end = f"job ends at {time.strftime(day, time.localtime(time.time() + self.left_s))}"
+        time_format = "%H:%M:%S" if self.left_s < _DAY_S else "%Y-%m-%d %H:%M:%S"
+        end_at = time.localtime(time.time() + self.left_s)
+        end = f"job ends at {time.strftime(time_format, end_at)}"
         n_saves = self.n_saves()
         call_s = self.calls.longest_s
         if must_stop(self.left_s, self.step, self.save, n_saves, call_s):
             return f"{end}; too soon for a step and a save, so this attempt stops at once"
         before_s = needed_s(self.step, self.save, n_saves, call_s)
-        unmeasured = (
-            "" if self.save.is_measured else ", plus the time of a step and a save, once measured"
-        )
-        return f"{end}; will save and stop about {before_s:.0f} s before that{unmeasured}"
+        line = f"{end}; will save and stop about {before_s:.0f} s before that"
+        if not self.save.is_measured:
+            line += ", plus the time of a step and a save, once measured"
+        return line

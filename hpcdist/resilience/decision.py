@@ -1,4 +1,4 @@
-"""The one rule of restarts: from the ledger to what the launcher must do next.
+"""The one rule of restarts: from the ledger to the next action of the launcher.
 
 | this attempt                                             | decision | exit code |
 |----------------------------------------------------------|----------|-----------|
@@ -13,8 +13,8 @@
 | fails or dies now otherwise                              | requeue  |           |
 
 Progress is a checkpoint of a step beyond the highest that any attempt of the run has reached. Attempts without progress
-count in a batch job only. Those that the batch system ended do not count, nor do those before a person removed
-`decision.json`, nor those of a program whose file has changed since.
+count in a batch job only. Attempts do not count if the batch system ended them, if a person has removed `decision.json`
+since, or if the program's file has changed since.
 """
 
 import enum
@@ -60,40 +60,43 @@ def decide(attempts: Sequence[Attempt], is_counted: bool) -> Decision:
         is_counted: whether attempts without progress end the run.
     """
     this = attempts[-1]
-    n = len(without_progress(attempts)) if is_counted else 0
+    n_without_progress = len(without_progress(attempts)) if is_counted else 0
     if this.end == "finished":
         return Decision(Verdict.FINISHED, this.reason, ExitCode.DONE)
     if this.end == "diverged":
         return Decision(Verdict.STOP, this.reason, ExitCode.DO_NOT_REQUEUE)
     if this.end == "refused":
         return Decision(Verdict.STOP, this.reason, ExitCode.BAD_CONFIGURATION)
-    if n > MAX_WITHOUT_PROGRESS and not this.end:
-        reason = f"{n - 1} attempts in a row without progress"
+    if n_without_progress > MAX_WITHOUT_PROGRESS and not this.end:
+        reason = f"{n_without_progress - 1} attempts in a row without progress"
         return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
     if this.end == "stopped" and this.reason.endswith(FOR_GOOD):
         return Decision(Verdict.STOP, this.reason, ExitCode.DO_NOT_REQUEUE)
-    if this.end == "stopped" and n >= MAX_WITHOUT_PROGRESS and not this.is_excused:
-        reason = f"{n} attempts in a row made no progress; this one was stopped by {this.reason}"
+    is_stalled = n_without_progress >= MAX_WITHOUT_PROGRESS
+    if this.end == "stopped" and is_stalled and not this.is_excused:
+        reason = (
+            f"{n_without_progress} attempts in a row made no progress; this one was stopped by "
+            f"{this.reason}"
+        )
         return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
     if this.end == "stopped":
         return Decision(Verdict.REQUEUE, this.reason, ExitCode.RUN_AGAIN)
-    if n >= MAX_WITHOUT_PROGRESS:
-        return Decision(Verdict.STOP, f"attempt {n} in a row that died without progress")
+    if is_stalled:
+        reason = f"attempt {n_without_progress} in a row that died without progress"
+        return Decision(Verdict.STOP, reason)
     if this.end:  # failed
         return Decision(Verdict.REQUEUE, this.reason)
-    return Decision(
-        Verdict.REQUEUE,
-        "died without notice" + (", after a newer checkpoint" if has_progress(this) else ""),
-    )
+    if has_progress(this):
+        return Decision(Verdict.REQUEUE, "died without notice, after a newer checkpoint")
+    return Decision(Verdict.REQUEUE, "died without notice")
 
 
 def without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts that count as a row without progress, newest first, the last of `attempts` included."""
     stalled_attempts: list[Attempt] = []
     started_attempts = [attempt for attempt in attempts if attempt.has_begun]
-    for attempt, successor in reversed(
-        list(itertools.zip_longest(started_attempts, started_attempts[1:]))
-    ):
+    with_successors = list(itertools.zip_longest(started_attempts, started_attempts[1:]))
+    for attempt, successor in reversed(with_successors):
         if (
             attempt.program != started_attempts[-1].program
             or attempt.end == "finished"
@@ -113,14 +116,15 @@ def has_progress(attempt: Attempt, successor: Attempt | None = None) -> bool:
 
     Args:
         attempt: the attempt.
-        successor: the next one, if there is one: it may have resumed from a copy in memory, which is progress too.
+        successor: the next attempt, if any: it may have resumed from a copy in memory, which is progress too.
     """
-    successors = (
-        -1 if successor is None or successor.resumed_step is None else successor.resumed_step
-    )
-    # beyond its base, if it was in memory
-    began_at = -1 if attempt.resumed_step is None else attempt.resumed_step
-    return max(attempt.committed_step, successors) > max(attempt.base_step, began_at)
+    reached_step = attempt.committed_step
+    if successor is not None and successor.resumed_step is not None:
+        reached_step = max(reached_step, successor.resumed_step)
+    began_at = attempt.base_step
+    if attempt.resumed_step is not None:  # a copy in memory may be beyond the base
+        began_at = max(began_at, attempt.resumed_step)
+    return reached_step > began_at
 
 
 def suspects(attempts: Sequence[Attempt]) -> dict[int, list[Attempt]]:
@@ -134,20 +138,18 @@ def suspects(attempts: Sequence[Attempt]) -> dict[int, list[Attempt]]:
     for attempt in without_progress(attempts):
         if not attempt.end and not attempt.has_saved and attempt.restored_step >= 0:
             died.setdefault(attempt.restored_step, []).append(attempt)
-    return {
-        step: dead_attempts
-        for step, dead_attempts in died.items()
-        if any(
-            _differ(first_attempt, second_attempt)
-            for first_attempt, second_attempt in itertools.combinations(dead_attempts, 2)
-        )
-    }
+    suspects_by_step: dict[int, list[Attempt]] = {}
+    for step, dead_attempts in died.items():
+        pairs = itertools.combinations(dead_attempts, 2)
+        if any(_differ(first, second) for first, second in pairs):
+            suspects_by_step[step] = dead_attempts
+    return suspects_by_step
 
 
-def _differ(first_attempt: Attempt, second_attempt: Attempt) -> bool:
-    return first_attempt.job != second_attempt.job or not set(first_attempt.nodes) & set(
-        second_attempt.nodes
-    )
+def _differ(first: Attempt, second: Attempt) -> bool:
+    """Return whether two attempts were of different jobs, or shared no node."""
+    shared_nodes = set(first.nodes) & set(second.nodes)
+    return first.job != second.job or not shared_nodes
 
 
 class DecisionFile:
@@ -188,8 +190,9 @@ class DecisionFile:
             **facts,
         }
         content["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        text = json.dumps(content, indent=1) + "\n"
         try:
-            durable.patiently(lambda: self._replace(json.dumps(content, indent=1) + "\n"))
+            durable.patiently(lambda: self._replace(text))
         except OSError as error:
             raise CheckpointError(
                 f"decision: expected to write {self.path}, got {error.strerror}; free space or choose another run "

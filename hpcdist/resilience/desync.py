@@ -24,18 +24,24 @@ Content = memoryview
 
 def contents_of(arrays: Sequence[NamedArray]) -> list[Content]:
     """Return the bytes of arrays, copied where they are not contiguous."""
-    return [np.ascontiguousarray(array.values).reshape(-1).view(np.uint8).data for array in arrays]
+    contents = []
+    for array in arrays:
+        values = np.ascontiguousarray(array.values).reshape(-1)
+        contents.append(values.view(np.uint8).data)
+    return contents
 
 
 def digest_of(
     parts: Mapping[str, Any], arrays: Sequence[NamedArray], contents: Sequence[Content]
 ) -> int:
-    """Return a 63-bit digest of parts of a state. Cost: reads every byte of their arrays once, at memory speed.
+    """Return a 63-bit digest of parts of a state.
 
     Args:
-        parts: nodes of JSON, as `tree.encode` returns them. How they number arrays does not matter.
-        arrays: which they refer to.
-        contents: the bytes of each.
+        parts: nodes of JSON, as `tree.encode` returns them. The numbers of arrays in them do not change the digest.
+        arrays: arrays that the nodes refer to.
+        contents: the bytes of each array.
+
+    Cost: reads every byte of the arrays once, at memory speed.
     """
     digest = xxhash.xxh3_64()
 
@@ -50,7 +56,8 @@ def digest_of(
             ((kind, content),) = node.items()  # a node of a state has one key
             digest.update(kind.encode())
             if kind in ("tensor", "array"):
-                digest.update(f"{arrays[content].dtype} {arrays[content].values.shape}".encode())
+                array = arrays[content]
+                digest.update(f"{array.dtype} {array.values.shape}".encode())
                 digest.update(contents[content])
             else:
                 add(content)
@@ -63,15 +70,15 @@ def digest_of(
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the chief is about to save, to be compared with what the other ranks hold.
+    """The state that the chief is about to save, to be compared with the state of the other ranks.
 
-    The chief lays its state out while the others compute their digests, and computes its own one from the copy, in the
-    background: `expected` comes in between.
+    The chief lays its state out while the other ranks compute their digests. It computes its digest from the copy, in
+    the background; `expected` is set in between.
 
     Attributes:
-        parts: of the state, that are equal on all ranks.
-        arrays: which they refer to.
-        n_ranks: that are compared.
+        parts: nodes of the state that are equal on all ranks.
+        arrays: arrays that the nodes refer to.
+        n_ranks: number of ranks that are compared.
         expected: the digest of all other ranks.
     """
 
@@ -89,29 +96,33 @@ class Comparison:
 
 
 def digest_of_others(local_digest: int | None, world: World) -> int | None:
-    """Return the digest that all ranks but the chief hold; None where they differ.
+    """Return the digest that all ranks but the chief hold; None if they differ.
 
-    Collective: chief and workers; bounded by the timeout.
+    Collective over chief and workers; bounded by the timeout.
 
     Args:
-        local_digest: this rank's; None on the chief.
+        local_digest: digest of this rank; None on the chief.
         world: the ranks.
 
     Cost: two all-reduces of 8 bytes.
     """
-    highest = world.all_reduce_int(
-        -1 if local_digest is None else local_digest, MPI.MAX, world.role_comm
-    )
-    lowest = world.all_reduce_int(
-        _NO_DIGEST if local_digest is None else local_digest, MPI.MIN, world.role_comm
-    )
-    return lowest if lowest == highest else None
+    # the chief adds numbers that neither the maximum nor the minimum can be
+    lower_bound = -1
+    upper_bound = _NO_DIGEST
+    if local_digest is not None:
+        lower_bound = local_digest
+        upper_bound = local_digest
+    highest = world.all_reduce_int(lower_bound, MPI.MAX, world.role_comm)
+    lowest = world.all_reduce_int(upper_bound, MPI.MIN, world.role_comm)
+    if lowest != highest:
+        return None
+    return lowest
 
 
 def require_equal(digest: int, world: World) -> None:
     """Raise DesyncError on all ranks unless all hold the same digest.
 
-    Collective: chief and workers; bounded by the timeout.
+    Collective over chief and workers; bounded by the timeout.
 
     Raises:
         DesyncError: names the ranks that differ from the majority; "do not requeue", as a restart would not help.
@@ -128,18 +139,19 @@ def require_equal(digest: int, world: World) -> None:
 
 
 def gather_digests(local_digest: int, world: World) -> list[int]:
-    """Return the digests of all ranks. Collective: chief and workers; bounded by the timeout."""
+    """Return the digests of all ranks. Collective over chief and workers; bounded by the timeout."""
+    local_digests = np.array([local_digest], np.int64)
     digests = np.empty(world.role_comm.size, np.int64)
-    world.wait(world.role_comm.Iallgather(np.array([local_digest], np.int64), digests))
+    world.wait(world.role_comm.Iallgather(local_digests, digests))
     return [int(digest) for digest in digests]
 
 
 def difference(digests: list[int]) -> DesyncError:
     """Return the error of ranks with these digests, which differ."""
     odd = odd_ranks(digests)
-    named = ", ".join(str(rank) for rank in odd[:_MAX_NAMED]) + (
-        " and more" if len(odd) > _MAX_NAMED else ""
-    )
+    named = ", ".join(map(str, odd[:_MAX_NAMED]))
+    if len(odd) > _MAX_NAMED:
+        named += " and more"
     return DesyncError(
         f"desync check: expected equal models and optimizers on all {len(digests)} ranks, got different ones on rank "
         f"{named}; look for models made outside of strategy.scope(), settings such as a learning rate that differ "

@@ -41,9 +41,9 @@ class FastTier:
     Memory per node: the copy, and during a save the next copy, besides the saver's buffer.
 
     Args:
-        directory: on an in-memory file system, such as /dev/shm; each node has its own. If others may write to it, it
-            must be sticky, as /dev/shm is.
-        name: of the job, with which the memory is lost, and the run: copies of others are excluded.
+        directory: folder on an in-memory file system, such as /dev/shm; each node has its own. If other users may write
+            to it, it must be sticky, as /dev/shm is.
+        name: name of the job, with which the memory is lost, and of the run: other copies are not read.
         attempt: number of this attempt.
 
     Attributes:
@@ -53,7 +53,8 @@ class FastTier:
     def __init__(self, directory: str | os.PathLike[str], name: str, attempt: int) -> None:
         # a part was read from a file, which may hold any characters
         name = re.sub(r"\W", "-", name)
-        self._path = Path(directory).absolute() / f"{_PREFIX}-{os.getuid()}-{name}"
+        folder_name = f"{_PREFIX}-{os.getuid()}-{name}"
+        self._path = Path(directory).absolute() / folder_name
         self._disk = Disk()
         self._store = Store(self._path, self._disk)
         self.is_kept = True
@@ -71,7 +72,7 @@ class FastTier:
             self._require_own()
             descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             if _lock(descriptor, fcntl.LOCK_SH) and _is_at(descriptor, self._path):
-                os.utime(descriptor)  # what another job removes is old
+                os.utime(descriptor)  # another job removes old folders only
                 weakref.finalize(self, os.close, descriptor)
                 return
             os.close(descriptor)
@@ -82,7 +83,8 @@ class FastTier:
 
     def _sweep(self) -> None:
         """Remove copies of this user's jobs that are gone for good: nothing else would before the node restarts."""
-        for path in self._path.parent.glob(f"{_PREFIX}-{os.getuid()}-*"):
+        folder_names = f"{_PREFIX}-{os.getuid()}-*"
+        for path in self._path.parent.glob(folder_names):
             with contextlib.suppress(OSError):  # just removed, or no folder
                 if path != self._path and time.time() - path.lstat().st_mtime > STALE_S:
                     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -98,9 +100,8 @@ class FastTier:
     def _require_own(self) -> None:
         """Raise CheckpointError unless only this user can have written to the folder."""
         status = os.lstat(self._path)
-        is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & (
-            stat.S_IWGRP | stat.S_IWOTH
-        )
+        others_may_write = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        is_closed = stat.S_ISDIR(status.st_mode) and not others_may_write
         if not is_closed or status.st_uid != os.getuid():
             raise CheckpointError(
                 f"fast tier: expected a folder that only user {os.getuid()} can write to at {self._path}, got "
@@ -120,7 +121,7 @@ class FastTier:
                 )
 
     def commit(self, step: int, image: FileImage) -> None:
-        """Make a file the copy of this step, in place of the last one, unless none are made any more.
+        """Make a file the copy of this step, in place of the last copy, unless copies have ended.
 
         Raises:
             CheckpointError: if the memory is full, or copies are a later attempt's.
@@ -128,12 +129,13 @@ class FastTier:
         if self.is_kept:
             self._store.path_of(step)  # raises if the step is not a later one
             self._store.commit(step, image)
-            self._store.prune(Saved(self._store.attempt, step), Retention(max_to_keep=1))
+            saved = Saved(self._store.attempt, step)
+            self._store.prune(saved, Retention(max_to_keep=1))
 
     def require_memory(self, nbytes: int) -> None:
         """Raise CheckpointError unless two copies of `nbytes` fit into memory: a new one is made beside the old one."""
         available = available_bytes()
-        # of an earlier attempt
+        # copies of an earlier attempt give their memory to the new ones
         earlier_bytes = sum(_size_of(path) for path in self._path.glob("step-*.h5"))
         if available is not None and available + earlier_bytes < 2 * nbytes:
             raise CheckpointError(

@@ -18,14 +18,14 @@ def is_generator(item: Any) -> bool:
 
 
 class GeneratorState:
-    """The state of a generator, of each rank that has another one.
+    """The states of a generator: one for each rank, or a single one if all ranks have the same.
 
     Args:
-        generator: of numpy, Python or torch.
+        generator: a generator of numpy, Python or torch.
 
     Attributes:
-        generator: as given.
-        checkpoint_kind: its class.
+        generator: the generator.
+        checkpoint_kind: name of the generator's class.
     """
 
     #: All ranks must call `state_dict` together; `CheckpointManager.save` lets them.
@@ -36,7 +36,7 @@ class GeneratorState:
         self.checkpoint_kind = type(generator).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks, or the one that all have. Collective: the ranks of the role."""
+        """Return the states of all ranks, or a single one if all are equal. Collective over the ranks of the role."""
         comm = make_world().role_comm
         states = [_text_of(self.generator)]
         if comm.size > 1:
@@ -46,9 +46,11 @@ class GeneratorState:
         return {"states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this rank's state; a rank that there was not at the save keeps its own. Not collective."""
+        """Resume from this rank's state; a rank that did not take part in the save keeps its own. Not collective."""
         states = state["states"]
-        rank = make_world().role_comm.rank if len(states) > 1 else 0
+        rank = 0
+        if len(states) > 1:
+            rank = make_world().role_comm.rank
         if rank < len(states):
             _set_state(self.generator, states[rank])
 

@@ -3,7 +3,7 @@
 An attempt appends to its own file only, one line of JSON per event. The store itself notes saves and commits.
 
     begin     with job, nodes, program, base (the highest step that earlier attempts reached), is_new_try, is_vouched
-    new try   a person wants another try: as is_new_try
+    new try   a person wants another try: the same as is_new_try
     restore   step: the checkpoint it is about to read, which may kill it
     resume    step: the step it resumed from; is_base
     save      it reached its first save, so the checkpoint it restored can be trained on
@@ -32,7 +32,7 @@ from hpcdist.cluster.environment import is_after_preemption, job_id, read_enviro
 from hpcdist.cluster.slurm import node_names
 from hpcdist.forks import make_lock
 
-#: Attempts that are read: each line "begin" carries over what counts of earlier ones.
+#: Number of attempts that are read: each line "begin" carries over the progress of earlier attempts.
 _N_READ = 16
 
 
@@ -41,21 +41,21 @@ class Attempt:
     """One attempt, as recorded in its ledger.
 
     Attributes:
-        number: of the attempt.
-        job: id of its batch job; None outside of one.
-        nodes: names of its nodes.
+        number: number of the attempt, from 1.
+        job: id of the batch job; None outside of one.
+        nodes: names of the nodes.
         program: digest of the program's file; None if unknown.
         base_step: progress is a step beyond this one; -1 in a new run.
-        is_new_try: a person asked to try again, so that earlier attempts do not count.
-        is_vouched: the batch system ended the attempt before this one, so that that one does not count.
-        has_begun: whether its first event is known.
-        restored_step: the step that it read or was about to read; -1 for none.
-        resumed_step: the step that it resumed from; None for a new run, or if it died before.
-        has_saved: it reached a save, successful or not.
-        committed_step: the highest step of its checkpoints that were read back; -1 for none.
-        end: how it ended: finished, stopped, failed, refused, diverged; empty if it died, or still runs.
-        reason: why.
-        is_excused: it was ended by the batch system, so that it does not count as one without progress.
+        is_new_try: whether a person asked to try again, so that earlier attempts do not count.
+        is_vouched: whether the batch system ended the attempt before, so that the earlier attempt does not count.
+        has_begun: whether the first event is known.
+        restored_step: the step that was read or was about to be read; -1 for none.
+        resumed_step: the step that the attempt resumed from; None for a new run, or if the attempt died before.
+        has_saved: whether the attempt reached a save, successful or not.
+        committed_step: the highest step of the checkpoints that were read back; -1 for none.
+        end: the way it ended: finished, stopped, failed, refused, diverged; empty if it died, or still runs.
+        reason: why it ended.
+        is_excused: whether the batch system ended it, so that it does not count as an attempt without progress.
     """
 
     number: int
@@ -77,16 +77,13 @@ class Attempt:
     @property
     def reached_step(self) -> int:
         """The highest step that this attempt or an earlier one is known to have reached."""
-        return max(
-            self.base_step,
-            self.committed_step,
-            -1 if self.resumed_step is None else self.resumed_step,
-        )
+        resumed_step = -1 if self.resumed_step is None else self.resumed_step
+        return max(self.base_step, self.committed_step, resumed_step)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is known of this process's launch; the names are those of `Attempt`."""
+    """Facts of a launch of the program; `Attempt` explains the names."""
 
     job: str | None
     nodes: tuple[str, ...]
@@ -129,22 +126,17 @@ def after_lines(attempt: Attempt, lines: Iterable[str]) -> Attempt:
 
 
 def _after(attempt: Attempt, event: str, record: dict[str, Any]) -> Attempt:
-    """Return an attempt after one more event."""
+    """Return an attempt after another event of its ledger."""
     if event == "begin":
-        nodes = tuple(str(node) for node in record["nodes"])
-        job, program = (
-            None if record[name] is None else str(record[name]) for name in ("job", "program")
-        )
-        attempt = replace(
+        return replace(
             attempt,
             has_begun=True,
-            job=job,
-            nodes=nodes,
-            program=program,
+            job=_text_or_none(record["job"]),
+            nodes=tuple(map(str, record["nodes"])),
+            program=_text_or_none(record["program"]),
             base_step=_step(record["base"]),
-        )
-        return replace(
-            attempt, is_new_try=bool(record["is_new_try"]), is_vouched=bool(record["is_vouched"])
+            is_new_try=bool(record["is_new_try"]),
+            is_vouched=bool(record["is_vouched"]),
         )
     if event == "new try":
         return replace(attempt, is_new_try=True)
@@ -159,11 +151,19 @@ def _after(attempt: Attempt, event: str, record: dict[str, Any]) -> Attempt:
     if event == "commit":
         return replace(attempt, committed_step=max(attempt.committed_step, _step(record["step"])))
     if event == "end":
-        end = str(record["how"])
-        reason = str(record["reason"])
-        is_excused = bool(record.get("is_excused"))
-        return replace(attempt, end=end, reason=reason, is_excused=is_excused)
+        return replace(
+            attempt,
+            end=str(record["how"]),
+            reason=str(record["reason"]),
+            is_excused=bool(record.get("is_excused")),
+        )
     return attempt
+
+
+def _text_or_none(value: Any) -> str | None:
+    if value is None:
+        return None
+    return str(value)
 
 
 def _step(value: Any) -> int:
@@ -190,25 +190,27 @@ class Ledger:
         self._reading = make_lock()  # the saver's thread reads too
 
     def refresh(self) -> None:
-        """Let the next look find attempts of other nodes, whatever this one has listed before."""
+        """Let the next call of `attempts` find attempts of other nodes, whatever this node has listed before."""
         self._store.refresh_listings()
 
     def attempts(self) -> list[Attempt]:
         """Return the latest attempts, oldest first; this one, if it has begun, comes last.
 
-        Cost: the first call reads their ledgers, later ones what has been appended.
+        Cost: the first call reads their ledgers, later calls the lines that have been appended.
         """
         with self._reading:
             numbers = self._store.latest_attempts(_N_READ)
             for number in set(self._followed) - set(numbers):
                 del self._followed[number]
+            attempts = []
             with self._store.explained("restore", "a folder that can be read"):
-                return [
-                    durable.patiently(functools.partial(self._follow, number)) for number in numbers
-                ]
+                for number in numbers:
+                    follow = functools.partial(self._follow, number)
+                    attempts.append(durable.patiently(follow))
+            return attempts
 
     def _follow(self, number: int) -> Attempt:
-        """Return an attempt, after what has been appended to its ledger."""
+        """Return an attempt, after reading the lines that have been appended to its ledger."""
         followed = self._followed.pop(number, None)  # if reading fails, the next call begins anew
         if followed is None:
             followed = FollowedFile(self._store.ledger_of(number))
@@ -222,8 +224,8 @@ class Ledger:
         """Begin this attempt: take the next number.
 
         Args:
-            launch: of this process.
-            is_new_try: see `Attempt`.
+            launch: facts of the launch of this process.
+            is_new_try: whether a person asked to try again, so that earlier attempts do not count.
         """
         self._store.begin()  # which also makes the listing fresh
         self._store.shorten_ledgers(_N_READ)
@@ -238,7 +240,7 @@ class Ledger:
         self._store.note("new try")
 
     def restore(self, step: int) -> None:
-        """Record what is about to be read, as reading may kill this process."""
+        """Record the step of the checkpoint that is about to be read, as reading may kill this process."""
         self._store.note("restore", step=step)
 
     def resume(self, step: int, is_base: bool = False) -> None:

@@ -51,28 +51,29 @@ class CheckpointManager:
     Making it writes nothing. The first restore, or the first save without one, begins an attempt, which replaces
     earlier writers of the folder.
 
-    Collective: chief and workers.
+    Collective over chief and workers.
 
     Args:
         checkpoint: the objects to save.
         directory: the folder; created by the attempt if missing. Only the chief needs access.
         max_to_keep: number of checkpoints to keep; older ones are removed once a newer one is committed and read back.
-            None: all are kept.
-        keep_every_n_hours: of the older ones, keep the first, and each that is this much later than the one kept
-            before it.
+            None keeps all.
+        keep_every_n_hours: hours; of the older checkpoints the first is kept, and each that is this much later than the
+            one kept before it.
         keep_best: name of a metric passed to `save`: the checkpoint with its best value is kept too, as `best.h5`.
         best_mode: "min" or "max": which value is best.
-        n_best: how many with the best values are kept.
-        keep_every_n_steps: as keep_every_n_hours, by steps.
+        n_best: number of checkpoints with the best values that are kept.
+        keep_every_n_steps: steps; older checkpoints are kept at this distance, as with `keep_every_n_hours`.
         fast_directory: an in-memory folder on every node, such as /dev/shm, for the copies of `save_fast`. A restore
             uses the newest state that verifies, on disk or in memory.
         checkpoint_interval: steps; a save that comes sooner after the last one is left out.
 
     Attributes:
-        checkpoint: see above.
-        latest_path: path of the last saved or restored checkpoint.
-        saved_step: its step; before the first, the step of the Checkpoint, which other managers may save too.
-        saved_at: time of that save or restore, by `time.monotonic`.
+        checkpoint: the objects that are saved.
+        latest_path: path of the last saved or restored checkpoint; None before the first.
+        saved_step: step of the last save or restore; before the first, the step of the Checkpoint, which other managers
+            may save too.
+        saved_at: time of the last save or restore, by `time.monotonic`.
         ledger: the attempts of the run. Valid on the chief only.
     """
 
@@ -102,17 +103,21 @@ class CheckpointManager:
         self._saver = Saver(self._world, Store(directory), self._retention, prepare)
         weakref.finalize(self, self._saver.release).atexit = False
         self.ledger = Ledger(self._saver.store)
-        self._fast_directory = None if fast_directory is None else Path(fast_directory).absolute()
-        self._has_begun = self._is_behind = False
+        self._fast_directory: Path | None = None
+        if fast_directory is not None:
+            self._fast_directory = Path(fast_directory).absolute()
+        self._has_begun = False
+        self._is_behind = False
         self.latest_path: str | None = None
-        self.note_saved(checkpoint.step)
+        self.saved_step = checkpoint.step
+        self.saved_at = time.monotonic()
 
     def begin_attempt(self, is_new_try: bool = False) -> None:
         """Begin an attempt, which replaces earlier writers of the folder, unless one of this manager is in progress.
 
-        A restore does so too, and the first save.
+        A restore and the first save begin one too.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
             is_new_try: whether a person wants another try, so that earlier attempts without progress do not count.
@@ -141,16 +146,15 @@ class CheckpointManager:
                 self.ledger.try_again()
 
     def _begin_fast_tier(self, directory: Path) -> FastTier | None:
-        """Return this node's fast tier on its first rank, None on others."""
+        """Return this node's fast tier on the first rank of the node; None on its other ranks."""
         if self._world.task.type not in ("chief", "worker"):  # an evaluator only reads
             return None
         run_id = ""
         with self._world.agreed(self._comm):
             if self._is_writer:
                 run_id = self._saver.store.run_id()
-        run_id, attempt = self._world.broadcast_text(
-            f"{run_id} {self.attempt}", 0, self._comm
-        ).split()
+        text = self._world.broadcast_text(f"{run_id} {self.attempt}", 0, self._comm)
+        run_id, attempt = text.split()
         if self._world.node_comm.rank > 0:
             return None
         job = job_id(read_environment()) or "0"  # scripts remove copies by it
@@ -172,9 +176,9 @@ class CheckpointManager:
 
         It is there once a checkpoint with that metric was saved.
         """
-        return (
-            None if self._retention.keep_best is None else str(self._saver.store.path / "best.h5")
-        )
+        if self._retention.keep_best is None:
+            return None
+        return str(self._saver.store.path / "best.h5")
 
     @property
     def attempt(self) -> int:
@@ -206,8 +210,9 @@ class CheckpointManager:
     ) -> str | None:
         """Commit the state after `step` optimizer steps and return the file's path on every rank.
 
-        Collective: chief and workers. The chief copies the state; a background thread writes it. The next save, `wait`
-        and the end of the program wait for that thread. Older checkpoints are pruned after the file was read back.
+        Collective over chief and workers. The chief copies the state; a background thread writes it. The next save,
+        `wait` and the end of the program wait for that thread. Older checkpoints are pruned after the file was read
+        back.
 
         Args:
             step: optimizer steps taken; at least the last step in the folder.
@@ -215,13 +220,13 @@ class CheckpointManager:
                 saved again keeps its metrics.
             blocking: whether to return once the file is durable; otherwise return once the state is copied.
             if_changed: whether to save nothing if the chief's state equals the last saved or restored one.
-            in_memory: whether to copy the state to the memory of every node too, as `save_fast`; on the chief's node
-                one copy of the arrays serves for both.
+            in_memory: whether to copy the state to the memory of every node too, like `save_fast`; on the chief's node
+                one copy of the arrays is enough for the file and for the memory.
             check_interval: whether to save nothing, and return None, within `checkpoint_interval` steps of the last
                 save or restore.
 
         Raises:
-            UsageError: if what drives an optimizer of the Checkpoint is not in it, or a metric is no number; on all
+            UsageError: if an object that drives an optimizer is not in the Checkpoint, or a metric is no number; on all
                 ranks.
             CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
                 untouched.
@@ -260,7 +265,9 @@ class CheckpointManager:
                 if self._is_writer:
                     state, arrays = self.checkpoint.collect(gathered)
                     parts = self.checkpoint.trained_parts(state["objects"])
-                    comparison = Comparison(parts, arrays, self._comm.size, expected)
+                    comparison = None
+                    if self._comm.size > 1:
+                        comparison = Comparison(parts, arrays, self._comm.size, expected)
                     saved = self._saver.save(
                         step,
                         (state, arrays),
@@ -268,7 +275,7 @@ class CheckpointManager:
                         numbers,
                         if_changed=if_changed,
                         in_memory=in_memory,
-                        comparison=comparison if self._comm.size > 1 else None,
+                        comparison=comparison,
                     )
                     path = str(saved or self.latest_path)
                 elif in_memory and self._saver.keeps_copies:
@@ -288,16 +295,16 @@ class CheckpointManager:
     def _compare_others(self, expected: "Future[int]") -> None:
         """Give the chief's thread the digest that all other ranks hold, or raise as they differ among themselves.
 
-        Collective: chief and workers. The chief has laid out its state meanwhile.
+        Collective over chief and workers. The chief has laid out its state meanwhile.
         """
         local_digest = None if self._is_writer else self._digest_of_trained()
         digest = digest_of_others(local_digest, self._world)
         if digest is not None:
             expected.set_result(digest)
             return
-        digests = gather_digests(
-            self._digest_of_trained() if local_digest is None else local_digest, self._world
-        )
+        if local_digest is None:
+            local_digest = self._digest_of_trained()
+        digests = gather_digests(local_digest, self._world)
         expected.set_exception(difference(digests))
         self._wait(until_durable=True)  # raises that error on all ranks
 
@@ -311,7 +318,7 @@ class CheckpointManager:
         Progress counts from there, and any later step can be saved. An attempt that has saved a later step gives way to
         another one.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
         """
         chosen = self.checkpoint.chosen_path
         step = self.checkpoint.step
@@ -334,13 +341,14 @@ class CheckpointManager:
     def call_after_commit(self, note: Callable[[int], None]) -> None:
         """Have note(step), a method, called on the chief after each commit, in the thread that writes. Not collective.
 
-        Held weakly. What it raises, the next save or `wait` raises.
+        The method is held weakly. The next save or `wait` raises its errors.
         """
         self._saver.call_after_commit(note)
 
     def note_saved(self, step: int) -> None:
         """Record that `step` is saved, by this manager or by a user's function in its place. On all ranks."""
-        self.checkpoint.step = self.saved_step = step
+        self.checkpoint.step = step
+        self.saved_step = step
         self.saved_at = time.monotonic()
 
     def reserve(self) -> None:
@@ -349,7 +357,7 @@ class CheckpointManager:
         The handler does so after the first step: in a memory cgroup, memory is charged when it is first used, and a
         process that exceeds the limit is killed, which must not be hours later.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Raises:
             CheckpointError: if memory is insufficient; on all ranks.
@@ -372,7 +380,7 @@ class CheckpointManager:
     def require_copies(self) -> None:
         """Raise UsageError on all ranks if a copy of a model, which changes at each step, is not in the Checkpoint.
 
-        To be called one step after `reserve`. Collective: chief and workers.
+        To be called one step after `reserve`. Collective over chief and workers.
         """
         with self._world.agreed(self._comm):
             self.checkpoint.unsaved_state.look_at_copies()
@@ -405,9 +413,9 @@ class CheckpointManager:
 
         The state must be equal on all ranks, as models, optimizers, distributed datasets and metrics are. A node that
         cannot make a copy logs it and continues without. The chief's node makes none while a save is being written, and
-        no node does while records of metrics do not get into their file: copies count on them.
+        no node does while records of metrics do not get into their file: copies rely on them.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Cost: one copy of the arrays on the first rank of each node, and an all-reduce of 8 bytes.
         """
@@ -420,7 +428,10 @@ class CheckpointManager:
                 self._saver.copy(step, self.checkpoint.collect(gathered), self._written())
 
     def _agree_to_copy(self) -> bool:
-        """Return whether records of metrics are in their file, on which copies count. Collective: chief and workers."""
+        """Return whether records of metrics are in their file: copies in memory rely on it.
+
+        Collective over chief and workers.
+        """
         can_copy = True
         if self._is_writer:
             # a file server that hangs delays one copy only
@@ -441,7 +452,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until the last save is durable and was read back.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Raises:
             CheckpointError: if it cannot be written, on all ranks.
@@ -467,7 +478,7 @@ class CheckpointManager:
 
         If they differ, checkpoints stay and copies in memory are removed.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Raises:
             DesyncError: on all ranks, naming those that differ; exit code 76, "do not requeue".
@@ -477,7 +488,8 @@ class CheckpointManager:
         self.checkpoint.refresh()
         with self._forgetting_copies():
             nodes, arrays = self.checkpoint.collect_equal()
-            nodes = self.checkpoint.trained_parts(nodes) if self.checkpoint.is_on_servers else nodes
+            if self.checkpoint.is_on_servers:
+                nodes = self.checkpoint.trained_parts(nodes)
             require_equal(digest_of(nodes, arrays, contents_of(arrays)), self._world)
 
     # -- restore --------------------------------------------------------------------------------------------------
@@ -485,10 +497,11 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restore the latest checkpoint that verifies; return its path, or None for an empty folder.
 
-        Begins an attempt if none of this manager is in progress, and notes what it restores: a checkpoint that two
-        attempts died on is skipped, see docs/checkpoints.md. After `Checkpoint.restore(path)` it keeps that one.
+        Begins an attempt if none of this manager is in progress, and records which checkpoint it restores. A checkpoint
+        that two attempts died on is skipped, see docs/checkpoints.md. After `Checkpoint.restore(path)` it keeps the
+        state of `path`.
 
-        Collective: chief and workers. The chief reads and broadcasts; other ranks do not access the folder.
+        Collective over chief and workers. The chief reads and broadcasts; other ranks do not access the folder.
 
         Raises:
             CheckpointMismatch: if the checkpoint is of another model or other objects, or has a newer format; on all
@@ -500,39 +513,42 @@ class CheckpointManager:
             return chosen
         self.wait()
         restored = self._restore(self._suspects())
+        if restored is None:
+            return None
         # to the disk, before the copies in memory can be removed
-        if restored is not None and restored.is_in_memory:
+        if restored.is_in_memory:
             self.save(self.checkpoint.step, blocking=False, check_interval=False)
-        return None if restored is None else restored.path
+        return restored.path
 
     def _suspects(self) -> set[int]:
-        """Return the steps that attempts died on, and log what is done about them. Collective: chief and workers."""
+        """Return the steps that attempts died on, and log that they are skipped. Collective over chief and workers."""
         text = ""
         with self._world.agreed(self._comm):
             if self._is_writer:
                 deaths_by_step = suspects(self.ledger.attempts()[:-1])
                 text = " ".join(map(str, deaths_by_step))
                 for step, died in deaths_by_step.items():
-                    numbers = " and ".join(str(attempt.number) for attempt in died[::-1])
+                    numbers = [str(attempt.number) for attempt in reversed(died)]
                     logger.warning(
                         "restore: skips step %d, if there is another one: attempts %s died on it, in different jobs or "
                         "on different nodes.",
                         step,
-                        numbers,
+                        " and ".join(numbers),
                     )
-        return {int(step) for step in self._world.broadcast_text(text, 0, self._comm).split()}
+        text = self._world.broadcast_text(text, 0, self._comm)
+        return set(map(int, text.split()))
 
     def begin_config(self, program_end: float | None) -> None:
         """Write `config.json` into the run folder, and a line to the log; see `run_config.py`.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
         """
         begin_config(
             self._world, self._saver.store.path.parent, self.attempt, program_end, self._written
         )
 
     def give_up_attempt(self) -> None:
-        """Let what this manager does next be another attempt: this one was refused, or has failed. On all ranks."""
+        """Let the next save or restore begin another attempt: this one was refused, or has failed. On all ranks."""
         self._has_begun = False
 
     @property
@@ -553,11 +569,11 @@ class CheckpointManager:
     ) -> None:
         """Record that this attempt ends in an orderly way.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
-            how: "finished", or "stopped" if it was asked to.
-            reason: why.
+            how: "finished", or "stopped" after a stop request.
+            reason: why the attempt ends.
             is_excused: whether the batch system asked, so that it does not count as an attempt without progress.
             is_late: whether there is no time to wait for a save in progress; copies in memory stay then, too.
 
@@ -571,14 +587,16 @@ class CheckpointManager:
                 self.ledger.end(how, reason, is_excused)
         if not is_late:
             self.forget_copies()
-        self._has_begun = False  # what this manager does next is another attempt
+        self._has_begun = False  # the next save or restore begins another attempt
 
     def forget_copies(self) -> None:
         """Remove this node's copies in memory, if this rank keeps them."""
         self._saver.forget_copies()
 
     def _restore(self, skipped: set[int]) -> Restored | None:
-        copy = None if self._saver.fast_tier is None else self._saver.fast_tier.find()
+        copy = None
+        if self._saver.fast_tier is not None:
+            copy = self._saver.fast_tier.find()
         restore = Restore(self._world, self.checkpoint)
         restored = restore.newest(self._saver.store, copy, skipped, self._note_restore)
         if restored is None:
@@ -599,7 +617,10 @@ class CheckpointManager:
         return restored
 
     def _note_restore(self, saved: Saved) -> None:
-        """Record what is about to be read: it may kill this process. An evaluator only reads, and records nothing."""
+        """Record which checkpoint is about to be read, as reading may kill this process.
+
+        An evaluator only reads, and records nothing.
+        """
         if self._is_writer:
             self.ledger.restore(saved.step)
 
@@ -611,7 +632,7 @@ def _numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as numbers of Python.
 
     Raises:
-        UsageError: for one that is no number; on this rank only.
+        UsageError: for a metric that is no number; on this rank only.
     """
     numbers: dict[str, float] = {}
     for name, value in metrics.items():

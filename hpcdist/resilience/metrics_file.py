@@ -41,8 +41,8 @@ class MetricsFile:
     """Records of a job, each with its step, in the order of steps.
 
     Pass it to the Checkpoint too: a restart then keeps the records that existed at the save, and training writes the
-    later ones again. Otherwise the first record of an attempt drops those of its own and of later steps, after a copy
-    of the file was made.
+    later ones again. Otherwise the first record of an attempt drops the old records of its step and of later steps,
+    after a copy of the file was made.
 
     A line damaged on disk does not affect others: a new attempt moves it to NAME.bad and logs its number.
 
@@ -50,14 +50,14 @@ class MetricsFile:
 
     Args:
         path: path of the file; its folder is created if missing.
-        world: the world whose chief writes; default: that of the process.
+        world: the world whose chief writes; None for the world of the process.
         disk: file system calls, which tests replace.
 
     Attributes:
-        path: see above.
-
-        retries: what could not be written, and when it is tried again. Meanwhile records are kept in memory, and
-            training and its checkpoints go on.
+        path: absolute path of the file.
+        timeout_s: time limit of the world, in seconds.
+        retries: the last failure to write, and the time of the next try. Meanwhile records are kept in memory, and
+            training and its checkpoints continue.
 
     Raises:
         CheckpointError: from `flush` alone, if the file cannot be written; on the chief.
@@ -86,7 +86,8 @@ class MetricsFile:
         self._file: int | None = None
         self._close: Callable[[], object] = lambda: None
         self._step_in_file = -1
-        self._is_cut = self._is_earlier_run_kept = False
+        self._is_cut = False
+        self._is_earlier_run_kept = False
         self._is_durable = True
         self.retries = Retries(f"metrics: writing records to {self.path}")
         self._unanswered: Future[Any] | None = None
@@ -130,7 +131,7 @@ class MetricsFile:
         logger.warning("metrics: %d records that %s did not take are lost.", n_dropped, self.path)
 
     def _start_to_append(self) -> None:
-        """Let the thread append what is queued, unless it will anyway. The caller holds the lock."""
+        """Let the thread append the queued records, unless it will anyway. The caller holds the lock."""
         if not self._will_append:
             # also keeps this object alive until all is in the file
             atexit.register(self.flush_at_exit)
@@ -188,7 +189,8 @@ class MetricsFile:
         limit_s = limit_s or self.timeout_s
         if self._unanswered is not None and not self._unanswered.done():
             return None  # the file system hangs, and was waited for once
-        called: Future[_Result | None] = self._thread.submit(functools.partial(self._try, act))
+        try_to_act = functools.partial(self._try, act)
+        called: Future[_Result | None] = self._thread.submit(try_to_act)
         wait([called], limit_s)
         if called.done():
             return called.result()
@@ -227,7 +229,7 @@ class MetricsFile:
             ) from None
 
     def flush_at_exit(self) -> None:
-        """Write what is queued. Where that fails, it is logged: the job's exit code is that of the training."""
+        """Write the queued records. A failure is logged only: the exit code of the job says how training ended."""
         if os.getpid() != self._pid:  # a forked child does not have the thread
             return
         with self._lock:
@@ -267,17 +269,18 @@ class MetricsFile:
                 atexit.unregister(self.flush_at_exit)
 
     def _append(self, lines: list[tuple[int, bytes]]) -> None:
-        file = self._claim() if self._file is None else self._file
-        first = lines[0][0]
-        last = lines[-1][0]
+        file = self._claimed_file()
+        first_step = lines[0][0]
+        last_step = lines[-1][0]
         if not self._is_cut:
             if self._step_in_file < 0 and not self._is_earlier_run_kept:
-                self._keep_earlier_run(file, first)
+                self._keep_earlier_run(file, first_step)
                 self._is_earlier_run_kept = True
-            self._cut(file, first - 1)
+            self._cut(file, first_step - 1)
         self._is_durable = self._is_cut = False
         try:
-            unwritten = memoryview(b"".join(line for _, line in lines))
+            content = b"".join(line for _, line in lines)
+            unwritten = memoryview(content)
             end = os.fstat(file).st_size
             while unwritten:
                 done = self._disk.write(file, unwritten, end)
@@ -286,10 +289,10 @@ class MetricsFile:
         except OSError:
             # the first error is raised; the next append cuts again
             with contextlib.suppress(OSError):
-                self._cut(file, first - 1)
+                self._cut(file, first_step - 1)
             raise
         self._is_cut = True
-        self._step_in_file = last
+        self._step_in_file = last_step
 
     def _sync(self) -> None:
         self._append_queued()
@@ -299,20 +302,26 @@ class MetricsFile:
             try:
                 self._disk.sync(self._file)
             except OSError:
-                # what was written may be lost, and a later sync would not tell: write it again
+                # records may be lost, and a later sync would not tell: write them again
                 self._forget_file()
                 raise
             self._is_durable = True
 
+    def _claimed_file(self) -> int:
+        """Return this attempt's open file, which the first call makes."""
+        if self._file is None:
+            return self._claim()
+        return self._file
+
     def _claim(self) -> int:
+        """Replace the file by this attempt's own copy without damaged lines, and return it, open."""
         durable.make_folders(self._disk, self.path.parent)
         durable.sweep_temporary(self._disk, self.path.parent, f"{self.path.name}.")
         lines = _lines_in(_content_of(self.path))
         sound = _sound_among(lines)
-        if len(sound) < len(lines):  # set them aside before the file is replaced without them
-            self._set_aside(
-                {number: line for number, line in enumerate(lines, 1) if number not in sound}
-            )
+        damaged = {number: line for number, line in enumerate(lines, 1) if number not in sound}
+        if damaged:  # set aside before the file is replaced without them
+            self._set_aside(damaged)
         self._replace(self.path, b"".join(sound.values()))
         self._forget_file()
         self._file = self._disk.open_end(self.path)
@@ -349,11 +358,11 @@ class MetricsFile:
     def _keep_earlier_run(self, file: int, step: int) -> None:
         """Copy the file if records of this and later steps are about to be dropped although nothing was restored."""
         content = _content_in(file)
-        n_going = sum((_step_of(line) or -1) >= step for line in _lines_in(content))
+        steps = map(_step_of, _lines_in(content))
+        n_going = sum((old_step or -1) >= step for old_step in steps)
         if n_going:
-            backup_path = self.path.with_name(
-                f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
-            )
+            now = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+            backup_path = self.path.with_name(f"{self.path.name}.{now}")
             self._replace(backup_path, content)
             logger.warning(
                 "metrics: %s continues at step %d, but no checkpoint of its %d later records was restored; it was "
@@ -369,11 +378,13 @@ class MetricsFile:
 
         Truncates this attempt's open file and does not replace it: the path may belong to a later attempt by now.
         """
-        lines = [(line, _step_of(line)) for line in _lines_in(_content_in(file))]
+        content = _content_in(file)
+        lines = [(line, _step_of(line)) for line in _lines_in(content)]
         retained_lines = list(
             itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines)
         )
-        self._disk.truncate(file, sum(len(line) for line, _ in retained_lines))
+        n_bytes = sum(len(line) for line, _ in retained_lines)
+        self._disk.truncate(file, n_bytes)
         self._is_durable = False
         self._is_cut = True
         return sum(step is not None for _, step in retained_lines)
@@ -404,17 +415,17 @@ class MetricsFile:
             )
 
     def _cut_after_restore(self) -> int:
-        return self._cut(self._claim() if self._file is None else self._file, self._last_step)
+        return self._cut(self._claimed_file(), self._last_step)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Resume from a state of any run: the next record drops those of its own and later steps.
+        """Resume from a state of any run: the next record drops the old records of its step and of later steps.
 
         Raises:
             CheckpointDamaged: if the state is not one that `state_dict` returns.
         """
         self._n_records, self._last_step = _counts_in(state, self.path)
         if self._is_writer:
-            with self._lock:  # later records, of what is now undone, must not come
+            with self._lock:  # records of later steps, which are undone now, must not come
                 kept_records = [record for record in self._queue if record[0] <= self._last_step]
                 self._n_removed += len(self._queue) - len(kept_records)
                 self._queue = kept_records
@@ -439,9 +450,9 @@ def make_durable(files: Sequence[MetricsFile]) -> None:
 
 def _counts_in(state: Any, path: Path) -> tuple[int, int]:
     """Return the number of records and the last step; a negative number is refused, as it would drop all records."""
-    records, last_step = (
-        (state.get("records"), state.get("last_step")) if isinstance(state, dict) else (None, None)
-    )
+    counts = state if isinstance(state, dict) else {}
+    records = counts.get("records")
+    last_step = counts.get("last_step")
     if type(records) is not int or type(last_step) is not int or records < 0:
         raise CheckpointDamaged(
             f"metrics: expected a number of records and a step for {path}, got {str(state)[:60]!r}; use another "
@@ -451,7 +462,9 @@ def _counts_in(state: Any, path: Path) -> tuple[int, int]:
 
 
 def _content_of(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
+    if not path.exists():
+        return b""
+    return path.read_bytes()
 
 
 def _content_in(file: int) -> bytes:
@@ -472,13 +485,15 @@ def _sound_among(lines: list[bytes]) -> dict[int, bytes]:
 
     If steps do not increase, some were damaged; as few as possible are left out.
     """
-    records = [
-        (number, step)
-        for number, line in enumerate(lines, 1)
-        if (step := _step_of(line)) is not None
-    ]
-    sound = (records[index][0] for index in _longest_rise([step for _, step in records]))
-    return {number: lines[number - 1] for number in sound}
+    numbers: list[int] = []
+    steps: list[int] = []
+    for number, line in enumerate(lines, 1):
+        step = _step_of(line)
+        if step is not None:
+            numbers.append(number)
+            steps.append(step)
+    sound_numbers = [numbers[index] for index in _longest_rise(steps)]
+    return {number: lines[number - 1] for number in sound_numbers}
 
 
 def _longest_rise(steps: list[int]) -> list[int]:
@@ -488,8 +503,9 @@ def _longest_rise(steps: list[int]) -> list[int]:
     rises: list[Any] = []  # for each length, (index of its last step, the rise before it)
     for index, step in enumerate(steps):
         length = bisect.bisect_left(last_steps, step)
+        rise_before = rises[length - 1] if length else None
         last_steps[length : length + 1] = [step]
-        rises[length : length + 1] = [(index, rises[length - 1] if length else None)]
+        rises[length : length + 1] = [(index, rise_before)]
     indices = []
     rise = rises[-1] if rises else None
     while rise:
@@ -504,4 +520,6 @@ def _step_of(line: bytes) -> int | None:
         step = json.loads(line.decode())["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return step if isinstance(step, int) else None
+    if isinstance(step, int):
+        return step
+    return None

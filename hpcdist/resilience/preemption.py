@@ -45,14 +45,15 @@ from hpcdist.runtime.loop_state import LoopState
 from hpcdist.runtime.process import call_on_uncaught, call_when_done, end_job, end_of_training
 from hpcdist.runtime.step_flags import Request
 
-#: How long a stop request waits for work that cannot be interrupted, if no grace period is given: batch systems leave
-#: 30 s or more between their first signal and the last one.
+#: Seconds that a stop request waits for work that cannot be interrupted, without a grace period: batch systems leave 30
+#: s or more between their first signal and the last one.
 STOP_GRACE_S = 20.0
-#: What a launcher takes to print a line: the end of the job discards others.
+#: Time that a launcher needs to print a line: the end of the job discards lines that it has not printed.
 _PRINT_S = 0.5
 #: Optimizer steps after which a program that has not reached a point between two iterations is refused.
 _MAX_UNSAFE_STEPS = 20
-#: Steps that a stop request waits for such a point at least: the ranks agree on it a step later, whatever that takes.
+#: Least number of steps that a stop request waits for that point: the ranks agree on a request a step later, however
+#: long a step takes.
 _MIN_STOP_STEPS = 3
 #: Draws and polls after a backward that no step has followed, after which a program without any step is refused: far
 #: more than the batches that gradients are accumulated over.
@@ -81,9 +82,9 @@ class PreemptionCheckpointHandler:
     evaluator has had one more round: an evaluator's loop polls, and needs no other end.
 
     As a context manager it saves the last steps at the end and records in `decision.json` that the job is finished.
-    Without `with` it does so once all ranks have exited with code 0; but not what is on parameter servers.
+    Without `with` it does so once all ranks have exited with code 0, but does not save the state on parameter servers.
 
-    Collective: chief and workers. Creating it restores the latest checkpoint. Create it in the main thread.
+    Collective over chief and workers. Creating it restores the latest checkpoint. Create it in the main thread.
 
     Args:
         cluster_resolver: accepted for compatibility with tf.distribute; the ranks are those of the checkpoint's
@@ -97,7 +98,7 @@ class PreemptionCheckpointHandler:
 
     Attributes:
         restored_path: path of the restored checkpoint; None for a new run.
-        deadline: when the job will be ended, and what must fit in before; None if no limit is known.
+        deadline: time at which the job will be ended, and the saves that must fit in before; None without a limit.
 
     Raises:
         UsageError: without a folder, or outside the main thread.
@@ -131,22 +132,56 @@ class PreemptionCheckpointHandler:
         )
         self._step_times = Durations()
         self._calls = Calls(self._clock)
-        self._program_left_s = (
-            None if time_limit_s is None or time_limit_s > _FAR_S else time_limit_s
-        )
-        self._program_end_s = (
-            None if self._program_left_s is None else self._clock() + self._program_left_s
-        )
+        self._program_left_s = time_limit_s
+        if time_limit_s is not None and time_limit_s > _FAR_S:
+            self._program_left_s = None
+        self._program_end_s: float | None = None
+        if self._program_left_s is not None:
+            self._program_end_s = self._clock() + self._program_left_s
         self._batch_end: BatchEnd | None = None
         self.deadline = self._make_deadline()
+        # state of a stop
+        self._is_busy = False
+        self._is_done = False
+        self._saves_no_more = False
+        self._countdown: Deadline | None = None
+        self._is_counting_down = False
+        self._knows_of_end = False
+        self._stop_seen: int | None = None
+        self._stop_waits = False
+        self._state_at_end = ""
+        # state of the polls
+        self._is_polled = False
+        self._is_long_since = False
+        self._polls_itself = False
+        self._n_skipped_polls = 0
+        self._versions_at_step: list[int] = []
         self._attempt.begin()
         if isinstance(self._world.step_flags.requester, PreemptionCheckpointHandler):
             self._world.step_flags.requester.close()
+        place = f"rank {self._world.rank}"
         file = self._attempt.folder / "stop" if self._world.is_chief else None
-        self._flag = StopFlag(f"rank {self._world.rank}", file, self._config.termination_watcher_fn)
+        self._flag = StopFlag(place, file, self._config.termination_watcher_fn)
         self._flag.watch_signals()
         try:
-            self._begin()
+            self.restored_path = self._restore()
+            self._begin_records()
+            self._first_step = self._manager.checkpoint.step
+            attempt_number = self._manager.attempt if self._world.is_chief else 0
+            self._times = begin_step_times(
+                self._world, self._attempt.folder, attempt_number, self._first_step
+            )
+            self._steps = StepCount(self._world.step_flags, self._first_step)
+            self._agreement = Agreement(self._world, self.requested)
+            self._polled_at = self._clock()
+            self._step_at_poll = self.step
+            self._saves.begin(self.step, is_restored=self.restored_path is not None)
+            self._loop = self._world.step_flags.loop
+            watch_loop(self._world.step_flags)
+            self._watched_parameters = self._manager.checkpoint.first_parameters()
+            self._n_steps_seen = self._loop.n_steps
+            self._n_steps_at_begin = self._world.step_flags.n_steps
+            self._act_on_requests()
         except BaseException:
             self._flag.close()
             raise
@@ -155,15 +190,17 @@ class PreemptionCheckpointHandler:
         """Return the deadline of the batch job or of the program, whichever comes first; None without one."""
         environ = read_environment()
         batch_end = job_end(environ)
-        ends = [] if self._program_end_s is None else [self._program_end_s]
+        ends_s: list[float] = []
+        if self._program_end_s is not None:
+            ends_s.append(self._program_end_s)
         if batch_end is not None:
-            ends.append(self._clock() + batch_end - time.time())
+            ends_s.append(self._clock() + batch_end - time.time())
             if self._world.is_chief:
                 self._batch_end = BatchEnd(self._clock, functools.partial(time_left_s, environ))
-        if not ends:
+        if not ends_s:
             return None
         self._clock.start()
-        return self._deadline_at(min(ends))
+        return self._deadline_at(min(ends_s))
 
     def _deadline_at(self, end_s: float) -> Deadline:
         """Return the deadline at a time of the clock of this handler."""
@@ -178,62 +215,45 @@ class PreemptionCheckpointHandler:
 
     def _follow_batch_end(self) -> None:
         """Move the deadline, on the chief, if the job was suspended or the clock was set, and Slurm reports its end."""
-        left_s = None if self._batch_end is None else self._batch_end.new_left_s()
+        if self._batch_end is None:
+            return
+        left_s = self._batch_end.new_left_s()
         if left_s is None or self.deadline is None:
             return
         end_s = self._clock() + left_s
-        self.deadline.end = (
-            end_s if self._program_end_s is None else min(end_s, self._program_end_s)
-        )
+        if self._program_end_s is not None:
+            end_s = min(end_s, self._program_end_s)
+        self.deadline.end = end_s
         self._log(f"the job was suspended, or the clock was set: {self.deadline.describe()}")
 
-    def _begin(self) -> None:
-        """Restore the latest checkpoint and start to act on requests."""
+    def _restore(self) -> str | None:
+        """Restore the latest checkpoint; return its path, None for a new run."""
         try:
-            self.restored_path = self._manager.restore_or_initialize()
+            restored_path = self._manager.restore_or_initialize()
         except CheckpointError as error:
             self._attempt.refused(error)
             raise
-        if self.restored_path is not None:
+        if restored_path is not None:
             for optimizer in self._manager.checkpoint.optimizers():
                 note_step(optimizer)  # a schedule may step before the first step of this attempt
+        return restored_path
+
+    def _begin_records(self) -> None:
+        """Write the attempt's decision and settings to the run folder, and from now on its uncaught errors."""
         self._attempt.renew()
-        self._manager.begin_config(
-            None if self._program_left_s is None else time.time() + self._program_left_s
-        )
-        failure_log = FailureLog(log_file(self._attempt.folder / "logs", self._world), self._world)
+        program_end = None
+        if self._program_left_s is not None:
+            program_end = time.time() + self._program_left_s
+        self._manager.begin_config(program_end)
+        log_path = log_file(self._attempt.folder / "logs", self._world)
+        failure_log = FailureLog(log_path, self._world)
         side_errors = None
         if self._world.task.type == "evaluator":
             side_errors = SideErrors(self._attempt.folder, f"evaluator-{self._world.task.index}")
         call_on_uncaught(functools.partial(_note_uncaught, failure_log, side_errors))
-        self._first_step = self._manager.checkpoint.step
-        self._times = begin_step_times(
-            self._world,
-            self._attempt.folder,
-            self._manager.attempt if self._world.is_chief else 0,
-            self._first_step,
-        )
-        self._steps = StepCount(self._world.step_flags, self._first_step)
-        self._is_busy = self._is_done = self._is_polled = self._is_long_since = (
-            self._saves_no_more
-        ) = False
-        self._countdown: Deadline | None = None
-        self._is_counting_down = self._knows_of_end = False
-        self._agreement = Agreement(self._world, self.requested)
-        self._polled_at = self._clock()
-        self._step_at_poll = self.step
-        self._saves.begin(self.step, is_restored=self.restored_path is not None)
-        self._loop = self._world.step_flags.loop
-        watch_loop(self._world.step_flags)
-        self._watched_parameters = self._manager.checkpoint.first_parameters()
-        self._versions_at_step: list[int] = []
-        self._n_steps_seen = self._loop.n_steps
-        self._polls_itself = False
-        self._n_skipped_polls = 0
-        self._n_steps_at_begin = self._world.step_flags.n_steps
-        self._stop_seen: int | None = None
-        self._stop_waits = False
-        self._state_at_end = ""
+
+    def _act_on_requests(self) -> None:
+        """Act on requests from now on, and save at the end of the program."""
         checkpoint = self._manager.checkpoint
         self._world.step_flags.attach(self, checkpoint.optimizers(), checkpoint.objects())
         call_when_done(self.record_end)
@@ -277,7 +297,7 @@ class PreemptionCheckpointHandler:
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return fn(*args, **kwargs), which is one step and is not interrupted.
 
-        Collective: chief and workers, as it acts on requests before the call.
+        Collective over chief and workers, as it acts on requests before the call.
         """
         if not self._is_polled:  # no batch was taken since the last step
             self.poll()
@@ -291,7 +311,7 @@ class PreemptionCheckpointHandler:
 
         Before a deadline time is left for one more call as long as the longest that is expected again.
 
-        Collective: chief and workers, as it acts on requests before the call.
+        Collective over chief and workers, as it acts on requests before the call.
         """
         if not self._is_polled:
             self.poll()
@@ -311,11 +331,11 @@ class PreemptionCheckpointHandler:
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Count a completed step, and act on stop and save requests; for loops that do not use `run`.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
-            args: passed to `save_fn` or, after the step, to `manager.save`.
-            kwargs: likewise.
+            args: positional arguments for `save_fn`, or for `manager.save`, after the step.
+            kwargs: keyword arguments for `save_fn` or `manager.save`.
         """
         self._steps.count_reported(self._manager.saved_step)
         # the program changes parameters by itself
@@ -325,7 +345,7 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Act on stop and save requests at the end of the block too. Collective: chief and workers."""
+        """Act on stop and save requests at the end of the block too. Collective over chief and workers."""
         yield
         self.poll()
 
@@ -351,7 +371,7 @@ class PreemptionCheckpointHandler:
         """From now on save nothing: a stop request ends the program, and the last save counts. Not collective.
 
         Returns:
-            What records that the run is finished once the program has ended well.
+            The record in which to note that the run is finished, once the program has ended well.
         """
         self._saves_no_more = True
         self._manager.forget_copies()
@@ -389,15 +409,14 @@ class PreemptionCheckpointHandler:
         if recording.done() and recording.exception() is None:
             reason = recording.result()
         time.sleep(_PRINT_S)
-        end_job(
-            "", int(ExitCode.DO_NOT_REQUEUE if reason.endswith(FOR_GOOD) else ExitCode.RUN_AGAIN)
-        )
+        code = ExitCode.DO_NOT_REQUEUE if reason.endswith(FOR_GOOD) else ExitCode.RUN_AGAIN
+        end_job("", int(code))
 
     def _record_stop(self, reason: str) -> str:
         """Record a stop without a save, and remove the stop file, so that the next attempt runs.
 
         Returns:
-            The reason, with what the stop file adds to it.
+            The reason, with the ending that a stop file for good adds to it.
         """
         if self._flag.is_for_good():
             reason = _for_good(reason)
@@ -413,19 +432,20 @@ class PreemptionCheckpointHandler:
         if self._is_done:
             return Request.NONE
         self._follow_batch_end()
-        must_stop = (
-            self._is_end_near
-            if self._is_counting_down
-            else self._is_end_near or self._flag.reason is not None
-        )
+        must_stop = self._is_end_near
+        if not must_stop and not self._is_counting_down:
+            must_stop = self._flag.reason is not None
         is_late = (
             self._world.is_chief
             and not self._saves_no_more
             and (self._saves.is_late(self.step) or self._needs_measure)
         )
-        return (Request.STOP if must_stop else Request.NONE) | (
-            Request.SAVE if is_late else Request.NONE
-        )
+        request = Request.NONE
+        if must_stop:
+            request |= Request.STOP
+        if is_late:
+            request |= Request.SAVE
+        return request
 
     @property
     def _is_end_near(self) -> bool:
@@ -451,12 +471,12 @@ class PreemptionCheckpointHandler:
     def poll(self, *args: Any, **kwargs: Any) -> None:
         """Act on stop and save requests between two steps; for loops in which nothing else polls.
 
-        Collective: chief and workers, equally often. Inside `run` it does nothing, and neither while gradients wait for
-        an optimizer's step.
+        Collective over chief and workers, which must call it equally often. It does nothing inside `run`, and while
+        gradients wait for an optimizer's step.
 
         Args:
-            args: as in `save_checkpoint_if_preempted`.
-            kwargs: likewise.
+            args: positional arguments for `save_fn`, or for `manager.save`, after the step.
+            kwargs: keyword arguments for `save_fn` or `manager.save`.
 
         Cost: none after a gradient all-reduce; otherwise an all-reduce of 8 bytes every few polls.
         """
@@ -531,16 +551,14 @@ class PreemptionCheckpointHandler:
     def poll_after_pass(self) -> None:
         """Act on a stop between a pass and the next one, such as in a validation, if the end of the pass can be saved.
 
-        That is so as long as no object of the Checkpoint, such as a schedule, has changed since: what follows the pass
-        is done again. Otherwise a stop waits for the next pass. Collective: chief and workers.
+        It can be saved as long as no object of the Checkpoint, such as a schedule, has changed since: the work after
+        the pass is done again. Otherwise a stop waits for the next pass. Collective over chief and workers.
         """
         if not self._can_poll:
             return
         self._polled_at = self._clock()
-        if (
-            Request.STOP not in self._agreement.poll(at_once=self._is_long_since)
-            and not self._stop_waits
-        ):
+        requests = self._agreement.poll(at_once=self._is_long_since)
+        if Request.STOP not in requests and not self._stop_waits:
             return
         self._is_long_since = False
         self._stop_waits = True
@@ -555,8 +573,8 @@ class PreemptionCheckpointHandler:
     def note_unsafe_point(self) -> None:
         """Refuse a program that never is between two iterations, and end one that must stop and cannot save.
 
-        Not collective, but for the refusal, to which all ranks come alike. Called after each step and at draws that are
-        in the middle of an iteration.
+        Not collective, except for the refusal, which all ranks reach alike. Called after each step and at draws in the
+        middle of an iteration.
 
         Raises:
             UsageError: on all ranks.
@@ -592,12 +610,14 @@ class PreemptionCheckpointHandler:
             raise agreed(_unsafe_loop_error(loop))
 
     def _note_versions(self) -> None:
-        """Remember that parameters are as a step has left them."""
+        """Record the versions of the parameters, which a step has just changed."""
         self._versions_at_step = [parameter._version for parameter in self._watched_parameters]
 
     def _leave_if_overdue(self) -> None:
         """Leave without a save if a stop request finds no point between two iterations, although steps are made."""
-        reason = self._flag.reason or ("deadline" if self._is_end_near else None)
+        reason = self._flag.reason
+        if reason is None and self._is_end_near:
+            reason = "deadline"
         if reason is None or self._is_counting_down:
             return
         if self._stop_seen is None:
@@ -609,11 +629,14 @@ class PreemptionCheckpointHandler:
             self.leave_at_once(reason)
 
     def _log_pace(self, pace: str | None) -> None:
-        """Log where the time goes, on the chief, where there is something to say."""
-        if pace is not None:
-            time_left = "" if self.deadline is None else f"; {self.deadline.left_s:.0f} s left"
-            now = time.strftime("%Y-%m-%dT%H:%M:%S")
-            self._log(f"{now} attempt {self._manager.attempt} step {self.step}: {pace}{time_left}")
+        """Log where the time goes, on the chief; nothing if `pace` is None."""
+        if pace is None:
+            return
+        now = time.strftime("%Y-%m-%dT%H:%M:%S")
+        line = f"{now} attempt {self._manager.attempt} step {self.step}: {pace}"
+        if self.deadline is not None:
+            line += f"; {self.deadline.left_s:.0f} s left"
+        self._log(line)
 
     @contextlib.contextmanager
     def _recording_desync(self) -> Iterator[None]:
@@ -636,7 +659,9 @@ class PreemptionCheckpointHandler:
 
     def _leave_after_training(self) -> None:
         """On an evaluator, leave once the chief has left; at the second poll, so that its last checkpoint is seen."""
-        code = None if self._world.task.type in ("chief", "worker") else end_of_training()
+        if self._world.task.type in ("chief", "worker"):
+            return
+        code = end_of_training()
         if code is not None and self._knows_of_end:
             self._is_done = True
             self._flag.ignore_signals()
@@ -650,10 +675,10 @@ class PreemptionCheckpointHandler:
         self._agreement.require_same_step(self.step)
         self._agreement.require_same_positions(self._loop.describe_positions())
         is_end_near = self.deadline is not None and self.deadline.is_near
-        reason = (
-            self._agreement.first_reason(self._flag.reason or ("deadline" if is_end_near else None))
-            or "deadline"
-        )
+        local_reason = self._flag.reason
+        if local_reason is None and is_end_near:
+            local_reason = "deadline"
+        reason = self._agreement.first_reason(local_reason) or "deadline"
         is_urgent = self._agreement.any_rank(is_end_near)
         if self._config.grace_period and not self._is_counting_down and not is_urgent:
             self._log(
@@ -677,19 +702,34 @@ class PreemptionCheckpointHandler:
         elif not is_too_late and not self._saves_no_more:
             self._saves.save(self.step, True, *args, **kwargs)
             last_step = self.step
-        # asked now, as a save takes its time
+        # looked at now: a person may have written the stop file while the job saved
         if self._agreement.any_rank(self._flag.is_for_good()):
             reason = _for_good(reason)
         self._remove_stop_file()
-        is_excused = (
-            reason.startswith("SIGTERM ") and not is_urgent
-        )  # preempted: not the deadline, nor a person's request
+        # preempted: not at the deadline, nor at a person's request
+        is_excused = reason.startswith("SIGTERM ") and not is_urgent
         code, why = self._attempt.stopped(reason, last_step, is_excused, is_too_late)
         saved = "saved"
-        if is_too_late:
-            tries = ", which it tries" if is_tried else ""
-            saved = f"too late for a save{tries}; the last one is step {last_step}"
+        if is_tried:
+            saved = f"too late for a save, which it tries; the last one is step {last_step}"
+        elif is_too_late:
+            saved = f"too late for a save; the last one is step {last_step}"
         self._log(f"{reason}: stopped after step {self.step}, {saved} in {self._manager.directory}")
+        self._log_restart(reason, code, why)
+        if self._config.exit_fn is not None:
+            self._config.exit_fn()
+        else:
+            self._flag.ignore_signals()
+            sys.exit(int(code))
+
+    def _log_restart(self, reason: str, code: ExitCode, why: str) -> None:
+        """Log why the job is not run again, unless it is.
+
+        Args:
+            reason: reason of the stop.
+            code: exit code of the job.
+            why: reason of the exit code.
+        """
         if reason.endswith(FOR_GOOD):
             self._log(
                 "it is not run again, as a person has asked for; the same command, started again, goes on"
@@ -698,11 +738,6 @@ class PreemptionCheckpointHandler:
             self._log(
                 f"do not run again: {why}; allow time for a save, or look at what takes so long"
             )
-        if self._config.exit_fn is not None:
-            self._config.exit_fn()
-        else:
-            self._flag.ignore_signals()
-            sys.exit(int(code))
 
     def _count_down(self, grace_s: float) -> None:
         self._is_counting_down = True
@@ -724,7 +759,7 @@ class PreemptionCheckpointHandler:
     def record_end(self) -> None:
         """Save the last steps, and record that the program is finished.
 
-        Without `with` it is called once all ranks have exited with code 0. Collective: chief and workers.
+        Without `with` it is called once all ranks have exited with code 0. Collective over chief and workers.
         """
         if self._is_done:  # finished or stopped, and recorded
             return
@@ -735,7 +770,7 @@ class PreemptionCheckpointHandler:
         self._attempt.record_end(self._manager.saved_step)
 
     def _save_end(self) -> None:
-        """Save the last steps. Collective: chief and workers."""
+        """Save the last steps. Collective over chief and workers."""
         with self._recording_desync(), self._busy():
             if self._world.task.type in ("chief", "worker"):
                 self._agreement.require_same_positions(self._loop.describe_positions())
@@ -744,8 +779,8 @@ class PreemptionCheckpointHandler:
     def _save_at_exit(self) -> None:
         """Save the last steps while the program exits; an error ends the job with its code.
 
-        Not what was changed after the last step, such as by loading the best weights to test them, nor what is on
-        parameter servers, which have left.
+        Nothing is saved if parameters have changed after the last step, as when the best weights were loaded to test
+        them, or if they are on parameter servers, which have left.
         """
         steps = f"the steps from {self._manager.saved_step} to {self.step} are not saved"
         if self._manager.checkpoint.is_on_servers:
@@ -753,10 +788,8 @@ class PreemptionCheckpointHandler:
                 f"{steps}, as parameter servers have left: write `with handler:` around the loop"
             )
             return
-        is_changed = self._versions_at_step != [
-            parameter._version for parameter in self._watched_parameters
-        ]
-        if self._agreement.any_rank(is_changed):
+        versions = [parameter._version for parameter in self._watched_parameters]
+        if self._agreement.any_rank(versions != self._versions_at_step):
             self._log(
                 f"{steps}, as parameters have changed since the last one: write `with handler:` around the loop"
             )
@@ -840,7 +873,9 @@ def _unsafe_loop_error(loop: LoopState) -> UsageError:
 
 def _for_good(reason: str) -> str:
     """Return the reason of a stop after which the job is not run again."""
-    return reason if reason.endswith(FOR_GOOD) else f"{reason}{FOR_GOOD}"
+    if reason.endswith(FOR_GOOD):
+        return reason
+    return f"{reason}{FOR_GOOD}"
 
 
 def _note_uncaught(
@@ -857,14 +892,12 @@ def _manager_of(
 ) -> CheckpointManager:
     if isinstance(checkpoint_or_manager, CheckpointManager):
         return checkpoint_or_manager
-    if not isinstance(checkpoint_or_manager, Checkpoint) or directory is None:
-        actual = (
-            "no checkpoint_dir"
-            if isinstance(checkpoint_or_manager, Checkpoint)
-            else type(checkpoint_or_manager).__name__
-        )
-        raise UsageError(
-            f"PreemptionCheckpointHandler: expected a CheckpointManager, or a Checkpoint and a checkpoint_dir, got "
-            f"{actual}; give one of these."
-        )
-    return CheckpointManager(checkpoint_or_manager, directory)
+    actual = type(checkpoint_or_manager).__name__
+    if isinstance(checkpoint_or_manager, Checkpoint):
+        if directory is not None:
+            return CheckpointManager(checkpoint_or_manager, directory)
+        actual = "no checkpoint_dir"
+    raise UsageError(
+        f"PreemptionCheckpointHandler: expected a CheckpointManager, or a Checkpoint and a checkpoint_dir, got "
+        f"{actual}; give one of these."
+    )

@@ -5,6 +5,7 @@ into new ones. Shapes are compared first, from the index. The digest is known at
 checkpoint overwrites what was loaded.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ logger = logging.getLogger("hpcdist")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a checkpoint is loaded into.
+    """The memory that a checkpoint is loaded into.
 
     Attributes:
         arrays: C-contiguous arrays in the order of the index: memory of tensors that exist, or new memory.
@@ -67,7 +68,7 @@ class Restore:
 
     Args:
         world: chief and workers, or an evaluator.
-        objects: what is restored on this rank.
+        objects: objects that are restored on this rank.
     """
 
     def __init__(self, world: World, objects: Objects) -> None:
@@ -77,13 +78,15 @@ class Restore:
         self._prepared: tuple[Index, Prepared] | None = None
 
     def restore_file(self, path: Path) -> Index:
-        """Restore the checkpoint at `path`, which rank 0 reads; return its index. Collective: the ranks of the role.
+        """Restore the checkpoint at `path`, which rank 0 reads; return its index.
+
+        Collective over the ranks of the role.
 
         Raises:
-            CheckpointError: if it is not there, damaged, of other objects or a newer format, or cannot be read; on all
-                ranks.
+            CheckpointError: if it does not exist, is damaged, holds other objects or has a newer format, or cannot be
+                read; on all ranks.
         """
-        self._lead(0, lambda: use_one(path, lambda saved, file: self._send(file)))
+        self._lead(0, functools.partial(self._send_file, path))
         return self._load(is_own_run=False)
 
     def newest(
@@ -95,18 +98,20 @@ class Restore:
     ) -> Restored | None:
         """Restore the newest checkpoint that verifies, on the chief's disk or in a node's memory; None without one.
 
-        Collective: the ranks of the role.
+        Collective over the ranks of the role.
 
         Args:
             store: the chief's folder; unused on other ranks.
             copy: the newest copy in this node's memory, if this rank keeps copies; it verifies.
-            skipped: steps to use only if the disk has no other.
+            skipped: steps to use only if the disk has no other step.
             before_reading: called on the chief with each checkpoint before its arrays are read.
 
         Raises:
             CheckpointError: if checkpoints exist and none verifies, or one is of other objects; on all ranks.
         """
-        candidate = copy if copy is not None and copy[0].step not in skipped else None
+        candidate = None
+        if copy is not None and copy[0].step not in skipped:
+            candidate = copy
         in_memory, root = self._newest(candidate)
         disk_checkpoints: list[tuple[Saved, Path]] = []
 
@@ -119,31 +124,26 @@ class Restore:
         self._lead(0, lambda: self._search(store, in_memory, skipped, use))
         if self._comm.rank == 0 and disk_checkpoints:
             candidate = disk_checkpoints[0]
-        is_in_memory = self._world.all_reduce_int(len(disk_checkpoints), MPI.MAX, self._comm) == 0
+        n_on_disk = self._world.all_reduce_int(len(disk_checkpoints), MPI.MAX, self._comm)
+        is_in_memory = n_on_disk == 0
         if is_in_memory and in_memory is None:
             return None
+        reader = 0
         if is_in_memory:
+            reader = root
             with self._world.agreed(self._comm):
                 if self._comm.rank == 0 and in_memory is not None:
                     before_reading(in_memory)
-            self._lead(
-                root,
-                lambda: (
-                    use_one(candidate[1], lambda saved, file: self._send(file))
-                    if candidate
-                    else None
-                ),
-            )
-        reader = root if is_in_memory else 0
-        text = (
-            f"{candidate[0].attempt} {candidate[0].step} {candidate[1]}"
-            if candidate and self._comm.rank == reader
-            else ""
-        )
-        attempt, step, path = self._world.broadcast_text(text, reader, self._comm).split(" ", 2)
-        return Restored(
-            Saved(int(attempt), int(step)), path, self._load(is_own_run=True), is_in_memory
-        )
+            self._lead(root, functools.partial(self._send_copy, candidate))
+        text = ""
+        if candidate is not None and self._comm.rank == reader:
+            saved, path = candidate
+            text = f"{saved.attempt} {saved.step} {path}"
+        text = self._world.broadcast_text(text, reader, self._comm)
+        attempt, step, restored_path = text.split(" ", 2)
+        restored = Saved(int(attempt), int(step))
+        index = self._load(is_own_run=True)
+        return Restored(restored, restored_path, index, is_in_memory)
 
     def _search(
         self,
@@ -152,7 +152,7 @@ class Restore:
         skipped: set[int],
         use: Callable[[Saved, CheckpointFile], None],
     ) -> None:
-        """Send the newest checkpoint on disk, unless memory is as new. On the chief."""
+        """Send the newest checkpoint on disk, unless the copy in memory is newer. On the chief."""
         on_disk = store.saved()
         if in_memory is None or (on_disk and on_disk[-1] >= in_memory):
             try:
@@ -164,16 +164,18 @@ class Restore:
 
     def _newest(self, local_copy: tuple[Saved, Path] | None) -> tuple[Saved | None, int]:
         """Return the newest copy on any rank, and the lowest rank that has it."""
-        saved = Saved(-1, -1) if local_copy is None else local_copy[0]
+        saved = Saved(-1, -1)
+        if local_copy is not None:
+            saved, _ = local_copy
         attempt = self._world.all_reduce_int(saved.attempt, MPI.MAX, self._comm)
-        step = self._world.all_reduce_int(
-            saved.step if saved.attempt == attempt else -1, MPI.MAX, self._comm
-        )
+        step_of_attempt = saved.step if saved.attempt == attempt else -1
+        step = self._world.all_reduce_int(step_of_attempt, MPI.MAX, self._comm)
         newest = Saved(attempt, step)
-        root = self._world.all_reduce_int(
-            self._comm.rank if saved == newest else self._comm.size, MPI.MIN, self._comm
-        )
-        return (None if attempt < 0 else newest), root
+        candidate_rank = self._comm.rank if saved == newest else self._comm.size
+        root = self._world.all_reduce_int(candidate_rank, MPI.MIN, self._comm)
+        if attempt < 0:
+            return None, root
+        return newest, root
 
     # -- the stream -----------------------------------------------------------------------------------------------
 
@@ -187,7 +189,7 @@ class Restore:
             try:
                 search()
             except HpcdistError as error:
-                if not error.is_agreed:  # else the others have left the loop
+                if not error.is_agreed:  # else the other ranks have left the loop
                     self._world.broadcast_text("", root, self._comm)
                 raise
             self._world.broadcast_text("", root, self._comm)
@@ -204,6 +206,16 @@ class Restore:
         self._world.broadcast_text(text, self._comm.rank, self._comm)
         self._take(file.path.name, file.index, self._comm.rank, file.blocks())
 
+    def _send_copy(self, copy: tuple[Saved, Path] | None) -> None:
+        """Send the copy in this node's memory to all ranks, if there is one. Raises the errors of `_send`."""
+        if copy is not None:
+            _, path = copy
+            self._send_file(path)
+
+    def _send_file(self, path: Path) -> None:
+        """Send the checkpoint at a path to all ranks. Raises the errors of `_send`."""
+        use_one(path, lambda saved, file: self._send(file))
+
     def _take(
         self, source: str, index: Index, root: int, blocks: Iterator[memoryview] | None
     ) -> None:
@@ -212,7 +224,7 @@ class Restore:
             with self._world.agreed(self._comm):
                 prepared = self._objects.prepare(index, source)
         except CheckpointDamaged as damage:
-            # on all ranks: the others wait for what root sends next
+            # on all ranks: ranks that do not read wait for the next checkpoint of root
             if blocks is None:
                 return
             raise CheckpointDamaged(str(damage)) from None
@@ -220,13 +232,14 @@ class Restore:
         group = group_of(self._comm, world=self._world)
         buffer = np.empty(BLOCK_BYTES, np.uint8)
         error = None
-        for start in range(HEADER_BYTES, index.header.index_offset, BLOCK_BYTES):
-            block = buffer[: min(BLOCK_BYTES, index.header.index_offset - start)]
+        end = index.header.index_offset
+        for start in range(HEADER_BYTES, end, BLOCK_BYTES):
+            block = buffer[: min(BLOCK_BYTES, end - start)]
             if blocks is not None and error is None:
                 try:
                     block[:] = next(blocks)
                 except (CheckpointError, OSError) as caught:
-                    error = caught  # the others wait for the rest all the same
+                    error = caught  # raised later: the other ranks wait for all blocks
             with group.recorded("broadcast", block):
                 mpi.broadcast(block, group.comm, root)
             writer.take(start, block.data)

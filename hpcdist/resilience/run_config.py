@@ -1,4 +1,4 @@
-"""RUN_DIR/config.json: what an attempt was started with, where each setting comes from, and on which hosts."""
+"""RUN_DIR/config.json: the settings of an attempt, where each of them comes from, and the hosts."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from hpcdist.runtime.world import World
 
 #: Settings that are variables only, with their defaults.
 _DEFAULTS = {"debug": "nothing", "log": "text", "trace": "some"}
-#: Hosts that the line at the start names.
+#: Number of hosts that the line at the start names.
 _N_NAMED = 8
 #: Longest config.json that is read.
 _MAX_BYTES = 16 << 20
@@ -39,9 +39,10 @@ def settings_of(
     two times at which the job ends the earlier one counts.
 
     Args:
-        world: of the job.
-        environ: of this rank.
-        program_end: when the job will be ended, in seconds since 1970, as the program says.
+        world: the ranks of the job.
+        environ: environment variables of this rank.
+        program_end: time at which the job will be ended, in seconds since 1970, as the program says; None if it does
+            not.
     """
     settings = {
         "roles": (str(world.spec).replace(", ", ","), world.roles_from),
@@ -49,7 +50,8 @@ def settings_of(
     }
     for name, default in _DEFAULTS.items():
         variable = f"HPCDIST_{name.upper()}"
-        settings[name] = (environ.get(variable) or default, origin_of(environ, variable))
+        value = environ.get(variable) or default
+        settings[name] = (value, origin_of(environ, variable))
     end = job_end(environ)
     if program_end is not None and (end is None or program_end < end):
         settings["ends_at"] = (_text_of(program_end), "the program")
@@ -61,20 +63,33 @@ def settings_of(
 def hosts_of(world: World) -> dict[str, str]:
     """Return the hosts of chief and workers with their ranks, such as {"n1": "0-7"}, on the chief; {} elsewhere.
 
-    Collective: the ranks of the role, right after they have agreed on something.
+    Collective over the ranks of the role, right after they have agreed on something.
     """
-    named = world.node_comm.rank == 0
-    told = world.role_comm.gather((world.rank, MPI.Get_processor_name() if named else "")) or []
+    host_name = ""
+    if world.node_comm.rank == 0:
+        host_name = MPI.Get_processor_name()
+    ranks_and_names = world.role_comm.gather((world.rank, host_name))
+    if not ranks_and_names:
+        return {}
     host_ranks: dict[str, str] = {}
-    for local in world.hosts.placement.hosts if told else ():
-        name = told[local[0]][1] or "unknown"
-        ranks = [told[role_rank][0] for role_rank in local]
-        text = ",".join(map(str, ranks))
-        if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-            text = f"{ranks[0]}-{ranks[-1]}"
-        # containers may share a name
-        host_ranks[name] = f"{host_ranks[name]},{text}" if name in host_ranks else text
+    for role_ranks in world.hosts.placement.hosts:
+        name = ranks_and_names[role_ranks[0]][1] or "unknown"
+        ranks = [ranks_and_names[role_rank][0] for role_rank in role_ranks]
+        if name in host_ranks:  # containers may share a name
+            host_ranks[name] += f",{_text_of_ranks(ranks)}"
+        else:
+            host_ranks[name] = _text_of_ranks(ranks)
     return host_ranks
+
+
+def _text_of_ranks(ranks: list[int]) -> str:
+    """Return ranks as text, such as "0-7" or "0,2,4"."""
+    first_rank = ranks[0]
+    last_rank = ranks[-1]
+    is_range = ranks == list(range(first_rank, last_rank + 1))
+    if is_range and len(ranks) > 1:
+        return f"{first_rank}-{last_rank}"
+    return ",".join(map(str, ranks))
 
 
 def begin_config(
@@ -84,15 +99,15 @@ def begin_config(
     program_end: float | None,
     facts: Callable[[], dict[str, Any]],
 ) -> None:
-    """Write `config.json`, and one line to the log: what this attempt was started with.
+    """Write the settings and hosts of this attempt to `config.json`, and as one line to the log.
 
-    Collective: chief and workers.
+    Collective over chief and workers.
 
     Args:
-        world: of the job.
-        folder: of the run.
-        attempt: its number, on the chief.
-        program_end: see `settings_of`.
+        world: the ranks of the job.
+        folder: the run folder.
+        attempt: number of the attempt; valid on the chief only.
+        program_end: time at which the job will be ended, see `settings_of`.
         facts: returns versions, threads, and how gradients are summed; called on the chief.
 
     Raises:
@@ -102,28 +117,28 @@ def begin_config(
     with world.agreed(world.role_comm):
         if world.is_chief:
             environ = read_environment()
+            job = job_id(environ)
             settings = settings_of(world, environ, program_end)
-            _write(
-                folder / "config.json",
-                {
-                    "attempt": attempt,
-                    "began": _text_of(time.time()),
-                    "program": [sys.executable, *sys.argv],
-                    "folder": os.getcwd(),
-                    "job": job_id(environ),
-                    "ranks": world.size,
-                    "hosts": hosts,
-                    "settings": {
-                        name: {"value": value, "from": origin}
-                        for name, (value, origin) in settings.items()
-                    },
-                    "variables": {
-                        name: environ[name] for name in HPCDIST_VARIABLES if name in environ
-                    },
-                    "versions": facts(),
-                },
-            )
-            log(_line(folder, attempt, job_id(environ), hosts, world.role_comm.size, settings))
+            variables = {name: environ[name] for name in HPCDIST_VARIABLES if name in environ}
+            content = {
+                "attempt": attempt,
+                "began": _text_of(time.time()),
+                "program": [sys.executable, *sys.argv],
+                "folder": os.getcwd(),
+                "job": job,
+                "ranks": world.size,
+                "hosts": hosts,
+                "settings": _with_origins(settings),
+                "variables": variables,
+                "versions": facts(),
+            }
+            _write(folder / "config.json", content)
+            log(_line(folder, attempt, job, hosts, world.role_comm.size, settings))
+
+
+def _with_origins(settings: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """Return settings as they stand in `config.json`."""
+    return {name: {"value": value, "from": origin} for name, (value, origin) in settings.items()}
 
 
 def _line(
@@ -135,16 +150,22 @@ def _line(
     settings: Mapping[str, tuple[str, str]],
 ) -> str:
     """Return the line of the log that an attempt begins with."""
-    named = ", ".join(f"{name} ({ranks})" for name, ranks in list(hosts.items())[:_N_NAMED])
-    more = f" and {len(hosts) - _N_NAMED} more" if len(hosts) > _N_NAMED else ""
-    values = ", ".join(f"{name} {value} ({origin})" for name, (value, origin) in settings.items())
-    where = f" in job {job}" if job else ""
+    named_hosts = list(hosts.items())[:_N_NAMED]
+    host_list = ", ".join(f"{name} ({ranks})" for name, ranks in named_hosts)
+    if len(hosts) > _N_NAMED:
+        host_list += f" and {len(hosts) - _N_NAMED} more"
+    values = []
+    for name, (value, origin) in settings.items():
+        values.append(f"{name} {value} ({origin})")
+    subject = f"attempt {attempt} of {folder}"
+    if job:
+        subject += f" in job {job}"
     ranks = "rank" if n_ranks == 1 else "ranks"
-    return f"attempt {attempt} of {folder}{where}: {n_ranks} {ranks} on {named}{more}; {values}"
+    return f"{subject}: {n_ranks} {ranks} on {host_list}; {', '.join(values)}"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file, unless it is one of the program's own."""
+    """Replace the file, unless the program has a file of this name."""
     if not _is_ours(path):
         log(
             f"config: expected no file or one of an earlier attempt at {path}, got another file; it is left as it is."

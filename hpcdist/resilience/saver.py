@@ -5,7 +5,6 @@ as blocks are written or read: a slow disk is waited for, a stuck one is an erro
 """
 
 import atexit
-import contextlib
 import functools
 import json
 import logging
@@ -55,12 +54,12 @@ class Saver:
     Args:
         world: chief and workers, or an evaluator, which only reads.
         store: the folder on the disk of the chief; unused on other ranks.
-        retention: which of its checkpoints to keep.
-        prepare: called in the thread before each file is written; its CheckpointError is that of the save. It must
+        retention: rule of which checkpoints to keep.
+        prepare: called in the thread before each file is written; the save fails with its CheckpointError. It must
             not hold models: a save that is not done keeps this object to the end of the program.
 
     Attributes:
-        store: see above.
+        store: the folder on the disk of the chief.
         fast_tier: the copies of this rank's node, if it keeps them.
         last: index of the last checkpoint on disk that was committed or restored; None before the first.
         last_save_s: duration of the last save on disk, from its start to the read-back; None before the first.
@@ -87,13 +86,18 @@ class Saver:
         self._copied: Future[None] | None = None
         self.fast_tier: FastTier | None = None
         self._pid = os.getpid()
-        self._is_released = self._is_stuck = self._is_behind = self._has_warned = False
-        self._start_to_wait()
+        self._is_released = False
+        self._is_stuck = False
+        self._is_behind = False
+        self._has_warned = False
+        self._n_blocks = self._n_blocks_so_far
+        self._waited_s = 0.0
+        self._looked_s = time.monotonic()
 
     def call_after_commit(self, note: Callable[[int], None]) -> None:
         """Have the background thread call note(step), a method, after each commit, in place of an earlier one.
 
-        It is held weakly; what it raises, the next `wait` raises.
+        The method is held weakly. The next `wait` raises its errors.
         """
         self._note_commit = weakref.WeakMethod(note)
 
@@ -117,34 +121,35 @@ class Saver:
         Args:
             step: optimizer steps taken.
             collected: the state.
-            written: its provenance.
-            metrics: metrics for the index; None: those of the last checkpoint, if it has the same step.
-            if_changed: compare the state with the last saved or restored one first, and return None if they are equal.
-            in_memory: make it the copy of this rank's node too, first, and from the same buffer.
-            comparison: what other ranks must hold too, for the file to be written.
+            written: provenance of the state.
+            metrics: metrics for the index. None for the metrics of the last checkpoint, if it has the same step.
+            if_changed: whether to compare the state with the last saved or restored one first, and to return None if
+                they are equal.
+            in_memory: whether to make the file the copy of this rank's node too, first, and from the same buffer.
+            comparison: compares the state with the other ranks before the file is written; None for no comparison.
 
         Raises:
             CheckpointError: if this save cannot start.
         """
         since = time.monotonic()
         path = self.store.path_of(step)
-        if metrics is None:
-            metrics = self.last.metrics if self.last is not None and self.last.step == step else {}
-        contents = self._lay_out(step, dict(metrics), written, collected)
-        check = (
-            None
-            if comparison is None
-            else functools.partial(comparison.require, contents, self._world.timeout_s)
-        )
+        if metrics is None and self.last is not None and self.last.step == step:
+            metrics = self.last.metrics
+        contents = self._lay_out(step, dict(metrics or {}), written, collected)
+        check: Callable[[], None] | None = None
+        if comparison is not None:
+            check = functools.partial(comparison.require, contents, self._world.timeout_s)
         atexit.register(self._wait_at_exit)
         if if_changed and self._is_last(collected[0]):
-            if check is not None:  # the next wait raises what it finds
+            if check is not None:  # the next wait raises its error
                 self._durable = self._thread.submit(check)
             return None
         if in_memory:
             self._start_copy(step)
-        self._durable = self._thread.submit(functools.partial(self._commit, step, check))
-        self._done = self._thread.submit(functools.partial(self._tidy, self._durable, since))
+        commit = functools.partial(self._commit, step, check)
+        self._durable = self._thread.submit(commit)
+        tidy = functools.partial(self._tidy, self._durable, since)
+        self._done = self._thread.submit(tidy)
         return path
 
     def _lay_out(
@@ -154,7 +159,7 @@ class Saver:
         return lay_out(self._image, facts, *collected)
 
     def _is_last(self, state: Any) -> bool:
-        """Return whether a state, with the arrays in the image, is that of the last checkpoint."""
+        """Return whether a state, with the arrays in the image, equals the state of the last checkpoint."""
         return (
             self.last is not None
             and json.dumps(state) == json.dumps(self.last.state)
@@ -168,19 +173,21 @@ class Saver:
         return self.store.commit(step, self._image)
 
     def _tidy(self, durable: "Future[Index]", since: float) -> None:
-        """Read back what was committed, remove what it replaces, and note it in the ledger."""
+        """Read the committed file back, remove the checkpoints that it replaces, and note it in the ledger."""
         if durable.exception() is None:
             self.last = durable.result()
-            self.store.prune(Saved(self.store.attempt, self.last.step), self._retention)
+            saved = Saved(self.store.attempt, self.last.step)
+            self.store.prune(saved, self._retention)
             facts = {
                 "nbytes": self._image.nbytes,
                 "took_s": round(time.monotonic() - since, 6),
                 "time_s": time.time(),
             }
             self.store.note("commit", step=self.last.step, **facts)
-            note = None if self._note_commit is None else self._note_commit()
-            if note is not None:
-                note(self.last.step)
+            if self._note_commit is not None:
+                note = self._note_commit()
+                if note is not None:
+                    note(self.last.step)
             self.last_save_s = time.monotonic() - since
             # nothing is left to wait for, and nothing to report
             atexit.unregister(self._wait_at_exit)
@@ -198,11 +205,11 @@ class Saver:
             CheckpointError: if memory is insufficient, on the chief.
         """
         tier = self.fast_tier
-        tolerated = (
-            contextlib.nullcontext() if self._world.is_chief or tier is None else tier.tolerated()
-        )
-        with tolerated:
+        if self._world.is_chief or tier is None:
             self._lay_out(0, {}, {}, collected)
+        else:
+            with tier.tolerated():
+                self._lay_out(0, {}, {}, collected)
         if tier is not None and tier.is_kept:
             with tier.tolerated():
                 tier.require_memory(self._image.nbytes)
@@ -210,7 +217,7 @@ class Saver:
     # -- copies in memory -----------------------------------------------------------------------------------------
 
     def keep_copies(self, fast_tier: FastTier | None) -> None:
-        """Make copies there from now on; None for no more."""
+        """Make copies in a fast tier from now on; None for no more copies."""
         self.fast_tier = fast_tier
 
     @property
@@ -220,9 +227,8 @@ class Saver:
 
     def can_copy(self) -> bool:
         """Return whether the buffer is free for a copy; wait a little for the last copy, but not for the disk."""
-        is_free = not self.is_busy and not self._is_under_way(
-            0 if self._is_behind else _PATIENCE_S, self._copied
-        )
+        for_s = 0.0 if self._is_behind else _PATIENCE_S
+        is_free = not self.is_busy and not self._is_under_way(for_s, self._copied)
         self._is_behind = not is_free
         if not is_free and not self._has_warned:
             logger.warning(
@@ -250,7 +256,7 @@ class Saver:
             tier.commit(step, self._image)
 
     def forget_copies(self) -> None:
-        """Free the memory: remove this node's copies, those of earlier attempts too, and make none from now on."""
+        """Free the memory: remove this node's copies, also of earlier attempts, and make none from now on."""
         tier = self.fast_tier
         self.fast_tier = None
         if tier is not None:
@@ -269,12 +275,12 @@ class Saver:
         return self._is_under_way(0, self._durable, self._done)
 
     def wait(self, until_durable: bool = False) -> None:
-        """Wait until no rank writes: what was saved is durable and was read back, and copies in memory are complete.
+        """Wait until no rank writes: saves are durable and were read back, and copies in memory are complete.
 
-        Collective: the ranks of the role.
+        Collective over the ranks of the role.
 
         Args:
-            until_durable: wait for the chief's file to be durable only.
+            until_durable: whether to wait for the chief's file to be durable only.
 
         Raises:
             CheckpointError: if it could not be written, raised once, or if the disk takes or gives no block within the
@@ -282,17 +288,23 @@ class Saver:
             DesyncError: if it was not written, as other ranks hold another state; once, on all ranks.
         """
         self._start_to_wait()
-        awaited = [self._durable] if until_durable else [self._durable, self._done, self._copied]
+        awaited: list[Future[Any] | None] = [self._durable]
+        if not until_durable:
+            awaited += [self._done, self._copied]
         while self._is_any_rank_busy(awaited):
             pass
         with self._world.agreed(self._world.role_comm):
             self._raise_failure(until_durable)
 
     def _is_any_rank_busy(self, awaited: "list[Future[Any] | None]") -> bool:
-        """Wait for a while; return whether a rank still writes. Collective: the ranks of the role; it is bounded."""
+        """Wait for at most `BEAT_S` seconds; return whether a rank still writes.
+
+        Collective over the ranks of the role.
+        """
         is_busy = False
         with self._world.agreed(self._world.role_comm):
-            is_busy = self._is_under_way(min(BEAT_S, self._world.timeout_s / 4), *awaited)
+            for_s = min(BEAT_S, self._world.timeout_s / 4)
+            is_busy = self._is_under_way(for_s, *awaited)
             if is_busy:
                 self._require_blocks()
         return self._world.all_reduce_int(int(is_busy), MPI.MAX, self._world.role_comm) > 0
@@ -300,7 +312,8 @@ class Saver:
     @staticmethod
     def _is_under_way(for_s: float, *awaited: "Future[Any] | None") -> bool:
         """Wait up to `for_s` seconds; return whether a part is not done."""
-        return len(wait([future for future in awaited if future is not None], for_s).not_done) > 0
+        futures = [future for future in awaited if future is not None]
+        return len(wait(futures, for_s).not_done) > 0
 
     def _raise_failure(self, until_durable: bool = False) -> None:
         """Raise the error of the last save, once; its parts are done."""
@@ -328,8 +341,10 @@ class Saver:
     @property
     def _n_blocks_so_far(self) -> int:
         """Blocks written and read back so far: while it grows, a slow save is not stuck."""
-        n_copied = 0 if self.fast_tier is None else self.fast_tier.n_blocks_read
-        return self._image.n_blocks + self.store.n_blocks_read + n_copied
+        n_blocks = self._image.n_blocks + self.store.n_blocks_read
+        if self.fast_tier is not None:
+            n_blocks += self.fast_tier.n_blocks_read
+        return n_blocks
 
     def _require_blocks(self) -> None:
         """Raise CheckpointError if no block was written or read for as long as the world's timeout."""
@@ -371,7 +386,7 @@ class Saver:
         except DesyncError as error:
             end_job(f"hpcdist: {error}\n", int(error.exit_code))
         except Exception as error:  # noqa: BLE001  raising here would make Python print the error and exit with 0
-            prefix = (
-                "" if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: "
-            )
-            end_job(f"hpcdist: {prefix}{error}\n", int(ExitCode.CHECKPOINT_IO))
+            text = str(error)
+            if not isinstance(error, (CheckpointError, OSError)):
+                text = f"{type(error).__name__}: {error}"
+            end_job(f"hpcdist: {text}\n", int(ExitCode.CHECKPOINT_IO))

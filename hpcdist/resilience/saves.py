@@ -21,7 +21,7 @@ class AttemptSaves:
         manager: saves and copies.
         attempt: records the first checkpoint.
         schedule: when to save, copy and compare.
-        save_fn: the user's function that saves in place of the manager, or None.
+        save_fn: the user's function that saves in place of the manager; None if the manager saves.
         clock: seconds in which the job runs.
 
     Attributes:
@@ -43,27 +43,29 @@ class AttemptSaves:
         self._clock = clock
         self.times = Durations()
         self._stalls = Durations()
-        self.begin(0, is_restored=False)
+        self._has_saved = False
+        self._is_noted = False
+        self._n_checks = 0
+        self._compared_at: int | None = None
+        self._is_restored = False
+        self._checked_at = 0
+        self._began_at = manager.saved_step
 
     def begin(self, step: int, is_restored: bool) -> None:
-        """Start the schedule at a step.
+        """Start the schedule at a step, before the first save.
 
         Args:
             step: steps so far.
-            is_restored: whether a checkpoint holds that step.
+            is_restored: whether a checkpoint holds this step.
         """
-        self._has_saved = False
         self._is_restored = is_restored
-        self._kept_up_to = step
+        self._checked_at = step
         self._began_at = self._manager.saved_step
-        self._is_noted = self._n_checks = 0
-        self._compared_at: int | None = None
 
     def is_late(self, step: int) -> bool:
         """Return whether a save is due by time, by the clock of this process."""
-        interval_s = self._schedule.interval_s(
-            self._stalls.median if self._stalls.is_measured else None
-        )
+        cost_s = self._stalls.median if self._stalls.is_measured else None
+        interval_s = self._schedule.interval_s(cost_s)
         waited_s = time.monotonic() - self._manager.saved_at
         return step > self._manager.saved_step and interval_s is not None and waited_s >= interval_s
 
@@ -73,19 +75,21 @@ class AttemptSaves:
 
     def n_at_end(self, step: int) -> int:
         """Return how many saves a stop after this step takes: 2 if a due or running save precedes the last one."""
-        return 2 if self.is_late(step) or self.is_due(step + 1) or self._manager.is_saving else 1
+        if self.is_late(step) or self.is_due(step + 1) or self._manager.is_saving:
+            return 2
+        return 1
 
     def check(self, step: int) -> bool:
         """Compare the ranks, if due; return whether a copy in memory is due. The first call takes the memory of saves.
 
-        Collective if due: chief and workers. The result is equal on all ranks.
+        Collective over chief and workers if due. The result is equal on all ranks.
 
         Raises:
             DesyncError: if ranks differ; on all ranks.
             CheckpointError: if memory is insufficient; on all ranks.
         """
-        last = self._kept_up_to
-        self._kept_up_to = step
+        last = self._checked_at
+        self._checked_at = step
         self._n_checks += 1
         if self._n_checks == 1 and self._save_fn is None:
             self._manager.reserve()
@@ -96,13 +100,13 @@ class AttemptSaves:
         return is_crossed(self._schedule.in_memory_every_steps, step, last)
 
     def copy(self, step: int) -> None:
-        """Copy the state to the memory of every node. Collective: chief and workers."""
+        """Copy the state to the memory of every node. Collective over chief and workers."""
         self._manager.save_fast(step)
 
     def note_saved(self) -> None:
         """Record the attempt's first checkpoint if the program itself saved it.
 
-        Collective if there is one: chief and workers.
+        Collective over chief and workers if there is one.
 
         Raises:
             CheckpointError: if the decision cannot be written, on all ranks.
@@ -119,7 +123,7 @@ class AttemptSaves:
             self._compared_at = step
 
     def _compare_before_save(self, step: int) -> None:
-        """Compare the ranks if the schedule does: a manager's own save does so anyway."""
+        """Compare the ranks before the user's function saves, if the schedule compares: the manager always does."""
         if self._save_fn is not None and self._schedule.compare_every_steps is not None:
             self._compare(step)
 
@@ -129,7 +133,7 @@ class AttemptSaves:
     def end(self, step: int) -> None:
         """Save at the program's end, even a saved step if its state has changed since, as by records of metrics.
 
-        Collective: chief and workers. Raises as `save`.
+        Collective over chief and workers. Raises the errors of `save`.
         """
         self._compared_at = None  # code after the last step may have made ranks differ
         if not self._is_saved(step):
@@ -140,15 +144,15 @@ class AttemptSaves:
     def try_to_save(self, step: int, *args: Any, **kwargs: Any) -> bool:
         """Begin a last save for which the time may be too short, and do not wait for it; return whether it has begun.
 
-        The program's exit waits, as long as the batch system lets it. A function of the user's own is not begun: it
-        may leave a part of a file in place of its last one. An error is logged: the last save counts.
+        The program's exit waits, as long as the batch system lets it. The user's function is not called: it may leave
+        a part of a file in place of its last file. An error is logged: the last save counts.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
             step: steps so far.
-            args: passed to `manager.save` after the step.
-            kwargs: likewise.
+            args: positional arguments for `manager.save`, after the step.
+            kwargs: keyword arguments for `manager.save`.
 
         Raises:
             DesyncError: if ranks differ; on all ranks.
@@ -173,23 +177,23 @@ class AttemptSaves:
     ) -> None:
         """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.
 
-        If the schedule compares ranks, it also does so before each save of the program's own function.
+        If the schedule compares ranks, they are also compared before each call of the user's function.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
             step: steps so far.
             is_last: whether to wait for the disk.
             in_memory: whether a copy in memory is due as well.
-            args: passed to `save_fn` or, after the step, to `manager.save`.
-            kwargs: likewise.
+            args: positional arguments for `save_fn`, or for `manager.save`, after the step.
+            kwargs: keyword arguments for `save_fn` or `manager.save`.
 
         Raises:
             CheckpointError: if the checkpoint cannot be written, on all ranks.
             DesyncError: if ranks differ; on all ranks.
         """
         if self._is_saved(step):
-            # what is between two steps may have changed, as in a validation
+            # state may have changed between two steps, as in a validation
             if is_last and self._save_fn is None:
                 self._manager.save(step, if_changed=True, check_interval=False)
             return

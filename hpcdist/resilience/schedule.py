@@ -18,7 +18,7 @@ class SaveSchedule:
         in_memory_every_steps: copy to the memory of every node every N steps; see `fast_directory` of
             CheckpointManager.
         compare_every_steps: every N steps check that all ranks hold equal models, with their buffers, and optimizers.
-            Saves compare parameters and optimizers anyway; see `CheckpointManager`. Optimizers of
+            Each save compares parameters and optimizers without this; see `CheckpointManager`. Optimizers of
             CentralStorageStrategy are excluded, as only the chief has their state.
 
     Raises:
@@ -45,11 +45,14 @@ class SaveSchedule:
         """Return the longest time between two saves; None for no limit.
 
         Args:
-            cost_s: measured time for which a save blocks training; None if unknown: then one save is due to measure
-                it.
+            cost_s: measured time for which a save blocks training. None if unknown: a save is then due, to measure it.
         """
-        by_failures = None if self.mtbf_s is None else math.sqrt(2 * (cost_s or 0.0) * self.mtbf_s)
-        return min((s for s in (self.every_s, by_failures) if s is not None), default=None)
+        if self.mtbf_s is None:
+            return self.every_s
+        by_failures_s = math.sqrt(2 * (cost_s or 0.0) * self.mtbf_s)
+        if self.every_s is None:
+            return by_failures_s
+        return min(self.every_s, by_failures_s)
 
 
 def is_crossed(every: int | None, step: int, last: int) -> bool:

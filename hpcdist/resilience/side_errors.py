@@ -18,11 +18,11 @@ _MAX_BYTES = 1 << 20
 
 
 class SideErrors:
-    """Records the last error of one thing beside training.
+    """Records the last error of one part of the job beside training.
 
     Args:
         run_folder: the run folder. It is made if an evaluator fails before the chief has made it.
-        name: name of the thing, such as "evaluator-0".
+        name: name of the part, such as "evaluator-0".
     """
 
     def __init__(self, run_folder: Path, name: str) -> None:
@@ -40,8 +40,8 @@ class SideErrors:
         """Record an error. Where that cannot be written, the log has to do.
 
         Args:
-            error: one line.
-            n_failures: how often in a row.
+            error: the error, in one line.
+            n_failures: number of failures in a row.
         """
         self._write(error, n_failures, is_over=False)
 
@@ -63,8 +63,9 @@ class SideErrors:
                 **earlier,
                 "is_over": is_over,
             }
+            text = json.dumps(content) + "\n"
             durable.make_folders(Disk(), self._path.parent)
-            durable.replace_text(Disk(), self._path, json.dumps(content) + "\n")
+            durable.replace_text(Disk(), self._path, text)
             self._is_recorded = not is_over
         except OSError as failure:
             log(f"expected to record an error in {self._path}, got {failure.strerror}; see the log")
@@ -75,4 +76,6 @@ def _content_of(path: Path) -> dict[str, object]:
         content = json.loads(read_text(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if isinstance(content, dict):
+        return content
+    return {}

@@ -28,32 +28,32 @@ from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 
-#: A window is at least this long, and this part of the attempt so far.
+#: Least length of a window, in seconds and as a part of the attempt so far.
 WINDOW_S = 1.0
 WINDOW_SHARE = 0.001
-#: The log has a line about the pace at most this often, and in this part of the attempt so far.
+#: Least time between two lines of the log about the pace, in seconds and as a part of the attempt so far.
 REPORT_S = 60.0
 REPORT_SHARE = 0.01
 _WAITS = ("input_s", "communication_s", "save_s", "between_s")
-#: Of the first steps each is recorded.
+#: Number of first steps of which each is recorded.
 N_FIRST = 32
-#: All ranks together write about this often a second: a file server has more to do.
+#: Writes a second of all ranks together, roughly: a file server has other work too.
 WRITES_PER_S = 20
 #: Records that wait for a disk that hangs; later ones are dropped.
 MAX_WAITING = 20_000
 #: A poll that takes less has done nothing.
 _NOTHING_S = 2e-5
-#: Longest wait at the exit for what is not written yet.
+#: Longest wait at the exit for records that are not written yet.
 _EXIT_S = 2.0
 
 
 def is_recorded(n_before: int) -> bool:
     """Return whether a step is recorded by itself: equal on all ranks, and true of fewer and fewer steps.
 
-    The first 32; from then on two in a row at 16 places between each power of two and the next.
+    The first 32 steps are; from then on two in a row at 16 places between each power of two and the next.
 
     Args:
-        n_before: polls of this attempt before it that came after steps.
+        n_before: number of earlier polls of this attempt that came after a step.
     """
     return n_before < N_FIRST or n_before % (1 << (n_before.bit_length() - 5)) < 2
 
@@ -61,19 +61,28 @@ def is_recorded(n_before: int) -> bool:
 class Window:
     """Sums over the steps since the last window ended.
 
-    Waits are those of the process between its beginning and its end, without what was waited for between steps.
+    Waits are those of the process while the window lasts, without waits between steps.
 
     Args:
-        began_s: by time.monotonic.
+        began_s: time at which the window begins, by time.monotonic.
         spent: the waits of this process.
+
+    Attributes:
+        began_s: time at which the window begins, by time.monotonic.
     """
 
     def __init__(self, began_s: float, spent: TimeSpent) -> None:
         self.began_s = began_s
         self._first: int | None = None
-        self._last = self._n_steps = self._longest_step = self._stalest = 0
-        self._step_s = self._between_s = self._longest_s = 0.0
-        self._other_input_s = self._other_communication_s = 0.0
+        self._last = 0
+        self._n_steps = 0
+        self._longest_step = 0
+        self._stalest = 0
+        self._step_s = 0.0
+        self._between_s = 0.0
+        self._longest_s = 0.0
+        self._other_input_s = 0.0
+        self._other_communication_s = 0.0
         self._other_rows = 0
         self._before = spent.input_s, spent.communication_s, spent.save_s, spent.rows, spent.stale
 
@@ -81,10 +90,10 @@ class Window:
         """Add the `n_steps` steps up to `step`.
 
         Args:
-            step: the last of them.
-            n_steps: how many.
-            length_s: what they took together, without saves.
-            stale: pushes of other workers that theirs had not seen.
+            step: number of the last step.
+            n_steps: number of steps.
+            length_s: seconds that the steps took together, without saves.
+            stale: number of pushes of other workers that the pushes of these steps had not seen.
         """
         if self._first is None:
             self._first = step - n_steps + 1
@@ -100,7 +109,7 @@ class Window:
     def add_between(
         self, length_s: float, input_s: float, communication_s: float, rows: int
     ) -> None:
-        """Add time between steps, without saves, and what was waited for and read in it."""
+        """Add time between steps, without saves, with the waits and the rows read in this time."""
         self._between_s += length_s
         self._other_input_s += input_s
         self._other_communication_s += communication_s
@@ -110,19 +119,19 @@ class Window:
         """Return the sums, in seconds.
 
         Args:
-            ended_s: by time.monotonic.
+            ended_s: time at which the window ends, by time.monotonic.
             spent: the waits of this process.
         """
         input_s, communication_s, save_s, rows, stale = self._before
+        step_input_s = spent.input_s - input_s - self._other_input_s
+        step_communication_s = spent.communication_s - communication_s - self._other_communication_s
         return {
             "window": [_short(self.began_s), _short(ended_s)],
             "steps": None if self._first is None else [self._first, self._last],
             "n_steps": self._n_steps,
             "step_s": _short(self._step_s),
-            "input_s": _short(spent.input_s - input_s - self._other_input_s),
-            "communication_s": _short(
-                max(0.0, spent.communication_s - communication_s - self._other_communication_s)
-            ),
+            "input_s": _short(step_input_s),
+            "communication_s": _short(max(0.0, step_communication_s)),
             "save_s": _short(spent.save_s - save_s),
             "between_s": _short(self._between_s),
             "longest": [self._longest_step, _short(self._longest_s)],
@@ -133,21 +142,24 @@ class Window:
 
 def pace_of(windows: Sequence[dict[str, Any]]) -> str:
     """Return where the time of some windows went, such as `3.1 ms a step; of the time: input 2 %, ...`."""
-    total = {
-        key: sum(window[key] for window in windows)
-        for key in ("n_steps", "step_s", "rows", *_WAITS)
-    }
-    length_s = windows[-1]["window"][1] - windows[0]["window"][0]
-    shares = ", ".join(
-        f"{key.removesuffix('_s')} {100 * total[key] / length_s:.0f} %" for key in _WAITS
-    )
-    step = (
-        f"{1e3 * total['step_s'] / total['n_steps']:.3g} ms a step"
-        if total["n_steps"]
-        else "no step"
-    )
-    rows = f"; {total['rows'] / length_s:.3g} rows/s" if total["rows"] else ""
-    return f"{step}; of the time: {shares}{rows}"
+    totals: dict[str, Any] = {}
+    for key in ("n_steps", "step_s", "rows", *_WAITS):
+        totals[key] = sum(window[key] for window in windows)
+    began_s, _ = windows[0]["window"]
+    _, ended_s = windows[-1]["window"]
+    length_s = ended_s - began_s
+    shares = []
+    for key in _WAITS:
+        percent = 100 * totals[key] / length_s
+        shares.append(f"{key.removesuffix('_s')} {percent:.0f} %")
+    step = "no step"
+    if totals["n_steps"]:
+        step_ms = 1e3 * totals["step_s"] / totals["n_steps"]
+        step = f"{step_ms:.3g} ms a step"
+    pace = f"{step}; of the time: {', '.join(shares)}"
+    if totals["rows"]:
+        pace += f"; {totals['rows'] / length_s:.3g} rows/s"
+    return pace
 
 
 class StepTimes:
@@ -163,8 +175,9 @@ class StepTimes:
         spent: the waits of this process.
         clock: monotonic seconds.
 
-    Cost: with the waits 1.6 microseconds a step in a loop of their own, and 29 for one that is recorded by itself; a
-        training step of 1 ms took 0.6 to 1.2 % longer (2 ranks, three launches, one core each of an AMD Zen 5).
+    Cost: with the waits 1.6 microseconds a step in a loop without other work, and 29 for a step that is recorded by
+        itself; a training step of 1 ms took 0.6 to 1.2 % longer (2 ranks, three launches, one core each of an AMD Zen
+        5).
     """
 
     def __init__(
@@ -182,7 +195,8 @@ class StepTimes:
         self._records_all = records_all
         self._step = step
         self._n_polls = 0
-        self._began_s = self._left_s = clock()
+        self._began_s = clock()
+        self._left_s = self._began_s
         self._window = Window(self._began_s, spent)
         self._due_s = self._began_s + WINDOW_S
         self._input_s = spent.input_s
@@ -221,7 +235,7 @@ class StepTimes:
         self._stale = spent.stale
 
     def leave(self) -> str | None:
-        """Record that the program resumes: what happened since `arrive` is a save, or time between steps.
+        """Record that the program resumes: the time since `arrive` was a save, or time between steps.
 
         Returns:
             Where the time went, as a text for the log: at most once a minute, otherwise None.
@@ -240,7 +254,8 @@ class StepTimes:
             return None
         self._close(now)
         elapsed_s = now - self._began_s
-        if now - self._unreported[0]["window"][0] < max(REPORT_S, REPORT_SHARE * elapsed_s):
+        unreported_s = now - self._unreported[0]["window"][0]
+        if unreported_s < max(REPORT_S, REPORT_SHARE * elapsed_s):
             return None
         text = pace_of(self._unreported)
         self._unreported = []
@@ -260,14 +275,12 @@ class StepTimes:
             "time": [_short(self._left_s), _short(now)],
             "spans": [_record_of(span) for span in spans],
         }
-        self._file.add(
-            {**record, "background": [_record_of(span) for span in background]}
-            if background
-            else record
-        )
+        if background:
+            record["background"] = [_record_of(span) for span in background]
+        self._file.add(record)
 
     def end(self) -> None:
-        """Write what is left, with a bounded wait; also done when the program ends."""
+        """Write the records that wait, for at most some seconds; also called when the program ends."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -278,15 +291,15 @@ class StepTimes:
 
 
 class RecordFile:
-    """Appends records of JSON to a file, in a thread of its own. A failure is logged once, and ends the recording.
+    """Appends records of JSON to a file, in a background thread. A failure is logged once, and ends the recording.
 
-    Nothing waits for it: what cannot be written is lost, and training continues. A rank that does not see the run
-    folder records nothing: only the chief needs it.
+    Nothing waits for the file: records that cannot be written are lost, and training continues. A rank that does not
+    see the run folder records nothing: only the chief needs the folder.
 
     Args:
-        path: of the file, `RUN_DIR/trace/0002/rank-00003.jsonl`; its folders in the run folder are made.
-        every_s: least time between two appends.
-        first_s: time before the first one, so that ranks do not all write at once.
+        path: path of the file, `RUN_DIR/trace/0002/rank-00003.jsonl`; its folders in the run folder are made.
+        every_s: least seconds between two appends.
+        first_s: seconds before the first append, so that ranks do not all write at once.
         disk: file system calls, which tests replace.
         clock: monotonic seconds.
     """
@@ -308,7 +321,8 @@ class RecordFile:
         self._next_s = clock() + first_s
         self._pid = os.getpid()
         self._file: int | None = None
-        self._is_over = self._is_behind = False
+        self._is_over = False
+        self._is_behind = False
         self._appending: Future[None] | None = None
 
     def add(self, record: dict[str, Any]) -> None:
@@ -328,7 +342,7 @@ class RecordFile:
             self._start()
 
     def _start(self) -> None:
-        """Let the thread append what is queued, unless it is still busy with what was queued before."""
+        """Let the thread append the queued records, unless it is still busy with earlier records."""
         if self._lines and (self._appending is None or self._appending.done()):
             lines = self._lines
             self._lines = []
@@ -336,7 +350,7 @@ class RecordFile:
             self._appending = self._thread.submit(lambda: self._append("".join(lines).encode()))
 
     def flush(self, for_s: float) -> None:
-        """Write what there is; wait up to `for_s` seconds for the disk to answer, and as long again for the rest."""
+        """Write the queued records: wait up to `for_s` seconds for the last append, and `for_s` for these records."""
         if os.getpid() != self._pid or self._is_over:  # a forked child does not have the thread
             return
         if self._appending is not None:
@@ -385,41 +399,34 @@ class RecordFile:
 
 
 def begin_step_times(world: World, run_folder: Path, attempt: int, step: int) -> StepTimes | None:
-    """Begin to record the steps of an attempt on this rank; None where HPCDIST_TRACE is off, and on evaluators.
+    """Begin to record the steps of an attempt on this rank; None if HPCDIST_TRACE is off, and on evaluators.
 
-    Collective: the ranks of the role.
+    Collective over the ranks of the role.
 
     Args:
         world: the ranks.
-        run_folder: of the run.
-        attempt: its number, on the chief.
+        run_folder: the run folder.
+        attempt: number of the attempt, on the chief; 0 on other ranks.
         step: steps so far.
-
     """
     number = world.all_reduce_int(attempt, MPI.MAX, world.role_comm)
     mode = trace_mode(read_environment())
     if mode == "off" or world.task.type not in ("chief", "worker"):
         return None
     path = trace_folder(run_folder, number) / f"rank-{world.rank:05d}.jsonl"
-    file = RecordFile(
-        path,
-        max(WINDOW_S, world.role_comm.size / WRITES_PER_S),
-        world.role_comm.rank / WRITES_PER_S,
-    )
+    every_s = max(WINDOW_S, world.role_comm.size / WRITES_PER_S)
+    file = RecordFile(path, every_s, first_s=world.role_comm.rank / WRITES_PER_S)
     header = {
         "attempt": number,
         "rank": world.rank,
         "size": world.size,
         "role": f"{world.task.type}:{world.task.index}",
-    }
-    clock = {
+        "host": MPI.Get_processor_name(),
         "clock": [time.monotonic(), time.time()],
         "process_began": round(process_began(), 3),
         "step": step,
     }
-    return StepTimes(
-        file, {**header, "host": MPI.Get_processor_name(), **clock}, step, records_all=mode == "all"
-    )
+    return StepTimes(file, header, step, records_all=mode == "all")
 
 
 def trace_folder(run_folder: Path, attempt: int) -> Path:
@@ -431,10 +438,13 @@ def trace_folder(run_folder: Path, attempt: int) -> Path:
 def process_began() -> float:
     """Return when this process was started, in seconds since 1970; now, where Linux does not tell."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        # the name of the program, in parentheses, may have spaces
+        _, after_name = Path("/proc/self/stat").read_text().rsplit(")", 1)
+        ticks = int(after_name.split()[19])
     except (OSError, ValueError, IndexError):  # as in a container without /proc
         return time.time()
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted_s + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _short(seconds: float) -> float:

@@ -7,7 +7,7 @@ from hpcdist.runtime.step_flags import StepFlags
 
 
 class StepCount:
-    """Counts calls of `run`, and optimizer steps outside of them; not those in an evaluation.
+    """Counts calls of `run`, and optimizer steps outside of them; steps in an evaluation do not count.
 
     Once the program reports its steps, they alone count.
 
@@ -22,13 +22,15 @@ class StepCount:
         self._flags = flags
         self._counted = base
         self._seen = flags.n_steps
-        self._is_inside = self._is_reported = False
+        self._is_inside = False
+        self._is_reported = False
 
     @property
     def value(self) -> int:
         """Steps so far, earlier attempts included."""
-        n_steps = 0 if self._is_inside or self._is_reported else self._flags.n_steps - self._seen
-        return self._counted + n_steps
+        if self._is_inside or self._is_reported:
+            return self._counted
+        return self._counted + self._flags.n_steps - self._seen
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -62,7 +64,7 @@ class StepCount:
         """Count a step that the program reports.
 
         Args:
-            saved: the last saved step: before the first report it may be an optimizer's count.
+            saved: the last saved step; before the first report, it may have been counted by an optimizer's steps.
         """
         self._counted = max(self._counted + 1, saved)
         self._seen = self._flags.n_steps

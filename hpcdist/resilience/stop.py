@@ -29,7 +29,7 @@ FILE_LOOK_S = 2.0
 #: Longest wait for that check in the training thread, and the time after which a check without an answer is reported.
 FILE_WAIT_S = 0.001
 SILENCE_S = 60.0
-#: What a stop file says after whose request the job is not run again.
+#: Text of a stop file after whose request the job is not run again.
 STOP_FOR_GOOD = "hpcdist stop --for-good"
 #: Characters of a stop file that are read.
 _MAX_REQUEST = 200
@@ -56,11 +56,15 @@ _WRAPPERS = (
 def wrapper_of(pid: int) -> str | None:
     """Return the program that started a process, if it is one that may keep signals from it; None otherwise."""
     try:
-        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        # the name of a program, in parentheses, may have spaces
+        _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        parent = after_name.split()[1]
         name = Path(f"/proc/{parent}/comm").read_text().strip()
     except OSError:  # the parent has just ended, or is another user's
         return None
-    return name if name in _WRAPPERS else None
+    if name in _WRAPPERS:
+        return name
+    return None
 
 
 class StopFlag:
@@ -94,7 +98,8 @@ class StopFlag:
         self._disk = disk or Disk()
         self._reason: str | None = None
         self._signals = SignalFlag(clock)
-        self._file_looked_at = self._watcher_looked_at = -float("inf")
+        self._file_looked_at = -float("inf")
+        self._watcher_looked_at = -float("inf")
         self._looker = BackgroundThread("hpcdist-stop-file")
         self._look: Future[str | None] | None = None
         self._looking = make_lock()
@@ -137,10 +142,10 @@ class StopFlag:
             self.since = self._signals.received_at
         elif self._reason is None:
             request = self._request_in_file()
-            if request is not None:
-                self._set_reason(
-                    f"stop file {self._file}{FOR_GOOD if request == STOP_FOR_GOOD else ''}"
-                )
+            if request == STOP_FOR_GOOD:
+                self._set_reason(f"stop file {self._file}{FOR_GOOD}")
+            elif request is not None:
+                self._set_reason(f"stop file {self._file}")
         return self._reason
 
     def _set_reason(self, reason: str) -> None:
@@ -148,7 +153,7 @@ class StopFlag:
         self.since = self._clock()
 
     def _request_in_file(self) -> str | None:
-        """Return what the stop file held at the last look, None without it; start the next look, if it is time.
+        """Return the text of the stop file at the last look, None without a file; start the next look, if it is time.
 
         A file server that hangs stops the thread that looks, and not training.
         """
@@ -204,7 +209,7 @@ class StopFlag:
 
 
 def _text_of_request(file: Path) -> str | None:
-    """Return what a stop file says; "" of one that cannot be read, None without one."""
+    """Return the text of a stop file; "" if it cannot be read, None if there is none."""
     if not os.path.exists(file):  # False on an I/O error too, where Path.exists would raise
         return None
     try:
@@ -276,10 +281,9 @@ class SignalFlag:
     def close(self) -> None:
         """Reinstall the earlier handlers, except where the program has replaced these."""
         for number, earlier in self._earlier.items():
-            is_ours = signal.getsignal(number) is (
-                signal.SIG_IGN if number in self._ignored else self._handler
-            )
-            if is_ours:  # a handler that C code installed cannot be put back
+            expected = signal.SIG_IGN if number in self._ignored else self._handler
+            if signal.getsignal(number) is expected:
+                # a handler that C code installed is None here, and cannot be put back
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._earlier = {}
 

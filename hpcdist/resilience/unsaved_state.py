@@ -15,21 +15,21 @@ from hpcdist.program.optimizer_drivers import (
     schedulers_of,
 )
 
-#: How deep objects are looked for in those of the Checkpoint, such as a wrapper's.
+#: Depth to which objects are looked for inside the objects of the Checkpoint, such as wrappers.
 _MAX_DEPTH = 3
-#: Items of lists and dicts that are looked at.
+#: Number of items of a list or dict that are looked at.
 _MAX_ITEMS = 256
 
 
 class UnsavedState:
     """Looks for schedulers, scalers and averages of weights that are not in a Checkpoint.
 
-    Looked for are schedulers of torch, and others that hold an optimizer and have a state; enabled GradScalers; torch's
-    AveragedModel; and copies of the models that change from one step to the next, as those of an exponential moving
-    average do. Copies that stand still or are set to the model's weights, such as of the best model, are none.
+    It looks for schedulers of torch, and others that hold an optimizer and have a state; enabled GradScalers; torch's
+    AveragedModel; and copies of the models that change from one step to the next, such as an exponential moving
+    average. Copies that stand still or are set to the model's weights, such as the best model, do not count.
 
     Args:
-        objects: what the Checkpoint holds.
+        objects: the objects of the Checkpoint.
         left_out: objects, or classes of objects, that the program begins anew at each restart.
     """
 
@@ -62,7 +62,8 @@ class UnsavedState:
     def note_copies(self) -> None:
         """Note how the copies of the models are after a step. Cost: a walk over all objects of the process."""
         if self._optimizers:
-            self._copies = [(copy, fingerprint(copy)) for copy in copies_of(self._models)]
+            copies = copies_of(self._models)
+            self._copies = [(copy, fingerprint(copy)) for copy in copies]
 
     def look_at_copies(self) -> None:
         """Look for copies of the models that have changed since `note_copies`, one step before. Not collective.
@@ -82,8 +83,8 @@ class UnsavedState:
         """Raise UsageError unless all drivers are saved or left out.
 
         Args:
-            name: what a program would call one.
-            drivers: what was found.
+            name: name that a program would give to a driver, for the error.
+            drivers: the objects that drive the optimizers.
         """
         if not drivers:
             return
@@ -98,7 +99,10 @@ class UnsavedState:
                 )
 
     def _known_numbers(self) -> set[int]:
-        """Return the ids of what is saved or left out, and of what is in it. Each object is looked into once."""
+        """Return the ids of the objects that are saved or left out, and of the objects inside them.
+
+        Each object is looked into once.
+        """
         known_ids: set[int] = set()
         level = [*self._objects, *self._left_out]
         for _ in range(_MAX_DEPTH + 1):
@@ -114,7 +118,7 @@ class UnsavedState:
 
 
 def _held_by(item: Any) -> list[Any]:
-    """Return what an object that is no module holds: its attributes, or the items of a list, tuple or dict."""
+    """Return the objects inside an object that is no module: its attributes, or the items of a list, tuple or dict."""
     if isinstance(item, (type, types.ModuleType)):
         return []
     if isinstance(item, (list, tuple)):
