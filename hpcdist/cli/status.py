@@ -25,8 +25,8 @@ from hpcdist.cli.output import echo
 from hpcdist.cli.run import read_decision
 from hpcdist.cli.run_records import SideError, read_side_errors
 from hpcdist.errors import CheckpointDamaged, UsageError
-from hpcdist.resilience.ledger import Attempt, Ledger
-from hpcdist.resilience.stop import STOP_FOR_GOOD
+from hpcdist.run.ledger import Attempt, Ledger
+from hpcdist.stopping.stop import STOP_FOR_GOOD
 
 #: The end of a file of metrics that is read first: most records are short.
 _TAIL_BYTES = 64 << 10

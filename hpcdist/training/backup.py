@@ -9,14 +9,14 @@ from typing import Any
 
 from hpcdist.checkpoint.durable import is_same
 from hpcdist.errors import UsageError, log
-from hpcdist.resilience.attempt import RunRecord
-from hpcdist.resilience.checkpoint import Checkpoint
-from hpcdist.resilience.manager import CheckpointManager
-from hpcdist.resilience.preemption import PreemptionCheckpointHandler
-from hpcdist.resilience.schedule import SaveSchedule
-from hpcdist.resilience.side_errors import SideErrors
 from hpcdist.retries import Retries
+from hpcdist.run.record import RunRecord
+from hpcdist.run.side_errors import SideErrors
 from hpcdist.runtime.process import call_when_done
+from hpcdist.saving.checkpoint import Checkpoint
+from hpcdist.saving.manager import CheckpointManager
+from hpcdist.saving.schedule import SaveSchedule
+from hpcdist.stopping.preemption import PreemptionCheckpointHandler
 from hpcdist.strategy.base import Strategy
 from hpcdist.training.callbacks import Callback, kind_of
 

@@ -25,10 +25,10 @@ from hpcdist.collectives.objects import broadcast_object
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.errors import DataError, UsageError, log
 from hpcdist.nest import leaves, with_leaves
-from hpcdist.resilience.checkpoint import Checkpoint
-from hpcdist.resilience.manager import CheckpointManager
-from hpcdist.resilience.preemption import PreemptionCheckpointHandler
-from hpcdist.resilience.schedule import SaveSchedule
+from hpcdist.saving.checkpoint import Checkpoint
+from hpcdist.saving.manager import CheckpointManager
+from hpcdist.saving.schedule import SaveSchedule
+from hpcdist.stopping.preemption import PreemptionCheckpointHandler
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy

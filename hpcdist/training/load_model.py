@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcdist.errors import CheckpointMismatch, UsageError
-from hpcdist.resilience.checkpoint import load_checkpoint, read_value
+from hpcdist.saving.checkpoint import load_checkpoint, read_value
 from hpcdist.training import optimizers
 from hpcdist.training.description import compile_as, make_layers
 from hpcdist.training.model import Model

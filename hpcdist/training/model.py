@@ -18,7 +18,7 @@ from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.nest import is_nest, leaves, map_nest
 from hpcdist.program import torch_hooks
-from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
+from hpcdist.saving.checkpoint import Checkpoint, load_checkpoint
 from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer
 from hpcdist.strategy.base import Strategy, get_replica_context, get_strategy
 from hpcdist.strategy.losses import compute_average_loss

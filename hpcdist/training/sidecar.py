@@ -16,10 +16,10 @@ from hpcdist.checkpoint.read import read_text
 from hpcdist.checkpoint.store import Store
 from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode
 from hpcdist.ps.serve import StopSignals
-from hpcdist.resilience.checkpoint import load_checkpoint
-from hpcdist.resilience.side_errors import SideErrors
 from hpcdist.retries import Retries
+from hpcdist.run.side_errors import SideErrors
 from hpcdist.runtime.process import end_of_training
+from hpcdist.saving.checkpoint import load_checkpoint
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.training import inputs
 from hpcdist.training.callbacks import Callback

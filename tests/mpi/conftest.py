@@ -8,8 +8,8 @@ from made_up_hosts import group_on
 from mpi4py import MPI
 
 from hpcdist.collectives.group import group_of
-from hpcdist.resilience.preemption import PreemptionCheckpointHandler
 from hpcdist.runtime.process import call_when_done, make_world
+from hpcdist.stopping.preemption import PreemptionCheckpointHandler
 from hpcdist.strategy import multi_worker
 from hpcdist.training import backup
 

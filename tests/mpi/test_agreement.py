@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.resilience.agreement import MAX_POLLS, Agreement
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.step_flags import Request
+from hpcdist.stopping.agreement import MAX_POLLS, Agreement
 
 pytestmark = pytest.mark.mpi
 ROWS = 96

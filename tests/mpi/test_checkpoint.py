@@ -18,9 +18,9 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.store import Store
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError, CheckpointMismatch, ExitCode, UsageError
-from hpcdist.resilience import saver
-from hpcdist.resilience.decision import without_progress
+from hpcdist.run.decision import without_progress
 from hpcdist.runtime.mpi import MPI
+from hpcdist.saving import saver
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 

@@ -7,10 +7,10 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import DesyncError
-from hpcdist.resilience import saver
-from hpcdist.resilience.desync import odd_ranks
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
+from hpcdist.saving import saver
+from hpcdist.saving.desync import odd_ranks
 
 pytestmark = pytest.mark.mpi
 

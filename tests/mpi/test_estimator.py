@@ -12,7 +12,7 @@ import hpcdist
 from hpcdist import estimator
 from hpcdist.errors import DataError, UsageError
 from hpcdist.estimator import Estimator, LinearRegressor, RunConfig, numeric_column
-from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.saving.manager import CheckpointManager
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("no_handler_left")]
 

@@ -10,7 +10,7 @@ import pytest
 
 import hpcdist
 from hpcdist.errors import CheckpointError
-from hpcdist.resilience.decision import without_progress
+from hpcdist.run.decision import without_progress
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
 

@@ -8,8 +8,8 @@ import torch
 
 import hpcdist
 from hpcdist.callbacks import BackupAndRestore, Callback
-from hpcdist.resilience.agreement import Agreement
-from hpcdist.resilience.preemption import PreemptionCheckpointHandler
+from hpcdist.stopping.agreement import Agreement
+from hpcdist.stopping.preemption import PreemptionCheckpointHandler
 from hpcdist.training import backup
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.usefixtures("no_handler_left")]

@@ -19,11 +19,11 @@ from hpcdist.checkpoint.read import CheckpointFile
 from hpcdist.checkpoint.store import Store
 from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import CheckpointMismatch, DesyncError, ExitCode, NoProgressError, UsageError
-from hpcdist.resilience import preemption
-from hpcdist.resilience import stop as stop_module
-from hpcdist.resilience.deadline import MIN_SLACK_S, Deadline
-from hpcdist.resilience.stop import STOP_FOR_GOOD
 from hpcdist.runtime.step_flags import Request
+from hpcdist.stopping import preemption
+from hpcdist.stopping import stop as stop_module
+from hpcdist.stopping.deadline import MIN_SLACK_S, Deadline
+from hpcdist.stopping.stop import STOP_FOR_GOOD
 
 pytestmark = pytest.mark.mpi
 ROWS = 96
@@ -390,7 +390,7 @@ def advance(monkeypatch):
     def ahead(end_s, step, save, clock, **options):
         return Deadline(end_s, step, save, lambda: clock() + ahead_s[0], **options)
 
-    monkeypatch.setattr("hpcdist.resilience.preemption.Deadline", ahead)
+    monkeypatch.setattr("hpcdist.stopping.preemption.Deadline", ahead)
     return move
 
 

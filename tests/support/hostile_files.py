@@ -18,8 +18,8 @@ from hpcdist.checkpoint.header import HEADER_BYTES, Header, parse_header
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.store import Saved, Store
-from hpcdist.resilience.checkpoint import Checkpoint
-from hpcdist.resilience.ledger import Launch, Ledger
+from hpcdist.run.ledger import Launch, Ledger
+from hpcdist.saving.checkpoint import Checkpoint
 
 SEED = 20261123
 DATA = str(Saved(1, 4))

@@ -11,9 +11,9 @@ import numpy as np
 
 import hpcdist
 from hpcdist.checkpoint.store import Saved, Store
-from hpcdist.resilience import attempt as attempt_module
-from hpcdist.resilience import manager as manager_module
-from hpcdist.resilience.decision import DecisionFile
+from hpcdist.run import record as record_module
+from hpcdist.run.decision import DecisionFile
+from hpcdist.saving import manager as manager_module
 
 N_STEPS = 6
 
@@ -29,7 +29,7 @@ def start_weights():
 def run(path, disk, tell):
     """Train as far as `disk` allows; call `tell` with each checkpoint that is durable and was read back."""
     manager_module.Store = functools.partial(Store, disk=disk)
-    attempt_module.DecisionFile = functools.partial(DecisionFile, disk=disk)
+    record_module.DecisionFile = functools.partial(DecisionFile, disk=disk)
     weights = start_weights()
     step = np.zeros((), np.int64)
     metrics = hpcdist.MetricsFile(path.parent / "metrics.jsonl", disk=disk)

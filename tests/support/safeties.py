@@ -6,16 +6,18 @@ A mutant is located by names, not by the text of a file: code may be moved and r
 from dataclasses import dataclass
 
 _CHECKPOINT = "unit/checkpoint/test_{}.py".format
-_RESILIENCE = "unit/resilience/test_{}.py".format
 STORE, FILE, TREE = map(_CHECKPOINT, ("store", "checkpoint_file", "checkpoint_tree"))
 CUTS, FAULTS, HOSTILE = map(_CHECKPOINT, ("power_cuts", "disk_faults", "hostile_files"))
-STOP, DEADLINE, DECISION, LEDGER = map(_RESILIENCE, ("stop", "deadline", "decision", "ledger"))
+STOP = "unit/stopping/test_stop.py"
+DEADLINE = "unit/stopping/test_deadline.py"
+DECISION = "unit/run/test_decision.py"
+LEDGER = "unit/run/test_ledger.py"
 JOB, RULES, PLACEMENT, SYSTEMS, FILES = map(
     "unit/recipes/test_{}.py".format, ("job", "restart_rule", "placement", "batch_systems", "recipe_files")
 )
 OLD_LISTINGS = _CHECKPOINT("old_listings")
-SAVER = _RESILIENCE("saver")
-METRICS = _RESILIENCE("metrics_file")
+SAVER = "unit/saving/test_saver.py"
+METRICS = "unit/run/test_metrics_file.py"
 OWN_MEMORY = _CHECKPOINT("memory_of_others")
 RANKS = "mpi/test_checkpoint.py"
 MEMORY = "mpi/test_fast_tier.py"

@@ -14,8 +14,8 @@ from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.resilience.decision import suspects
-from hpcdist.resilience.ledger import Launch, Ledger
+from hpcdist.run.decision import suspects
+from hpcdist.run.ledger import Launch, Ledger
 
 OPERATIONS = [name for name, item in vars(Disk).items() if callable(item)]
 N_STEPS = 8

@@ -22,8 +22,8 @@ from loading import load
 from hpcdist.checkpoint.retention import Retention, SaveFacts
 from hpcdist.checkpoint.store import Store
 from hpcdist.errors import CheckpointError
-from hpcdist.resilience.decision import decide, suspects
-from hpcdist.resilience.ledger import Ledger
+from hpcdist.run.decision import decide, suspects
+from hpcdist.run.ledger import Ledger
 
 LIMIT_S = 10
 MEMORY_BYTES = 1 << 30

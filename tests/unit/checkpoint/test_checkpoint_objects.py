@@ -9,7 +9,7 @@ from loading import load
 
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointDamaged, CheckpointError
-from hpcdist.resilience.checkpoint import Checkpoint
+from hpcdist.saving.checkpoint import Checkpoint
 
 
 def saved(**objects):

@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.checkpoint.event_lines import LIMIT_BYTES, N_LATEST, FollowedFile, thinned, with_last_commit
 from hpcdist.checkpoint.store import Store
-from hpcdist.resilience.ledger import Launch, Ledger, parse_attempt
+from hpcdist.run.ledger import Launch, Ledger, parse_attempt
 
 LAUNCH = Launch("7", ("n1",), "digest", is_vouched=False)
 

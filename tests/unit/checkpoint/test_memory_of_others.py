@@ -16,7 +16,7 @@ import pytest
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.resilience.fast_tier import STALE_S, FastTier
+from hpcdist.saving.fast_tier import STALE_S, FastTier
 
 RUN = "0123456789abcdef"
 
@@ -145,7 +145,7 @@ def make_old(path):
 def test_copies_that_a_killed_job_has_left_are_removed_by_the_next_one(memory, own, caplog):
     code = f"""
 import os, signal
-from hpcdist.resilience.fast_tier import FastTier
+from hpcdist.saving.fast_tier import FastTier
 FastTier({str(memory)!r}, {RUN!r}, 1)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -15,7 +15,7 @@ from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import AttemptReplaced, CheckpointError
-from hpcdist.resilience.ledger import Launch, Ledger
+from hpcdist.run.ledger import Launch, Ledger
 
 
 class Clients:

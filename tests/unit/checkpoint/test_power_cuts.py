@@ -23,7 +23,8 @@ from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import decode
 from hpcdist.errors import CheckpointError
 from hpcdist.program.tensors import from_array
-from hpcdist.resilience import attempt, manager
+from hpcdist.run import record as record_module
+from hpcdist.saving import manager
 
 IS_FULL = SCALE.is_full
 SEED = 20261122
@@ -200,7 +201,7 @@ def managed_goes_on(base):
 
 @pytest.mark.timeout(3600)
 def test_power_is_cut_under_a_handler(fast_folder, monkeypatch):
-    for module, name in ((manager, "Store"), (attempt, "DecisionFile")):
+    for module, name in ((manager, "Store"), (record_module, "DecisionFile")):
         monkeypatch.setattr(module, name, getattr(module, name))  # the training replaces them
     base = make_base(fast_folder / "base")
     disk = RecordingDisk(base)

@@ -10,8 +10,8 @@ import pytest
 
 from hpcdist import Checkpoint, CheckpointManager
 from hpcdist.checkpoint.store import Store
-from hpcdist.resilience.decision import DecisionFile, decide
-from hpcdist.resilience.ledger import Ledger
+from hpcdist.run.decision import DecisionFile, decide
+from hpcdist.run.ledger import Ledger
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import hpcdist as package
 from hpcdist.checkpoint.store import Store
 from hpcdist.cli.output import printable
 from hpcdist.diagnostics.logs import open_log
-from hpcdist.resilience.ledger import Launch, Ledger
+from hpcdist.run.ledger import Launch, Ledger
 
 SOURCE = Path(package.__file__).parent
 #: What steers a terminal: a title, a colour, a C1 control, a delete, the direction of text, half a character.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import layer_picture
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[3] / "hpcdist"
@@ -33,8 +34,10 @@ LAYERS = {
     "ps": 5,
     "torch_backend": 5,
     "gradients": 6,
+    "run": 6,
     "strategy": 7,
-    "resilience": 7,
+    "saving": 7,
+    "stopping": 8,
     "tf_compat": 8,
     "training": 9,
     "callbacks": 10,
@@ -145,7 +148,7 @@ def test_only_one_file_changes_a_disk():
     """What it does can be made to fail, or be replayed. Apart is what may be lost: names in memory, tests' folders."""
     changes = r"os\.(fsync|fdatasync|unlink|remove|rename|replace|rmdir|mkdir|makedirs|pwrite)\b|rmtree|\.unlink\("
     users = {name for name, path in MODULES.items() if re.search(changes, path.read_text())}
-    assert users == {"checkpoint.durable", "runtime.mpich_shm", "resilience.fast_tier", "pytest_plugin.ranks"}
+    assert users == {"checkpoint.durable", "runtime.mpich_shm", "saving.fast_tier", "pytest_plugin.ranks"}
 
 
 def test_imports_are_statements():
@@ -162,10 +165,25 @@ def test_comm_world_is_named_where_a_process_starts_only():
 def test_the_table_in_architecture_names_every_folder():
     text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
     rows = {}
-    for layer, name in re.findall(r"^\| (\d+) \| `([\w./`, ]+)` \|", text, re.MULTILINE):
-        for one in re.findall(r"\w+(?=/|\.py)", name):
-            rows[one] = int(layer)
+    for layer, names in re.findall(r"^\| (\d+) \| `([\w./`, ]+)` \|", text, re.MULTILINE):
+        for name in re.findall(r"\w+(?=/|\.py)", names):
+            rows[name] = int(layer)
     assert rows == LAYERS
+
+
+def test_the_picture_is_that_of_the_table():
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    is_drawn = layer_picture.PICTURE.read_text() == layer_picture.picture_of(text)
+    assert is_drawn, "draw it again: python tests/support/layer_picture.py"
+
+
+def test_files_that_architecture_names_exist():
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    paths = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|svg))`", text))
+    missing = [path for path in paths if not ((PACKAGE / path).exists() or (PACKAGE.parent / path).exists())]
+    assert not missing
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.count("\n") <= 220
 
 
 def run(code):

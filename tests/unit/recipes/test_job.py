@@ -13,7 +13,7 @@ from batch_systems import Facts
 from restart_rule import Launch
 from stand_ins import JOB, SCONTROL, add_program
 
-from hpcdist.resilience.decision import Decision, DecisionFile, Verdict
+from hpcdist.run.decision import Decision, DecisionFile, Verdict
 
 pytestmark = pytest.mark.timeout(60)
 PROGRAM = """

@@ -30,13 +30,13 @@ from hpcdist.program import owners
 from hpcdist.program.owners import Stepper
 from hpcdist.program.tensors import from_array, to_array
 from hpcdist.program.wrapped_modules import load_plain_state, plain_parameter_names, plain_state
-from hpcdist.resilience.circumstances import describe
-from hpcdist.resilience.generator_state import GeneratorState, is_generator
-from hpcdist.resilience.metrics_file import MetricsFile
-from hpcdist.resilience.restore import Prepared, Restore
-from hpcdist.resilience.unsaved_state import UnsavedState
+from hpcdist.run.metrics_file import MetricsFile
+from hpcdist.run.provenance import describe
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
+from hpcdist.saving.generator_state import GeneratorState, is_generator
+from hpcdist.saving.restore import Prepared, Restore
+from hpcdist.saving.unsaved_state import UnsavedState
 
 #: Types of numbers and texts.
 _PLAIN = (bool, int, float, str)
@@ -610,7 +610,7 @@ def _memory_in_objects(
             memory_by_number[_number_in(node, kind)] = _memory_of(item)
         elif hasattr(item, "named_parameters") and isinstance(node, dict):
             pairs = node.get("dict")
-            if is_list_of_pairs(pairs):
+            if pairs is not None and is_list_of_pairs(pairs):
                 state = plain_state(item)
                 for key, part in pairs:
                     memory_by_number[_number_in(part, "tensor")] = _memory_of(state.get(key))

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from hpcdist.checkpoint import durable
 from hpcdist.errors import CheckpointError, ExitCode
-from hpcdist.resilience.ledger import Attempt
+from hpcdist.run.ledger import Attempt
 
 #: How the reason of a stop ends after which the job is not run again.
 FOR_GOOD = ", for good"

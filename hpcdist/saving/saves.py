@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcdist.errors import CheckpointError
-from hpcdist.resilience.attempt import RunAttempt
-from hpcdist.resilience.deadline import Durations
-from hpcdist.resilience.manager import CheckpointManager
-from hpcdist.resilience.schedule import SaveSchedule, is_crossed
+from hpcdist.saving.attempt import RunAttempt
+from hpcdist.saving.durations import Durations
+from hpcdist.saving.manager import CheckpointManager
+from hpcdist.saving.schedule import SaveSchedule, is_crossed
 
 logger = logging.getLogger("hpcdist")
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.resilience import step_times
-from hpcdist.resilience.step_times import RecordFile, StepTimes, is_recorded, pace_of, trace_folder
+from hpcdist.run import step_times
+from hpcdist.run.step_times import RecordFile, StepTimes, is_recorded, pace_of, trace_folder
 from hpcdist.runtime.time_spent import TimeSpent
 
 HEADER = {"attempt": 1, "rank": 0}

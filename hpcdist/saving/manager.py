@@ -18,10 +18,15 @@ from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.cluster.environment import job_id, read_environment
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import DesyncError, UsageError
-from hpcdist.resilience.checkpoint import Checkpoint
-from hpcdist.resilience.circumstances import describe, warn_of_changes
-from hpcdist.resilience.decision import suspects
-from hpcdist.resilience.desync import (
+from hpcdist.run.decision import suspects
+from hpcdist.run.ledger import Launch, Ledger
+from hpcdist.run.metrics_file import make_durable
+from hpcdist.run.provenance import describe, warn_of_changes
+from hpcdist.run.run_config import begin_config
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.time_spent import counted
+from hpcdist.saving.checkpoint import Checkpoint
+from hpcdist.saving.desync import (
     Comparison,
     contents_of,
     difference,
@@ -30,14 +35,9 @@ from hpcdist.resilience.desync import (
     gather_digests,
     require_equal,
 )
-from hpcdist.resilience.fast_tier import FastTier
-from hpcdist.resilience.ledger import Launch, Ledger
-from hpcdist.resilience.metrics_file import make_durable
-from hpcdist.resilience.restore import Restore, Restored
-from hpcdist.resilience.run_config import begin_config
-from hpcdist.resilience.saver import Saver
-from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.time_spent import counted
+from hpcdist.saving.fast_tier import FastTier
+from hpcdist.saving.restore import Restore, Restored
+from hpcdist.saving.saver import Saver
 
 logger = logging.getLogger("hpcdist")
 

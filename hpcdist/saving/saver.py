@@ -24,12 +24,12 @@ from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import AttemptReplaced, CheckpointError, DesyncError, ExitCode
-from hpcdist.resilience.desync import Comparison
-from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import end_job, send_heartbeat
 from hpcdist.runtime.waiting import AWAKE_S
 from hpcdist.runtime.world import World
+from hpcdist.saving.desync import Comparison
+from hpcdist.saving.fast_tier import FastTier
 
 logger = logging.getLogger("hpcdist")
 

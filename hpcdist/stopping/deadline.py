@@ -1,70 +1,21 @@
 """When to stop so that the last save completes before the job is ended: the rule and its measurements."""
 
-import bisect
 import logging
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from hpcdist.background import BackgroundThread
-from hpcdist.resilience.running_clock import RunningClock
+from hpcdist.saving.durations import Durations
+from hpcdist.stopping.running_clock import RunningClock
 
 logger = logging.getLogger("hpcdist")
 
-#: Durations kept of each kind: only recent ones, as the cost of a step changes with the data.
-N_REMEMBERED = 500
 #: A call is expected again for this many times its duration: calls that are rarer take under 1 % of the time.
 EXPECTED_TIMES = 100
 #: Least reserve besides a step and a save, for the agreement and for leaving.
 MIN_SLACK_S = 5.0
 _DAY_S = 86400
-
-
-class Durations:
-    """The last few durations of one kind, in seconds."""
-
-    def __init__(self) -> None:
-        self._last: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def add(self, seconds: float) -> None:
-        """Add a duration and drop the oldest one if `N_REMEMBERED` are kept."""
-        if len(self._last) == N_REMEMBERED:
-            del self._sorted[bisect.bisect_left(self._sorted, self._last.popleft())]
-        self._last.append(seconds)
-        bisect.insort(self._sorted, seconds)
-
-    @property
-    def n_remembered(self) -> int:
-        """Number of durations kept; at most `N_REMEMBERED`."""
-        return len(self._last)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether a duration has been added."""
-        return self.n_remembered > 0
-
-    @property
-    def p99(self) -> float:
-        """The 99th percentile; 0 before the first."""
-        n = len(self._sorted)
-        if n == 0:
-            return 0.0
-        return self._sorted[min(n - 1, n * 99 // 100)]
-
-    @property
-    def median(self) -> float:
-        """The median; 0 before the first."""
-        if not self._sorted:
-            return 0.0
-        return statistics.median(self._sorted)
-
-    @property
-    def spread(self) -> float:
-        """The 99th percentile minus the median."""
-        return self.p99 - self.median
 
 
 class Calls:

@@ -7,7 +7,7 @@ import pytest
 
 from hpcdist.checkpoint.store import Store
 from hpcdist.errors import AttemptReplaced
-from hpcdist.resilience.ledger import Attempt, Launch, Ledger, parse_attempt
+from hpcdist.run.ledger import Attempt, Launch, Ledger, parse_attempt
 
 LAUNCH = Launch("7", ("n1", "n2"), "digest", is_vouched=False)
 

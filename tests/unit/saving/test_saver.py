@@ -11,10 +11,10 @@ from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Store
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointError
-from hpcdist.resilience import saver as module
-from hpcdist.resilience.fast_tier import FastTier
-from hpcdist.resilience.saver import Saver
 from hpcdist.runtime.process import make_world
+from hpcdist.saving import saver as module
+from hpcdist.saving.fast_tier import FastTier
+from hpcdist.saving.saver import Saver
 
 ARRAYS = [NamedArray("x", "float32", np.ones(4 << 20, np.float32))]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import hpcdist.resilience.decision as decision_module
+import hpcdist.run.decision as decision_module
 from hpcdist.errors import CheckpointError, ExitCode
-from hpcdist.resilience.decision import Decision, DecisionFile, Verdict, decide, suspects, without_progress
-from hpcdist.resilience.ledger import Attempt
+from hpcdist.run.decision import Decision, DecisionFile, Verdict, decide, suspects, without_progress
+from hpcdist.run.ledger import Attempt
 
 
 def run(*attempts, **first):

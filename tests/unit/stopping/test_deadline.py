@@ -2,13 +2,12 @@
 
 import pytest
 
-from hpcdist.resilience.deadline import (
+from hpcdist.saving.durations import N_REMEMBERED, Durations
+from hpcdist.stopping.deadline import (
     EXPECTED_TIMES,
     MIN_SLACK_S,
-    N_REMEMBERED,
     Calls,
     Deadline,
-    Durations,
     must_stop,
     needed_s,
     slack_s,

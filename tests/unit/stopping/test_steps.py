@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from hpcdist.resilience.steps import StepCount
 from hpcdist.runtime.step_flags import StepFlags
+from hpcdist.stopping.steps import StepCount
 
 STEP = "step"
 RUN = "run"

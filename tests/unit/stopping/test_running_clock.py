@@ -12,8 +12,8 @@ import weakref
 import pytest
 
 from hpcdist.cluster.slurm import time_left_s
-from hpcdist.resilience.deadline import BatchEnd
-from hpcdist.resilience.running_clock import Clocks, RunningClock
+from hpcdist.stopping.deadline import BatchEnd
+from hpcdist.stopping.running_clock import Clocks, RunningClock
 
 
 class System:
@@ -94,7 +94,7 @@ def test_its_thread_looks_and_ends_with_it():
 
 PAUSED = """
 import time
-from hpcdist.resilience.running_clock import RunningClock
+from hpcdist.stopping.running_clock import RunningClock
 
 clock = RunningClock()
 clock.start()

@@ -20,9 +20,9 @@ import pytest
 
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode, UsageError
-from hpcdist.resilience import metrics_file
-from hpcdist.resilience.metrics_file import MetricsFile as QueuedFile
 from hpcdist.retries import Retries
+from hpcdist.run import metrics_file
+from hpcdist.run.metrics_file import MetricsFile as QueuedFile
 
 
 class OneRank:

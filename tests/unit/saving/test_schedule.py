@@ -3,7 +3,7 @@ import math
 import pytest
 
 from hpcdist.errors import UsageError
-from hpcdist.resilience.schedule import SaveSchedule, is_crossed
+from hpcdist.saving.schedule import SaveSchedule, is_crossed
 
 
 @pytest.mark.parametrize(

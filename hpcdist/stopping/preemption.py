@@ -27,23 +27,25 @@ from hpcdist.errors import (
 )
 from hpcdist.program.loop_watch import watch_loop
 from hpcdist.program.torch_hooks import note_step
-from hpcdist.resilience.agreement import Agreement
-from hpcdist.resilience.attempt import RunAttempt, RunRecord
-from hpcdist.resilience.checkpoint import Checkpoint
-from hpcdist.resilience.deadline import BatchEnd, Calls, Deadline, Durations
-from hpcdist.resilience.decision import FOR_GOOD
-from hpcdist.resilience.manager import CheckpointManager
-from hpcdist.resilience.running_clock import RunningClock
-from hpcdist.resilience.saves import AttemptSaves
-from hpcdist.resilience.schedule import SaveSchedule
-from hpcdist.resilience.side_errors import SideErrors
-from hpcdist.resilience.step_times import begin_step_times
-from hpcdist.resilience.steps import StepCount
-from hpcdist.resilience.stop import StopFlag, wrapper_of
-from hpcdist.resilience.termination import TerminationConfig
+from hpcdist.run.decision import FOR_GOOD
+from hpcdist.run.record import RunRecord
+from hpcdist.run.side_errors import SideErrors
+from hpcdist.run.step_times import begin_step_times
 from hpcdist.runtime.loop_state import LoopState
 from hpcdist.runtime.process import call_on_uncaught, call_when_done, end_job, end_of_training
 from hpcdist.runtime.step_flags import Request
+from hpcdist.saving.attempt import RunAttempt
+from hpcdist.saving.checkpoint import Checkpoint
+from hpcdist.saving.durations import Durations
+from hpcdist.saving.manager import CheckpointManager
+from hpcdist.saving.saves import AttemptSaves
+from hpcdist.saving.schedule import SaveSchedule
+from hpcdist.stopping.agreement import Agreement
+from hpcdist.stopping.deadline import BatchEnd, Calls, Deadline
+from hpcdist.stopping.running_clock import RunningClock
+from hpcdist.stopping.steps import StepCount
+from hpcdist.stopping.stop import StopFlag, wrapper_of
+from hpcdist.stopping.termination import TerminationConfig
 
 #: Seconds that a stop request waits for work that cannot be interrupted, without a grace period: batch systems leave 30
 #: s or more between their first signal and the last one.

@@ -13,8 +13,8 @@ import pytest
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import UsageError
-from hpcdist.resilience import stop as stop_module
-from hpcdist.resilience.stop import StopFlag, wrapper_of
+from hpcdist.stopping import stop as stop_module
+from hpcdist.stopping.stop import StopFlag, wrapper_of
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +227,7 @@ def test_a_call_from_any_thread():
 
 FORK = """
 import os, signal, sys
-from hpcdist.resilience.stop import StopFlag, wrapper_of
+from hpcdist.stopping.stop import StopFlag, wrapper_of
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 flag = StopFlag("rank 0")
 flag.watch_signals()
@@ -256,7 +256,7 @@ def test_signals_that_come_while_python_ends_do_not_kill_it(tmp_path):
     code = """
 import os, signal, sys
 from hpcdist.child_processes import STOP_SIGNALS
-from hpcdist.resilience.stop import StopFlag, wrapper_of
+from hpcdist.stopping.stop import StopFlag, wrapper_of
 
 class Late:
     def __del__(self):  # when modules are torn down, after handlers were given up
@@ -297,7 +297,7 @@ def test_a_job_in_the_background_keeps_ignoring_ctrl_c(earlier):
 
 CTRL_C = """
 import signal, time
-from hpcdist.resilience.stop import StopFlag, wrapper_of
+from hpcdist.stopping.stop import StopFlag, wrapper_of
 flag = StopFlag("rank 0")
 flag.watch_signals()
 print("ready", flush=True)
@@ -327,7 +327,7 @@ def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_the_program():
     assert program.returncode == -signal.SIGINT
 
 
-NAMES_WRAPPER = "import os; from hpcdist.resilience.stop import wrapper_of; print(wrapper_of(os.getpid()))"
+NAMES_WRAPPER = "import os; from hpcdist.stopping.stop import wrapper_of; print(wrapper_of(os.getpid()))"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hpcdist.checkpoint.durable import Disk
 from hpcdist.child_processes import STOP_SIGNALS, obey_only
 from hpcdist.errors import UsageError
 from hpcdist.forks import make_lock
-from hpcdist.resilience.decision import FOR_GOOD
+from hpcdist.run.decision import FOR_GOOD
 
 logger = logging.getLogger("hpcdist")
 

@@ -1,1 +1,0 @@
-"""Saves, restores and stops a job: checkpoints of training objects, taken collectively, and what ends an attempt."""

@@ -1,0 +1,1 @@
+"""What a run records: attempts and their ledger, the decision that follows, metrics, and where time went."""

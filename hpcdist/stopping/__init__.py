@@ -1,0 +1,1 @@
+"""How a job ends: stop requests, their agreement between ranks, deadlines, and the preemption handler."""
