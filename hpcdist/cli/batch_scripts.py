@@ -85,11 +85,13 @@ def slurm_script(job: BatchJob) -> str:
 
 def _options_of_all(job: BatchJob) -> list[str]:
     """Return the options of sbatch that every job has."""
-    # "B:" signals the batch script alone, which passes the signal on to mpirun
-    receiver = "" if _uses_srun(job) else "B:"
+    signal_option = f"--signal=USR1@{job.lead_s}"
+    if not _uses_srun(job):
+        # "B:" signals the batch script alone, which passes the signal on to mpirun
+        signal_option = f"--signal=B:USR1@{job.lead_s}"
     options = [
         f"--job-name={job.name}",
-        f"--signal={receiver}USR1@{job.lead_s}",
+        signal_option,
         "--no-requeue" if job.is_chained else "--requeue",
         "--no-kill",
     ]
@@ -104,8 +106,9 @@ def _drill(job: BatchJob) -> list[str]:
     job_id = "$SLURM_JOB_ID"
     if job.array:
         job_id = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
-    scancel = "scancel" if _uses_srun(job) else "scancel --batch"
-    preempt = f'{scancel} --signal=USR1 "{job_id}"'
+    preempt = f'scancel --signal=USR1 "{job_id}"'
+    if not _uses_srun(job):
+        preempt = f'scancel --batch --signal=USR1 "{job_id}"'
     has_begun = '[ "$RUN_DIR/decision.json" -nt "$RUN_DIR/jobs/$SLURM_JOB_ID" ]'
     act = f'{{ sleep 1; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}; break; }}'
     return [
@@ -174,10 +177,11 @@ def _beginning(header: Sequence[str], job: BatchJob) -> list[str]:
 
 def _ended(lines: Sequence[str], job: BatchJob, start: str, has_successor: bool) -> str:
     """Return a whole script: job.py around the command that starts the ranks."""
+    run = f"exec {shlex.quote(sys.executable)} -E -S {shlex.quote(job.job_program)}"
+    if has_successor:
+        run += ' --successor "$successor"'
     program = " ".join(_quoted(part, job) for part in job.command)
-    successor = ' --successor "$successor"' if has_successor else ""
-    run = f"exec {shlex.quote(sys.executable)} -E -S {shlex.quote(job.job_program)}{successor}"
-    return "\n".join([*lines, f"{run} \\", f"  {start} \\", f"  {program}"]) + "\n"
+    return "\n".join([*lines, f"{run} \\", f"  {start} \\", f"  {program}", ""])
 
 
 def _start_of(launcher: Sequence[str]) -> str:
