@@ -128,7 +128,7 @@ def command(
 
 
 def _n_ranks(ranks: int | None, hosts: str | None) -> int:
-    """Return how many ranks to start: `ranks`, by default as many as the hosts take, or 2."""
+    """Return the number of ranks to start: `ranks`, else the ranks on the hosts, else 2."""
     if ranks is not None:
         return ranks
     return n_ranks_on(hosts) if hosts else 2

@@ -308,8 +308,8 @@ def _check(
     for argument in program:
         if any(place in argument for place in _PLACES):
             raise UsageError(
-                f"hpcdist submit: expected arguments without {', '.join(_PLACES)}, which stand for nodes in a batch "
-                f"script, got {argument!r}; rename it."
+                f"hpcdist submit: expected arguments without {', '.join(_PLACES)}, which stand "
+                f"for nodes in a batch script, got {argument!r}; rename it."
             )
 
 
