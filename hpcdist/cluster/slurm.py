@@ -259,7 +259,7 @@ def _counts_per_node(
     """Return the number of tasks on each host.
 
     Raises:
-        ConfigurationError: if the numbers are not as many as the hosts.
+        ConfigurationError: if there is not one number for each host.
     """
     if isinstance(tasks_per_node, int):
         return [tasks_per_node] * n_hosts
