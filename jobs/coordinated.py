@@ -3,8 +3,8 @@
 mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'
 srun --mpi=pmi2 python jobs/coordinated.py                  (in an sbatch script, with TF_CONFIG or HPCDIST_ROLES)
 
-The chief runs this program, workers run the functions that it schedules, and ps ranks hold the variables. A worker
-draws batches in an order of its own, anew when the job is started again.
+The chief runs this program, workers run the functions that it schedules, and ps ranks hold the variables. Each worker
+draws batches in another order, and in a new one when the job is started again.
 """
 
 import argparse
@@ -31,14 +31,15 @@ def parse_args():
     return parser.parse_args()
 
 
+def make_resolver(roles):
+    if "TF_CONFIG" in os.environ and not roles:
+        return hpcdist.TFConfigClusterResolver()
+    return hpcdist.MPIClusterResolver(roles=roles)
+
+
 def main():
     args = parse_args()
-    has_config = "TF_CONFIG" in os.environ and not args.roles
-    resolver = (
-        hpcdist.TFConfigClusterResolver()
-        if has_config
-        else hpcdist.MPIClusterResolver(roles=args.roles)
-    )
+    resolver = make_resolver(args.roles)
     if resolver.task_type in ("worker", "ps"):
         hpcdist.Server(resolver).join()  # never returns
     strategy = hpcdist.ParameterServerStrategy(resolver)
@@ -52,7 +53,8 @@ def main():
 
     def make_batches():  # on each worker
         train, _ = load_digits()
-        return hpcdist.Dataset.from_tensor_slices(train).shuffle().batch(args.batch).repeat()
+        dataset = hpcdist.Dataset.from_tensor_slices(train)
+        return dataset.shuffle().batch(args.batch).repeat()
 
     iterator = iter(coordinator.create_per_worker_dataset(make_batches))
     test = coordinator.create_per_worker_resource(lambda: load_digits()[1])
@@ -69,12 +71,14 @@ def main():
     @torch.no_grad()
     def test_rows(test, start, stop):
         images, labels = test
-        accuracy.update_state(labels[start:stop], model(images[start:stop]))
+        scores = model(images[start:stop])
+        accuracy.update_state(labels[start:stop], scores)
 
     def evaluate():
-        """Let each row be tested once, by whichever worker."""
+        """Have each row tested once, by any worker; return the accuracy."""
         accuracy.reset_state()
-        n_rows = len(load_digits()[1][1])
+        _, (_, labels) = load_digits()
+        n_rows = len(labels)
         for start in range(0, n_rows, 100):
             coordinator.schedule(test_rows, args=(test, start, start + 100))
         coordinator.join()
@@ -86,25 +90,25 @@ def main():
     )
     manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
     handler = hpcdist.PreemptionCheckpointHandler(None, manager, save_every_steps=args.save_every)
-    print(
-        f"resuming from {handler.restored_path}" if handler.restored_path else "new run", flush=True
-    )
-    steps_per_epoch = len(load_digits()[0][1]) // args.batch
+    start = "new run"
+    if handler.restored_path:
+        start = f"resuming from {handler.restored_path}"
+    print(start, flush=True)
+    (_, train_labels), _ = load_digits()
+    steps_per_epoch = len(train_labels) // args.batch
     with handler:
         for epoch in range(len(metrics), args.epochs):
-            while (n_left := (epoch + 1) * steps_per_epoch - handler.total_run_calls) > 0:
+            last_step = (epoch + 1) * steps_per_epoch
+            while (n_left := last_step - handler.total_run_calls) > 0:
                 for first in range(0, n_left, STEPS_PER_CALL):
-                    coordinator.schedule(
-                        train_steps, args=(iterator, min(STEPS_PER_CALL, n_left - first))
-                    )
+                    n_steps = min(STEPS_PER_CALL, n_left - first)
+                    coordinator.schedule(train_steps, args=(iterator, n_steps))
                 coordinator.join()  # saves, and stops on request
             loss = float(mean_loss.result())
             right = evaluate()
             step = handler.total_run_calls
-            print(
-                f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  accuracy {right:.4f}",
-                flush=True,
-            )
+            progress = f"epoch {epoch + 1}/{args.epochs}  step {step}"
+            print(f"{progress}  loss {loss:.4f}  accuracy {right:.4f}", flush=True)
             metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
             mean_loss.reset_state()
     print(f"accuracy {evaluate():.4f}  checkpoint {handler.latest_path}", flush=True)

@@ -55,7 +55,7 @@ def model_fn(params):
 
 
 def train_fn(input_context):
-    """Return this worker's rows in an order of its own, without end."""
+    """Return the rows without end, in another order on each worker."""
     rows, _ = load_digits()
     dataset = hpcdist.Dataset.from_tensor_slices(rows)
     return dataset.shuffle(seed=input_context.input_pipeline_id).repeat().batch(BATCH)
@@ -74,12 +74,9 @@ def make_strategy(args):
     if args.roles is None:
         return None  # the Estimator chooses by the cluster
     resolver = hpcdist.MPIClusterResolver(roles=args.roles)
-    kind = (
-        hpcdist.ParameterServerStrategy
-        if "ps:" in args.roles
-        else hpcdist.MultiWorkerMirroredStrategy
-    )
-    return kind(resolver)
+    if "ps:" in args.roles:
+        return hpcdist.ParameterServerStrategy(resolver)
+    return hpcdist.MultiWorkerMirroredStrategy(resolver)
 
 
 def main():

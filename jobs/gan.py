@@ -56,9 +56,8 @@ def main():
 
     def judged(images, is_real):
         scores = discriminator(images)
-        losses = binary_cross_entropy_with_logits(
-            scores, torch.full_like(scores, float(is_real)), reduction="none"
-        )
+        targets = torch.full_like(scores, float(is_real))
+        losses = binary_cross_entropy_with_logits(scores, targets, reduction="none")
         return hpcdist.compute_average_loss(losses[:, 0], global_batch_size=args.batch)
 
     def train_step(real):
@@ -80,10 +79,8 @@ def main():
                 strategy.reduce("sum", loss, axis=None).item() for loss in losses
             )
             if strategy.is_chief:
-                print(
-                    f"step {step}  generator {of_generator:.6f}  discriminator {of_discriminator:.6f}",
-                    flush=True,
-                )
+                results = f"generator {of_generator:.6f}  discriminator {of_discriminator:.6f}"
+                print(f"step {step}  {results}", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,28 +52,28 @@ def parse_args():
 
 
 def load_text(n_bytes):
-    """Return the first characters of Python's library, as numbers."""
+    """Return the first characters of the files of Python's library, as numbers."""
     folder = Path(os.__file__).parent
-    files = sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py"))
-    parts = []
-    n_read = 0
-    for file in files:
-        if n_read >= n_bytes:
+    source = b""
+    for file in sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")):
+        if len(source) >= n_bytes:
             break
-        parts.append(file.read_bytes())
-        n_read += len(parts[-1])
-    text = np.frombuffer(b"".join(parts)[:n_bytes], np.uint8)
-    return text[text < N_CHARACTERS].astype(np.int64)
+        source += file.read_bytes()
+    characters = np.frombuffer(source[:n_bytes], np.uint8)
+    return characters[characters < N_CHARACTERS].astype(np.int64)
 
 
 def windows_of(text, context):
-    """Return (n, context) windows, and for each character the one that follows it."""
-    n = (len(text) - 1) // context
-    return text[: n * context].reshape(n, context), text[1 : n * context + 1].reshape(n, context)
+    """Return (n, context) windows of characters, and for each character the next one."""
+    n_windows = (len(text) - 1) // context
+    n_characters = n_windows * context
+    windows = text[:n_characters].reshape(n_windows, context)
+    next_characters = text[1 : n_characters + 1].reshape(n_windows, context)
+    return windows, next_characters
 
 
 class Block(nn.Module):
-    """Attention to what comes before, then a small network on each character."""
+    """Attention to the characters before, then a small network on each character."""
 
     def __init__(self, width, n_heads):
         super().__init__()
@@ -89,11 +89,11 @@ class Block(nn.Module):
     def forward(self, x):
         """Return (rows, length, width) values of the same shape."""
         rows, length, width = x.shape
-        heads = (
-            self.qkv(self.norm_1(x)).view(rows, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
-        )
-        seen = scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(rows, length, width))
+        qkv = self.qkv(self.norm_1(x)).view(rows, length, 3, self.n_heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attention = scaled_dot_product_attention(query, key, value, is_causal=True)
+        attention = attention.transpose(1, 2).reshape(rows, length, width)
+        x = x + self.out(attention)
         return x + self.mlp(self.norm_2(x))
 
 
@@ -104,24 +104,30 @@ class GPT(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(N_CHARACTERS, width)
         self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, n_heads) for _ in range(n_layers)))
+        blocks = [Block(width, n_heads) for _ in range(n_layers)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, N_CHARACTERS)
 
     def forward(self, x):
         """Return the logits."""
         places = torch.arange(x.shape[1], device=x.device)
-        return self.head(self.norm(self.blocks(self.characters(x) + self.places(places))))
+        x = self.characters(x) + self.places(places)
+        x = self.blocks(x)
+        return self.head(self.norm(x))
 
 
 def write(model, prompt, context, n_characters=160):
-    """Return the prompt and what follows it; every rank draws the same."""
+    """Return the prompt and the characters that the model draws after it, the same on every rank."""
     text = [ord(character) for character in prompt]
     draws = np.random.default_rng(1)
     for _ in range(n_characters):
-        logits = model.predict_on_batch(np.array([text[-context:]]))[0, -1].astype(np.float64)
+        window = np.array([text[-context:]])
+        logits = model.predict_on_batch(window)[0, -1].astype(np.float64)
         chances = np.exp(logits - logits.max())
-        text.append(int(draws.choice(N_CHARACTERS, p=chances / chances.sum())))
+        chances /= chances.sum()
+        character = draws.choice(N_CHARACTERS, p=chances)
+        text.append(int(character))
     return "".join(map(chr, text))
 
 
@@ -131,10 +137,10 @@ def main():
     hpcdist.set_random_seed(1)
     text = load_text(args.kib << 10)
     n_train = len(text) * 9 // 10
-    train = hpcdist.Dataset.from_tensor_slices(windows_of(text[:n_train], args.context))
-    validation = hpcdist.Dataset.from_tensor_slices(windows_of(text[n_train:], args.context)).batch(
-        256
-    )
+    train_rows = windows_of(text[:n_train], args.context)
+    validation_rows = windows_of(text[n_train:], args.context)
+    train = hpcdist.Dataset.from_tensor_slices(train_rows)
+    validation = hpcdist.Dataset.from_tensor_slices(validation_rows).batch(256)
     with strategy.scope():
         model = hpcdist.Model(GPT(args.context, args.width, args.layers, args.heads))
         model.compile(

@@ -12,9 +12,12 @@ def load_digits():
 
     digits = bundled()
     order = np.random.RandomState(0).permutation(len(digits.target))
-    images = torch.tensor(digits.images[order] / 16, dtype=torch.float32).unsqueeze(1)
+    pixels = digits.images[order] / 16
+    images = torch.tensor(pixels, dtype=torch.float32).unsqueeze(1)
     labels = torch.tensor(digits.target[order])
-    return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
+    train = (images[:1437], labels[:1437])
+    test = (images[1437:], labels[1437:])
+    return train, test
 
 
 def load_mnist(folder):

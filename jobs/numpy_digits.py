@@ -26,14 +26,22 @@ def parse_args():
     return parser.parse_args()
 
 
+def with_bias(images):
+    """Return images with one more column, of ones, whose weights are the bias."""
+    ones = np.ones((len(images), 1))
+    return np.concatenate([images, ones], axis=1)
+
+
 def gradient_and_loss(weights, images, labels):
     """Return the sums over rows of the gradient, (n_pixels + 1, 10), and of the loss."""
-    inputs = np.concatenate([images, np.ones((len(images), 1))], axis=1)
+    inputs = with_bias(images)
     logits = inputs @ weights
     logits -= logits.max(axis=1, keepdims=True)
-    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    losses = -np.log(probabilities[np.arange(len(labels)), labels])
-    probabilities[np.arange(len(labels)), labels] -= 1
+    probabilities = np.exp(logits)
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    rows = np.arange(len(labels))
+    losses = -np.log(probabilities[rows, labels])
+    probabilities[rows, labels] -= 1
     return inputs.T @ probabilities, losses.sum()
 
 
@@ -41,9 +49,9 @@ def main():
     args = parse_args()
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     images, labels = load_digits(return_X_y=True)
-    dataset = (
-        hpcdist.Dataset.from_tensor_slices((images / 16, labels)).shuffle(seed=1).batch(args.batch)
-    )
+    images = images / 16
+    dataset = hpcdist.Dataset.from_tensor_slices((images, labels))
+    dataset = dataset.shuffle(seed=1).batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
     weights = np.zeros((images.shape[1] + 1, 10))
 
@@ -65,12 +73,12 @@ def main():
         while batches.epoch < args.epochs:
             losses = [handler.run(train_step, *batch) for batch in batches]
             if strategy.is_chief and losses:
-                print(f"epoch {batches.epoch}  loss {np.mean(losses):.4f}", flush=True)
+                mean_loss = np.mean(losses)
+                print(f"epoch {batches.epoch}  loss {mean_loss:.4f}", flush=True)
     if strategy.is_chief:
-        guesses = (
-            np.concatenate([images / 16, np.ones((len(images), 1))], axis=1) @ weights
-        ).argmax(1)
-        print(f"accuracy {np.mean(guesses == labels):.4f}  checkpoint {handler.latest_path}")
+        logits = with_bias(images) @ weights
+        accuracy = np.mean(logits.argmax(1) == labels)
+        print(f"accuracy {accuracy:.4f}  checkpoint {handler.latest_path}")
 
 
 if __name__ == "__main__":

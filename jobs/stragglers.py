@@ -4,7 +4,7 @@ mpirun -n 5 python jobs/stragglers.py --roles 'ps:1,worker:*' --max-staleness 4
 mpirun -n 5 python jobs/stragglers.py --roles 'ps:1,worker:*' --synchronous
 mpirun -n 4 python jobs/stragglers.py --strategy all-reduce
 
-A step computes for as long as it sleeps, so that workers may share cores here.
+A sleep stands in for the computing of a step, so that workers can share cores.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def main():
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
         accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
-    dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=1).batch(args.batch).repeat()
+    dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=1)
+    dataset = dataset.batch(args.batch).repeat()
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     stalls = random.Random(strategy.rank)
 
@@ -71,7 +72,10 @@ def main():
         losses = cross_entropy(model(images), labels, reduction="none")
         loss = hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
         loss.backward()
-        time.sleep(args.compute_s * (6 if stalls.random() < args.stalls else 1))
+        compute_s = args.compute_s
+        if stalls.random() < args.stalls:
+            compute_s *= 6
+        time.sleep(compute_s)
         optimizer.step()
 
     strategy.run(train_step, args=next(batches))
@@ -87,12 +91,13 @@ def main():
         strategy.run(lambda: accuracy.update_state(test[1], model(test[0])))
     right = float(accuracy.result())
     if strategy.is_chief:
-        staleness = strategy.statistics()["staleness"] if args.strategy == "ps" else {}
-        oldest = f", values up to {max(staleness)} updates old" if staleness else ""
-        print(
-            f"{(args.steps - 1) / seconds:.1f} steps/s of each worker, accuracy {right:.4f}{oldest}",
-            flush=True,
-        )
+        rate = (args.steps - 1) / seconds
+        results = f"{rate:.1f} steps/s of each worker, accuracy {right:.4f}"
+        if args.strategy == "ps":
+            staleness = strategy.statistics()["staleness"]
+            if staleness:
+                results += f", values up to {max(staleness)} updates old"
+        print(results, flush=True)
 
 
 if __name__ == "__main__":

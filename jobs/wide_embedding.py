@@ -3,8 +3,9 @@
 mpirun -n 3 python jobs/wide_embedding.py --roles 'ps:1,worker:*'
 mpirun -n 2 python jobs/wide_embedding.py --strategy all-reduce [--dense]
 
-A model of clicks: each row has a few of many features, with weights of their own. With sparse gradients only the rows
-travel that a step used, and only they change; servers have the embedding once, and workers do not wait for each other.
+A model of clicks: each row has a few of many features, and the embedding has a row of weights for each feature. With
+sparse gradients only the rows that a step used are sent and changed. Servers hold the embedding once, and workers do
+not wait for each other.
 """
 
 import argparse
@@ -42,9 +43,11 @@ def make_strategy(args):
 def clicks(n_rows, n_features, seed=1):
     """Return ((n_rows, 8) numbers of features, (n_rows,) labels): some features are frequent, as words are."""
     generator = torch.Generator().manual_seed(seed)
-    features = (torch.rand(n_rows, 8, generator=generator) ** 6 * n_features).long()
+    skewed = torch.rand(n_rows, 8, generator=generator) ** 6
+    features = (skewed * n_features).long()
     weights = torch.randn(n_features, generator=generator)
-    return features, (weights[features].sum(1) > 0).float()
+    scores = weights[features].sum(1)
+    return features, (scores > 0).float()
 
 
 def main():
@@ -54,12 +57,11 @@ def main():
     with strategy.scope():
         embedding = nn.EmbeddingBag(args.features, args.width, mode="sum", sparse=not args.dense)
         head = nn.Linear(args.width, 1)
-        make = torch.optim.Adam if args.dense else torch.optim.SparseAdam
-        embedding_optimizer = make(embedding.parameters(), lr=0.01)
+        optimizer_class = torch.optim.Adam if args.dense else torch.optim.SparseAdam
+        embedding_optimizer = optimizer_class(embedding.parameters(), lr=0.01)
         head_optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
-    dataset = hpcdist.Dataset.from_tensor_slices(
-        clicks(args.steps * args.batch, args.features)
-    ).batch(args.batch)
+    rows = clicks(args.steps * args.batch, args.features)
+    dataset = hpcdist.Dataset.from_tensor_slices(rows).batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
 
     def train_step(features, labels):
@@ -76,16 +78,18 @@ def main():
     started = time.perf_counter()
     losses = []
     for batch in batches:
-        losses.append(float(strategy.run(train_step, args=batch)))
+        loss = strategy.run(train_step, args=batch)
+        losses.append(float(loss))
         if len(losses) == WARM_UP_STEPS:
             started = time.perf_counter()
     seconds = time.perf_counter() - started
     if strategy.is_chief:
         first = sum(losses[:20]) / 20
         last = sum(losses[-20:]) / 20
-        kind = f"{args.strategy}, {'dense' if args.dense else 'sparse'}"
+        kind = "dense" if args.dense else "sparse"
+        rate = (args.steps - WARM_UP_STEPS) / seconds
         print(
-            f"{kind}: loss {first:.4f} to {last:.4f}, {(args.steps - WARM_UP_STEPS) / seconds:.1f} steps/s",
+            f"{args.strategy}, {kind}: loss {first:.4f} to {last:.4f}, {rate:.1f} steps/s",
             flush=True,
         )
 

@@ -20,15 +20,15 @@ class Facts(NamedTuple):
     """What a batch system knows of a job. Each default means unknown.
 
     Attributes:
-        state: by Slurm's names; empty without an answer.
-        is_ending: whether the job is being ended, but not as it is out of time.
-        is_preempted: whether it was preempted since its last start.
-        can_requeue: whether it may be requeued.
-        n_restarts: how often it was restarted.
-        end_s: when it will be ended, in seconds since 1970.
-        script_node: the node of the batch script.
-        nodes: its nodes, as the batch system writes them.
-        log: path of its standard error.
+        state: state of the job, by Slurm's names; empty without an answer.
+        is_ending: whether the job is being ended for another reason than its time limit.
+        is_preempted: whether the job was preempted since its last start.
+        can_requeue: whether the job may be requeued.
+        n_restarts: how often the job was restarted.
+        end_s: when the job will be ended, in seconds since 1970.
+        script_node: node of the batch script.
+        nodes: nodes of the job, as the batch system writes them.
+        log: path of the job's standard error.
     """
 
     state: str = ""
@@ -44,17 +44,21 @@ class Facts(NamedTuple):
 
 def facts_of_slurm(text: str, now_s: float) -> Facts:
     """Read the output of `scontrol --oneliner show job`, with times in seconds since 1970: a time of day may repeat."""
-    fields = dict(reversed(re.findall(r"(?:^| )(\w+)=(\S+)", text)))  # the first of each name
+    pairs = re.findall(r"(?:^| )(\w+)=(\S+)", text)
+    fields = dict(reversed(pairs))  # the first value of each name
 
     def number(name: str) -> int | None:
-        return int(fields[name]) if fields.get(name, "").isdecimal() else None
+        value = fields.get(name, "")
+        return int(value) if value.isdecimal() else None
 
     state = fields.get("JobState", "")
+    is_ending = state in ("CANCELLED", "COMPLETING") and fields.get("Reason") != "TimeLimit"
+    started_s = number("StartTime") or 0
     preempted_s = number("PreemptTime")
     return Facts(
         state,
-        is_ending=state in ("CANCELLED", "COMPLETING") and fields.get("Reason") != "TimeLimit",
-        is_preempted=preempted_s is not None and preempted_s >= (number("StartTime") or 0),
+        is_ending=is_ending,
+        is_preempted=preempted_s is not None and preempted_s >= started_s,
         can_requeue=fields.get("Requeue") == "1",
         n_restarts=number("Restarts"),
         end_s=number("EndTime"),
@@ -70,13 +74,18 @@ def facts_of_pbs(text: str, now_s: float) -> Facts:
     end_s = None
     with contextlib.suppress(KeyError, ValueError):
         hours, minutes, seconds = map(int, fields["Resource_List.walltime"].split(":"))
-        end_s = time.mktime(time.strptime(fields["stime"])) + hours * 3600 + minutes * 60 + seconds
+        limit_s = hours * 3600 + minutes * 60 + seconds
+        start_s = time.mktime(time.strptime(fields["stime"]))
+        end_s = start_s + limit_s
     state: str = fields.get("job_state", "")
-    runs = fields.get("run_count", "")
+    n_restarts = None
+    n_runs = fields.get("run_count", "")
+    if n_runs.isdecimal():
+        n_restarts = int(n_runs) - 1
     return Facts(
         {"R": "RUNNING", "E": "COMPLETING"}.get(state, state),
         can_requeue=fields.get("Rerunable") == "True",
-        n_restarts=int(runs) - 1 if runs.isdecimal() else None,
+        n_restarts=n_restarts,
         end_s=end_s,
     )
 
@@ -87,8 +96,12 @@ def facts_of_lsf(text: str, now_s: float) -> Facts:
     if match is None:
         return Facts()
     state, hours, minutes = match.groups()
-    end_s = None if hours is None else now_s + int(hours) * 3600 + int(minutes) * 60
-    return Facts("RUNNING" if state == "RUN" else str(state), end_s=end_s)
+    if state == "RUN":
+        state = "RUNNING"
+    end_s = None
+    if hours is not None:
+        end_s = now_s + int(hours) * 3600 + int(minutes) * 60
+    return Facts(str(state), end_s=end_s)
 
 
 def facts_of_flux(text: str, now_s: float) -> Facts:
@@ -97,20 +110,21 @@ def facts_of_flux(text: str, now_s: float) -> Facts:
         left_s = float(text)
     except ValueError:
         return Facts()
-    return Facts(
-        "RUNNING", can_requeue=False, end_s=None if left_s == float("inf") else now_s + left_s
-    )
+    end_s = None
+    if left_s != float("inf"):
+        end_s = now_s + left_s
+    return Facts("RUNNING", can_requeue=False, end_s=end_s)
 
 
 class BatchSystem(NamedTuple):
-    """The variables and commands of a batch system. In commands, {job} stands for the job's id.
+    """The variables and commands of a batch system. In a command, {job} is replaced by the job's id.
 
     Attributes:
-        id_variable: holds the job's id.
-        show: prints what `read` reads.
-        read: from that output, and the time, to the facts.
-        requeue: has the job run again; empty if there is no such command.
-        cancel: ends or removes a job.
+        id_variable: name of the variable that holds the job's id.
+        show: command that prints the facts of the job.
+        read: function of the output of `show`, and of the time, that returns the facts.
+        requeue: command that has the job run again; empty if there is none.
+        cancel: command that ends or removes a job.
     """
 
     id_variable: str
@@ -128,7 +142,11 @@ SLURM = BatchSystem(
     ("scancel", "{job}"),
 )
 PBS = BatchSystem(
-    "PBS_JOBID", ("qstat", "-f", "{job}"), facts_of_pbs, ("qrerun", "{job}"), ("qdel", "{job}")
+    "PBS_JOBID",
+    ("qstat", "-f", "{job}"),
+    facts_of_pbs,
+    ("qrerun", "{job}"),
+    ("qdel", "{job}"),
 )
 LSF = BatchSystem(
     "LSB_JOBID",
@@ -137,7 +155,8 @@ LSF = BatchSystem(
     ("brequeue", "{job}"),
     ("bkill", "{job}"),
 )
-FLUX = BatchSystem(  # the script runs in an instance of its own, whose parent knows the job
+# the script runs inside the job's Flux instance; the parent of this instance knows the job
+FLUX = BatchSystem(
     "FLUX_JOB_ID",
     ("flux", "job", "timeleft"),
     facts_of_flux,
@@ -148,16 +167,16 @@ FLUX = BatchSystem(  # the script runs in an instance of its own, whose parent k
 
 def batch_system(environ: Mapping[str, str]) -> BatchSystem:
     """Return the batch system of this job, by its variables."""
-    systems = [system for system in (SLURM, PBS, LSF, FLUX) if environ.get(system.id_variable)]
-    if not systems:
-        raise SystemExit(
-            "expected to run in a batch job of Slurm, PBS, LSF or Flux, got none of their variables"
-        )
-    return systems[0]
+    for system in (SLURM, PBS, LSF, FLUX):
+        if environ.get(system.id_variable):
+            return system
+    raise SystemExit(
+        "expected to run in a batch job of Slurm, PBS, LSF or Flux, got none of their variables"
+    )
 
 
 def receive_signals() -> None:
-    """In a child process: receive the signals that job.py blocks."""
+    """Unblock the signals that job.py blocks. Called in a child process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
 
 
@@ -176,4 +195,6 @@ def output_of(command: Sequence[str], **environ: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode == 0 else None
+    if done.returncode:
+        return None
+    return done.stdout

@@ -2,8 +2,9 @@
 
     RUN_DIR=FOLDER python -E -S slurm/job.py [--successor JOB] LAUNCHER ... PROGRAM ... --run-dir FOLDER
 
-The recipes of this folder call it. In the command, %nodes stands for the names of the nodes, such as n1,n2; %hosts for
-the same with the number of ranks on each, such as n1:4,n2:4; %n_nodes and %n_ranks for their numbers.
+The recipes of this folder call it. In the command it replaces %nodes by the names of the nodes, such as n1,n2; %hosts
+by the names with the number of ranks on each, such as n1:4,n2:4; %n_nodes by the number of nodes; and %n_ranks by the
+number of ranks.
 
 The launcher's exit code does not suffice: a killed job has none, and mpirun was seen to exit 0 after its ranks were
 killed. So at any time `decision.json` in the run folder states what to do if the program dies now: "requeue" (run it
@@ -42,11 +43,13 @@ from restart_rule import (
 )
 from run_folder import Decision, RunFolder, UnreadableError
 
-#: Restarts inside one allocation.
+#: Most restarts inside one allocation.
 MAX_RESTARTS = 6
-#: A launch that ends this close to the time limit was ended by it, in seconds.
+#: Seconds before the time limit. A launch that ends this close to the limit was ended by it.
 LIMIT_IS_NEAR_S = 180
-#: Longer than any job.
+#: Most bytes of a launcher's output that are kept to find the node that failed.
+_TAIL_BYTES = 1 << 16
+#: Seconds until a look that is never due: longer than any job.
 NO_LOOK_S = 1e8
 
 
@@ -54,8 +57,8 @@ class Job:
     """This batch job.
 
     Args:
-        environ: its variables. For tests and unusual sites: REQUEUE_PAUSES_S, the pauses before tries to requeue;
-            LIMIT_MARGIN_S, how long before its time limit a job is requeued whose program has not ended.
+        environ: variables of the job. Two are for tests and unusual sites: REQUEUE_PAUSES_S, the pauses before tries to
+            requeue; LIMIT_MARGIN_S, how long before its time limit a job is requeued whose program has not ended.
         successor: the job that is queued to continue this one, as JOB or JOB;CLUSTER; empty without one.
     """
 
@@ -64,56 +67,68 @@ class Job:
         self.successor = successor
         self._system = batch_system(environ)
         self.is_slurm = self._system is SLURM
-        self.id = self._name = environ[self._system.id_variable]
+        self.id = environ[self._system.id_variable]
+        self._name = self.id
         # The last task of an array shares the id of the whole array, so it is named by its number. The variables may
         # also be inherited from the job that submitted this one; then they differ from its id.
         if self.is_slurm and environ.get("SLURM_ARRAY_JOB_ID") == self.id:
             self._name = f"{self.id}_{environ['SLURM_ARRAY_TASK_ID']}"
         self.folder = RunFolder(environ, self.id)
         self._watch: subprocess.Popen[bytes] | None = None
-        variable = environ.get("SLURM_JOB_END_TIME", "")
-        self._end_s = float(variable) if self.is_slurm and variable.isdecimal() else None
+        self._end_s: float | None = None
+        end_variable = environ.get("SLURM_JOB_END_TIME", "")
+        if self.is_slurm and end_variable.isdecimal():
+            self._end_s = float(end_variable)
         self.n_restarts = self._count_restarts(self.look().n_restarts)
 
     def _count_restarts(self, earlier_count: int | None) -> int:
-        variable = self.environ.get("SLURM_RESTART_COUNT", "0") if self.is_slurm else ""
+        """Return how often this job was restarted.
+
+        Args:
+            earlier_count: the number by the batch system; None without an answer.
+        """
+        variable = ""
+        if self.is_slurm:
+            variable = self.environ.get("SLURM_RESTART_COUNT", "0")
         if not variable.isdecimal():
             return earlier_count or 0
-        return (
-            int(variable) if earlier_count is None else min(earlier_count, int(variable))
-        )  # the variable may be inherited
+        if earlier_count is None:
+            return int(variable)
+        # the variable may be inherited
+        return min(earlier_count, int(variable))
 
     def log(self, text: str) -> None:
         """Print a line to the log."""
+        time_text = time.strftime("%Y-%m-%dT%H:%M:%S")
         name = self.environ.get("SLURM_JOB_NAME", "job")
+        line = f"{time_text} {name} {self.id}: {text}"
         with contextlib.suppress(OSError):  # a full disk must not end the job
-            print(
-                f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {name} {self.id}: {text}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(line, file=sys.stderr, flush=True)
 
     # -- the batch system ------------------------------------------------------------------------------------------
 
     def look(self) -> Facts:
         """Return what the batch system knows of the job."""
         text = output_of(self._command(self._system.show), SLURM_TIME_FORMAT="%s")
-        facts = Facts() if text is None else self._system.read(text, time.time())
-        if facts.end_s is None:  # no answer: the last one holds, or what the batch system has set
+        facts = Facts()
+        if text is not None:
+            facts = self._system.read(text, time.time())
+        if facts.end_s is None:
+            # no answer: the end of the last answer holds, or the one in the variable
             return facts._replace(end_s=self._end_s)
         self._end_s = facts.end_s
         return facts
 
     def _command(self, command: Sequence[str], job: str = "") -> list[str]:
+        """Return a command of the batch system for a job, by default for this one."""
         return [part.replace("{job}", job or self._name) for part in command]
 
     def names_of(self, nodes: str) -> list[str]:
-        """Return the names in a list of nodes as Slurm writes it; none elsewhere."""
-        return (
-            (output_of(["scontrol", "show", "hostnames", nodes]) or "").split()
-            if self.is_slurm
-            else []
-        )
+        """Return the names in a list of nodes as Slurm writes it; an empty list without Slurm."""
+        if not self.is_slurm:
+            return []
+        names = output_of(["scontrol", "show", "hostnames", nodes]) or ""
+        return names.split()
 
     def cancel(self) -> None:
         """End this job."""
@@ -136,15 +151,26 @@ class Job:
             return self._ended(127, False, before), None
         assert process.stdout is not None
         assert process.stderr is not None
-        printed = (_PassedOn(process.stdout, sys.stdout), _PassedOn(process.stderr, sys.stderr))
+        stdout = _PassedOn(process.stdout, sys.stdout)
+        stderr = _PassedOn(process.stderr, sys.stderr)
         self._wait_for(process)
-        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        failed = [
-            node for node in (failed_node(stream.text()) for stream in printed) if node is not None
-        ]
-        return self._ended(code, is_of_signal(code, command[0]), before), next(iter(failed), None)
+        code = process.returncode
+        if code < 0:
+            code = 128 - code
+        stdout_node = failed_node(stdout.text())
+        stderr_node = failed_node(stderr.text())
+        is_signalled = is_of_signal(code, command[0])
+        launch = self._ended(code, is_signalled, before)
+        return launch, stdout_node or stderr_node
 
     def _ended(self, code: int, is_signalled: bool, before: Decision | None) -> Launch:
+        """Return how a launch ended.
+
+        Args:
+            code: exit code of the launcher.
+            is_signalled: whether the exit code means that a signal ended the launch.
+            before: decision before the launch; None if there was none.
+        """
         try:
             decision = self.folder.decision()
         except UnreadableError:
@@ -167,7 +193,8 @@ class Job:
         while process.poll() is None:
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + self._guard_limit()
-            received = signal.sigtimedwait(WAITED_FOR, max(0.0, look_at - time.monotonic()))
+            pause_s = max(0.0, look_at - time.monotonic())
+            received = signal.sigtimedwait(WAITED_FOR, pause_s)
             if received is not None and received.si_signo == signal.SIGUSR1:
                 process.send_signal(signal.SIGUSR1)
 
@@ -183,29 +210,38 @@ class Job:
             return NO_LOOK_S
         if facts.end_s is None:
             return 300.0
-        left_s = facts.end_s - time.time() - float(self.environ.get("LIMIT_MARGIN_S", "20"))
+        margin_s = float(self.environ.get("LIMIT_MARGIN_S", "20"))
+        left_s = facts.end_s - time.time() - margin_s
         if left_s > 0:
             return min(left_s, 300.0)
-        if not self._wants_requeue():
+        if not self._is_to_be_requeued():
             return NO_LOOK_S
-        if facts.state and output_of(self._command(self._system.requeue)) is not None:
+        if facts.state and self._try_requeue():
             self.folder.note_requeue(self.n_restarts)
             self.log("the time limit is near, and the program has not ended: requeued")
             return NO_LOOK_S
         return 2.0  # a busy slurmctld may not answer at once
 
-    def _wants_requeue(self) -> bool:
+    def _is_to_be_requeued(self) -> bool:
+        """Return whether this job has written the decision to run again."""
         try:
             decision = self.folder.decision()
         except UnreadableError:
             return False
-        return decision is not None and decision.job == self.id and decision.verdict == "requeue"
+        if decision is None or decision.job != self.id:
+            return False
+        return decision.verdict == "requeue"
+
+    def _try_requeue(self) -> bool:
+        """Ask the batch system to requeue the job; return whether it has accepted."""
+        return output_of(self._command(self._system.requeue)) is not None
 
     # -- all launches ----------------------------------------------------------------------------------------------
 
     def train(self, command: Sequence[str]) -> int:
         """Launch the program, and again on the nodes that are left where it died; return the job's exit code."""
-        nodes: Sequence[str] = self.names_of(self.environ.get("SLURM_JOB_NODELIST", ""))
+        node_list = self.environ.get("SLURM_JOB_NODELIST", "")
+        nodes: Sequence[str] = self.names_of(node_list)
         for restart in range(1, MAX_RESTARTS + 2):
             self._watch_from(nodes)
             launch, failed = self.launch(self._filled(command, nodes))
@@ -216,36 +252,38 @@ class Job:
             if launch.has_died and not (situation.is_preempted or situation.is_out_of_time):
                 remaining = restart_nodes(launch, nodes, self._answering(nodes), failed)
             may_restart = remaining is not None and restart <= MAX_RESTARTS
-            situation = situation._replace(
-                may_restart=may_restart, has_lost_node=remaining != nodes
-            )
-            if action_after(launch, situation).verb != RESTART or remaining is None:
+            has_lost_node = remaining != nodes
+            situation = situation._replace(may_restart=may_restart, has_lost_node=has_lost_node)
+            action = action_after(launch, situation)
+            if action.verb != RESTART or remaining is None:
                 break
             nodes = remaining
+            names = ",".join(nodes) or "it"
             self.log(
-                f"exit code {launch.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}"
+                f"exit code {launch.code}: restart {restart} inside the allocation, on {names}"
             )
         if launch.decision != "finished" and launch.code != RUN_AGAIN:
             self._forget_copies(nodes)
         return self.leave(launch)
 
     def _filled(self, command: Sequence[str], nodes: Sequence[str]) -> list[str]:
-        """Fill in the nodes; without scontrol, whose names are not known, the whole allocation."""
-        node_list = ",".join(nodes) or self.environ.get("SLURM_JOB_NODELIST", "")
-        n_nodes = len(nodes) or int(self.environ.get("SLURM_JOB_NUM_NODES", "1"))
-        return filled(
-            command, node_list, n_nodes, int(self.environ.get("SLURM_NTASKS_PER_NODE", "1"))
-        )
+        """Return a command for some nodes; for the whole allocation if their names are not known without scontrol."""
+        node_list = ",".join(nodes)
+        n_nodes = len(nodes)
+        if not nodes:
+            node_list = self.environ.get("SLURM_JOB_NODELIST", "")
+            n_nodes = int(self.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        ranks_per_node = int(self.environ.get("SLURM_NTASKS_PER_NODE", "1"))
+        return filled(command, node_list, n_nodes, ranks_per_node)
 
     def _answering(self, nodes: Sequence[str]) -> list[str]:
-        """Return the nodes that can start a process; asked all at once, as a lost one does not answer."""
+        """Return the nodes that can start a process. All are asked at the same time, as a lost node does not answer."""
         answers: dict[str, bool] = {}
-        threads = [
-            threading.Thread(
-                target=lambda node=node: answers.update({node: self._step([node], "true")})
-            )
-            for node in nodes
-        ]
+
+        def ask(node: str) -> None:
+            answers[node] = self._step([node], "true")
+
+        threads = [threading.Thread(target=ask, args=(node,)) for node in nodes]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -267,14 +305,15 @@ class Job:
     def _forget_copies(self, nodes: Sequence[str]) -> None:
         """Remove the copies of the state from the memory of nodes: a job that died could not."""
         if nodes:
-            self._step(nodes, "sh", "-c", f"rm -rf /dev/shm/hpcdist-{os.getuid()}-{self.id}-*")
+            pattern = f"/dev/shm/hpcdist-{os.getuid()}-{self.id}-*"
+            self._step(nodes, "sh", "-c", f"rm -rf {pattern}")
 
     def _watch_from(self, nodes: Sequence[str]) -> None:
-        """Have the last of some nodes watch over that of this script, whose loss a job may survive: see watch.py."""
+        """Start watch.py on the last of some nodes, as a job may survive the loss of the node of its script."""
         self.end_watch()
         if len(nodes) < 2:
             return
-        # It requests no memory and no GPUs: before 22.05 a step blocked them for others in spite of --overlap.
+        # No memory and no GPUs: before Slurm 22.05 a step kept them from other steps in spite of --overlap.
         step = [
             "srun",
             "--quiet",
@@ -285,15 +324,11 @@ class Job:
             "--ntasks=1",
             f"--nodelist={nodes[-1]}",
         ]
-        program = [
-            sys.executable,
-            "-E",
-            "-S",
-            os.path.join(os.path.dirname(__file__), "watch.py"),
-            self.successor,
-        ]
+        folder = os.path.dirname(__file__)
+        script = os.path.join(folder, "watch.py")
+        program = [sys.executable, "-E", "-S", script, self.successor]
         nowhere = subprocess.DEVNULL
-        with contextlib.suppress(OSError):  # a job can do without
+        with contextlib.suppress(OSError):  # a job can run without a watch
             self._watch = subprocess.Popen(
                 [*step, *program],
                 stdin=nowhere,
@@ -303,33 +338,36 @@ class Job:
             )
 
     def end_watch(self) -> None:
-        """End the watch, if there is one; it is not waited for, as its node may be lost."""
+        """End the watch, if there is one, without waiting for it, as its node may be lost."""
         if self._watch is not None:
             self._watch.terminate()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def leave(self, launch: Launch, is_script_lost: bool = False) -> int:
-        """Have the job requeued, or not; return its exit code."""
+        """Requeue the job if it is to run again; return its exit code."""
         facts = self.look()
-        action = action_after(launch, Situation(JOB, facts.is_preempted, is_out_of_time(facts)))
-        note = f"job {self.id}: exit code {launch.code}"
-        if action.verb == HAND_BACK and action.is_early and not self.folder.may_repeat(note):
+        situation = Situation(JOB, facts.is_preempted, is_out_of_time(facts))
+        action = action_after(launch, situation)
+        end = f"exit code {launch.code}"
+        note = f"job {self.id}: {end}"
+        is_early = action.verb == HAND_BACK and action.is_early
+        if is_early and not self.folder.may_repeat(note):
             action = not_begun(launch.code)
         if action.verb in (FINISHED, STOP):
             if action.why:
                 self.log(f"not run again: {action.why}")
             return action.code
         if self.successor:
-            self.log(f"exit code {launch.code}, job {self.successor} continues: {action.why}")
+            self.log(f"{end}, job {self.successor} continues: {action.why}")
             return RUN_AGAIN
-        self.log(f"exit code {launch.code}, to be requeued: {action.why}")
+        self.log(f"{end}, to be requeued: {action.why}")
         if not (facts.is_preempted or is_script_lost):
             self.folder.note_requeue(self.n_restarts)
         return self._requeue()
 
     def _requeue(self) -> int:
-        """Have the job start from the beginning and append to its log. A busy slurmctld has a minute to answer."""
+        """Have the batch system start the job again. A busy slurmctld has a minute to answer. Return the exit code."""
         for pause_s in self.environ.get("REQUEUE_PAUSES_S", "0 2 4 8 16 32").split():
             time.sleep(float(pause_s))
             facts = self.look()  # without an answer the job may have been cancelled
@@ -342,32 +380,33 @@ class Job:
                 )
                 return 76
             # Needed even if preempted: before 24.05 Slurm does not requeue a job that ends within its grace time.
-            if (
-                facts.state
-                and self._system.requeue
-                and output_of(self._command(self._system.requeue)) is not None
-            ):
+            if facts.state and self._system.requeue and self._try_requeue():
                 return RUN_AGAIN
-        command = shlex.join(self._command(self._system.requeue))
-        self.log(f"to resume, run: {command or 'the command that submitted the job'}")
+        requeue = self._command(self._system.requeue)
+        command = shlex.join(requeue) or "the command that submitted the job"
+        self.log(f"to resume, run: {command}")
         return RUN_AGAIN
 
     def withdraw_successor(self) -> None:
         """Cancel the job that is queued to continue this one."""
         job, _, cluster = self.successor.partition(";")
-        program, *arguments = self._command(self._system.cancel, job)
-        command = [program, *([f"--clusters={cluster}"] if cluster else []), *arguments]
+        command = self._command(self._system.cancel, job)
+        if cluster:
+            command.insert(1, f"--clusters={cluster}")
         if output_of(command) is None:
             self.log(f"to end the chain, run: {shlex.join(command)}")
 
 
 def is_out_of_time(facts: Facts) -> bool:
     """Return whether the time limit is near or over."""
-    return facts.end_s is not None and facts.end_s - time.time() < LIMIT_IS_NEAR_S
+    if facts.end_s is None:
+        return False
+    left_s = facts.end_s - time.time()
+    return left_s < LIMIT_IS_NEAR_S
 
 
 class _PassedOn:
-    """Passes on what a process prints, and keeps the last 64 KiB of it."""
+    """Copies the output of a process to a stream of this process, and keeps its last 64 KiB."""
 
     def __init__(self, source: IO[bytes], to: TextIO) -> None:
         self._tail = b""
@@ -375,14 +414,14 @@ class _PassedOn:
         self._thread.start()
 
     def _copy(self, source: IO[bytes], to: TextIO) -> None:
-        while piece := os.read(source.fileno(), 1 << 16):
-            self._tail = (self._tail + piece)[-(1 << 16) :]
+        while piece := os.read(source.fileno(), _TAIL_BYTES):
+            self._tail = (self._tail + piece)[-_TAIL_BYTES:]
             with contextlib.suppress(OSError):  # a full disk must not end the program
                 while piece:
                     piece = piece[os.write(to.fileno(), piece) :]
 
     def text(self) -> str:
-        """Return what was kept. A process that was left behind may hold the pipe: it is waited for, for a second."""
+        """Return the last 64 KiB of the output, after at most a second: a process left behind may hold the pipe."""
         self._thread.join(1.0)
         return self._tail.decode(errors="replace")
 
@@ -407,7 +446,7 @@ def main(arguments: list[str]) -> int:
 
 def begin(job: Job, arguments: Sequence[str]) -> int:
     """Make the run folder at the job's first start, and set variables for the program; return an exit code or 0."""
-    options = [part for part in arguments if part == "--run-dir" or part.startswith("--run-dir=")]
+    options = [part for part in arguments if part.partition("=")[0] == "--run-dir"]
     if len(options) > 1:
         job.log(
             f"expected the run folder in the variable RUN_DIR, got the option {options[0]}; set RUN_DIR=FOLDER before "
@@ -417,18 +456,23 @@ def begin(job: Job, arguments: Sequence[str]) -> int:
     if job.n_restarts == 0:
         job.folder.make_marker()
     elif not job.folder.has_marker():
+        marker = job.folder.marker
+        host = socket.gethostname()
         job.log(
-            f"expected {job.folder.marker}, as this job has started before, got none on {socket.gethostname()}: is the "
-            f"file system mounted? nothing was made; if the job never began, run: mkdir -p {job.folder.path}/jobs && "
-            f"touch {job.folder.marker}, and requeue it"
+            f"expected {marker}, as this job has started before, got none on {host}: is the file system mounted? "
+            f"nothing was made; if the job never began, run: mkdir -p {job.folder.path}/jobs && touch {marker}, and "
+            f"requeue it"
         )
         return 74
     elif not job.folder.was_requeued(job.n_restarts - 1):
         os.environ["HPCDIST_PREEMPTED"] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    n_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", n_cpus)
     end_s = job.look().end_s
-    if end_s is not None:  # older versions of Slurm do not set it
-        os.environ["SLURM_JOB_END_TIME" if job.is_slurm else "HPCDIST_JOB_END_S"] = str(int(end_s))
+    if end_s is not None:
+        # older versions of Slurm do not set SLURM_JOB_END_TIME
+        end_variable = "SLURM_JOB_END_TIME" if job.is_slurm else "HPCDIST_JOB_END_S"
+        os.environ[end_variable] = str(int(end_s))
     if not job.is_slurm:
         os.environ["HPCDIST_JOB_ID"] = job.id  # Flux's launcher sets another one
     return 0

@@ -1,4 +1,4 @@
-"""The nodes of a launch: which ones a restart gets, and which one failed first by what the launcher printed."""
+"""Chooses the nodes of a restart, and finds the node that failed first in the output of a launcher."""
 
 import re
 from collections.abc import Sequence
@@ -7,13 +7,16 @@ from restart_rule import Launch
 
 
 def restart_nodes(
-    launch: Launch, nodes: Sequence[str], answering: Sequence[str], failed_node: str | None
+    launch: Launch,
+    nodes: Sequence[str],
+    answering: Sequence[str],
+    failed_node: str | None,
 ) -> Sequence[str] | None:
-    """Return the nodes for a restart at once; None if there are none, or the same ones would fail again.
+    """Return the nodes for a restart at once; None if there are none, or if the same nodes would fail again.
 
     Args:
         launch: how the launch ended.
-        nodes: names of its nodes; empty if they are not known.
+        nodes: names of the launch's nodes; empty if they are not known.
         answering: names of the nodes that can start a process: a batch system takes minutes to notice a lost one.
         failed_node: node whose rank a signal ended first; None if unknown. It may be sick, and is left out until the
             next requeue, unless a node is lost: Slurm kills the ranks on the others then.
@@ -27,7 +30,7 @@ def restart_nodes(
     return [node for node in nodes if node != failed_node] or nodes
 
 
-#: What srun, MPICH's mpirun and Open MPI's print of the first rank that fails: its node, and how it ended.
+#: Lines of srun, MPICH's mpirun and Open MPI's mpirun about a rank that fails: its node, and how it ended.
 _FAILURES = (
     re.compile(r"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?P<how>.+)"),
     re.compile(r"RUNNING AT (?P<node>\S+)\n=\s+EXIT CODE: (?P<how>\d+)$", re.MULTILINE),
@@ -36,28 +39,39 @@ _FAILURES = (
 _SIGNALS = re.compile(
     r"(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted|[46789]$|11$)"
 )
+_PLACEHOLDER = re.compile(r"%(n_nodes|n_ranks|nodes|hosts)\b")
 
 
 def failed_node(text: str) -> str | None:
     """Return the node whose rank a signal ended first, by what the launcher printed; None if no signal did."""
-    matches = [
-        match for match in (pattern.search(text) for pattern in _FAILURES) if match is not None
-    ]
-    first = min(matches, key=re.Match.start, default=None)
-    return first["node"] if first is not None and _SIGNALS.match(first["how"]) else None
+    first = None
+    for pattern in _FAILURES:
+        failure = pattern.search(text)
+        if failure is None:
+            continue
+        if first is None or failure.start() < first.start():
+            first = failure
+    if first is None or not _SIGNALS.match(first["how"]):
+        return None
+    return first["node"]
 
 
-def filled(command: Sequence[str], nodes: str, n_nodes: int, ranks_per_node: int) -> list[str]:
-    """Return a command with %nodes, %hosts, %n_nodes and %n_ranks replaced; see job.py."""
+def filled(
+    command: Sequence[str],
+    nodes: str,
+    n_nodes: int,
+    ranks_per_node: int,
+) -> list[str]:
+    """Return a command with %nodes, %hosts, %n_nodes and %n_ranks replaced, as the top of job.py says."""
+    hosts = [f"{node}:{ranks_per_node}" for node in nodes.split(",")]
     values = {
         "nodes": nodes,
-        "hosts": ",".join(f"{node}:{ranks_per_node}" for node in nodes.split(",")),
+        "hosts": ",".join(hosts),
         "n_nodes": str(n_nodes),
         "n_ranks": str(n_nodes * ranks_per_node),
     }
-    return [
-        re.sub(
-            r"%(n_nodes|n_ranks|nodes|hosts)\b", lambda placeholder: values[placeholder[1]], part
-        )
-        for part in command
-    ]
+
+    def value_of(placeholder: "re.Match[str]") -> str:
+        return values[placeholder[1]]
+
+    return [_PLACEHOLDER.sub(value_of, part) for part in command]

@@ -1,6 +1,7 @@
 """The one rule of restarts: what follows the end of a launch. job.py and `hpcdist run` obey it; nobody else decides.
 
-The first row that fits counts. "Died" is a launch that neither stopped on request nor ended with an error of its own.
+The first row that fits counts. A launch has "died" if it neither stopped on request nor ended with an error that the
+program reports.
 
 | decision of the launch | exit code | besides | then | exit code afterwards |
 |---|---|---|---|---|
@@ -43,12 +44,12 @@ RUN_AGAIN = 75
 #: The exit code after which nothing may be run again.
 DO_NOT_REQUEUE = 76
 
-#: What follows a launch.
+#: Verbs of an `Action`.
 FINISHED = "finished"
 RESTART = "restart now"
 HAND_BACK = "hand back"
 STOP = "stop"
-#: Who asks.
+#: Callers of the rule.
 JOB = "job.py"
 RUN = "hpcdist run"
 #: Signals by whose numbers MPICH's mpirun exits: ILL, ABRT, BUS, FPE, KILL, USR1, SEGV, USR2, TERM.
@@ -75,16 +76,16 @@ class Launch(NamedTuple):
 
     @property
     def has_died(self) -> bool:
-        """Whether the launch died: it neither stopped on request nor ended with an error of its own."""
+        """Whether the launch died: it neither stopped on request nor ended with an error that the program reports."""
         if self.code in (*FINAL_CODES, CHECKPOINT_IO, RUN_AGAIN):
             return False
-        return self.decision == "none" or (
-            self.decision == "requeue" and self.reason.startswith("died")
-        )
+        if self.decision == "requeue":
+            return self.reason.startswith("died")
+        return self.decision == "none"
 
 
 class Situation(NamedTuple):
-    """What is known besides the launch.
+    """The facts besides the launch.
 
     Attributes:
         caller: JOB or RUN.
@@ -102,11 +103,11 @@ class Situation(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What follows a launch.
+    """The action that follows a launch.
 
     Attributes:
         verb: FINISHED, RESTART, HAND_BACK or STOP.
-        code: exit code to leave with; that of the launch where it is restarted.
+        code: exit code to leave with; before a restart, the exit code of the launch.
         why: reason, for the log; empty at a good end.
         is_early: whether the program had not begun, so that it is handed back only a few times in a row.
     """
@@ -118,7 +119,7 @@ class Action(NamedTuple):
 
 
 def action_after(launch: Launch, situation: Situation) -> Action:
-    """Return what follows a launch, by the table above."""
+    """Return the action that follows a launch, by the table of this file."""
     if launch.decision == "finished":
         if launch.code == 0 or launch.is_signalled:
             return Action(FINISHED, 0)
@@ -138,21 +139,25 @@ def action_after(launch: Launch, situation: Situation) -> Action:
 
 
 def _after_requeue(launch: Launch, situation: Situation) -> Action:
-    was_cut_by_disk = launch.code == CHECKPOINT_IO and launch.reason.startswith("died")
+    """Return the action after a launch with the decision "requeue"."""
+    code = launch.code
+    reason = launch.reason
+    was_cut_by_disk = code == CHECKPOINT_IO and reason.startswith("died")
     # job.py waits for the disk by being requeued
     may_pass = was_cut_by_disk and situation.caller == RUN
     if (launch.has_died or may_pass) and _is_restart_possible(situation):
-        return Action(RESTART, launch.code, launch.reason)
+        return Action(RESTART, code, reason)
     if situation.caller == JOB:
-        return Action(HAND_BACK, RUN_AGAIN, launch.reason)
+        return Action(HAND_BACK, RUN_AGAIN, reason)
     if launch.has_died:
-        return Action(HAND_BACK, launch.code or 1, launch.reason)
-    if launch.code in (INTERNAL, CHECKPOINT_IO):
-        return Action(HAND_BACK, launch.code, launch.reason)
-    return Action(HAND_BACK, RUN_AGAIN, launch.reason)
+        return Action(HAND_BACK, code or 1, reason)
+    if code in (INTERNAL, CHECKPOINT_IO):
+        return Action(HAND_BACK, code, reason)
+    return Action(HAND_BACK, RUN_AGAIN, reason)
 
 
 def _after_no_decision(launch: Launch, situation: Situation) -> Action:
+    """Return the action after a launch that has written no decision."""
     was_under_way = launch.earlier == "requeue"
     is_run = situation.caller == RUN
     if is_run and launch.code == 0 and not was_under_way:
@@ -181,15 +186,17 @@ def _is_restart_possible(situation: Situation) -> bool:
 
 def not_begun(code: int) -> Action:
     """Return the end of a job whose program did not begin. It is no success, whatever the launcher says."""
-    return Action(STOP, code or 1, f"exit code {code} before it had begun")
+    why = f"exit code {code} before it had begun"
+    return Action(STOP, code or 1, why)
 
 
 def is_of_signal(code: int, launcher: str) -> bool:
-    """Return whether an exit code is that of a signal.
+    """Return whether an exit code means that a signal ended a rank or the launcher.
 
     Args:
         code: exit code of the launcher.
-        launcher: its path. MPICH's mpirun exits with the number of a rank's signal; 128 + n means a signal everywhere.
+        launcher: path of the launcher. MPICH's mpirun exits with the number of a rank's signal; 128 + n means a signal
+            everywhere.
     """
     is_mpirun = os.path.basename(launcher).startswith("mpi")
     return code > 128 or (is_mpirun and code in _MPIRUN_SIGNALS)

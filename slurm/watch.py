@@ -1,6 +1,6 @@
-"""Requeue a job whose batch script was lost with its node. job.py starts this on another node.
+"""Requeue a job whose batch script was lost with its node. job.py starts this program on another node.
 
-With --no-kill Slurm keeps such a job running without a script until its time is over.
+With --no-kill, Slurm keeps the job running without a script until its time limit.
 """
 
 import contextlib
@@ -17,11 +17,8 @@ from run_folder import UnreadableError
 
 def is_script_lost(facts: Facts, nodes: list[str]) -> bool:
     """Return whether Slurm has removed the script's node from a job, as it does once a node is silent for a while."""
-    return (
-        facts.state == "RUNNING"
-        and bool(facts.script_node and nodes)
-        and facts.script_node not in nodes
-    )
+    is_known = bool(facts.script_node and nodes)
+    return facts.state == "RUNNING" and is_known and facts.script_node not in nodes
 
 
 def act(job: Job, facts: Facts) -> None:
@@ -35,26 +32,34 @@ def act(job: Job, facts: Facts) -> None:
         decision = job.folder.decision()
     except UnreadableError:
         return
-    verdict, reason = ("none", "") if decision is None else (decision.verdict, decision.reason)
-    is_own = decision is not None and decision.job == job.id
-    launch = Launch(137, verdict if is_own else "none", reason, earlier=verdict, is_signalled=True)
+    verdict = "none"
+    earlier = "none"
+    reason = ""
+    if decision is not None:
+        earlier = decision.verdict
+        reason = decision.reason
+        if decision.job == job.id:
+            verdict = decision.verdict
+    launch = Launch(137, verdict, reason, earlier, is_signalled=True)
     code = job.leave(launch, is_script_lost=True)
     if code != RUN_AGAIN and job.successor:
         job.withdraw_successor()
     facts = job.look()
-    if (code != RUN_AGAIN or job.successor) and is_script_lost(facts, job.names_of(facts.nodes)):
+    must_end = code != RUN_AGAIN or job.successor
+    if must_end and is_script_lost(facts, job.names_of(facts.nodes)):
         job.cancel()  # nothing else would end it
 
 
 def main(successor: str) -> None:
     """Look every 30 s, or WATCH_PAUSE_S, until Slurm ends this process with the job."""
-    # Slurm sends it to all steps near the time limit
+    # Slurm sends this signal to all steps near the time limit
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     job = Job(os.environ, successor)
     if not job.folder.has_marker():
         sys.exit(f"expected {job.folder.marker}, got none: this node does not see the run folder")
     while True:
-        time.sleep(float(os.environ.get("WATCH_PAUSE_S", "30")))
+        pause_s = float(os.environ.get("WATCH_PAUSE_S", "30"))
+        time.sleep(pause_s)
         facts = job.look()
         if is_script_lost(facts, job.names_of(facts.nodes)):
             act(job, facts)

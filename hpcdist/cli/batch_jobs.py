@@ -1,4 +1,4 @@
-"""Slurm's jobs that `hpcdist submit` has made: which run folder is whose, as their comments say."""
+"""Jobs of Slurm that `hpcdist submit` has made. The comment of a job names its run folder."""
 
 import re
 import subprocess
@@ -10,12 +10,12 @@ from hpcdist.errors import UsageError
 
 _JOB = re.compile(r"\d+(_\d+)?$")
 _ANSWER_S = 10.0
-#: Fields of squeue, with what cannot be in them between: id, number in an array, state, time left, reason, comment.
+#: Fields of squeue, separated by tabs: id, number in an array, state, time left, reason, comment.
 _FORMAT = "%i\t%K\t%T\t%L\t%R\t%k"
 
 
 class BatchJobState(NamedTuple):
-    """What squeue says of a job; `run_dir` is empty for one that `hpcdist submit` has not made."""
+    """State of a job as squeue prints it. `run_dir` is empty if `hpcdist submit` has not made the job."""
 
     job: str
     state: str
@@ -28,12 +28,12 @@ class BatchJobState(NamedTuple):
 
 
 def is_job_number(run: str) -> bool:
-    """Return whether a job of Slurm is meant, or a task of an array, and not a folder."""
+    """Return whether `run` is the number of a job of Slurm, or of an array's task, and not a folder."""
     return bool(_JOB.match(run)) and not Path(run).exists()
 
 
 def run_folder(run: str) -> Path:
-    """Return the run folder that is meant: a folder, or that of a job of Slurm by its number.
+    """Return the run folder that `run` names: the folder itself, or the one of a job of Slurm by its number.
 
     Raises:
         UsageError: if Slurm does not know the job, if `hpcdist submit` has not made it, or if it is a whole array.
@@ -42,24 +42,23 @@ def run_folder(run: str) -> Path:
         return Path(run)
     jobs = _states_of(run)
     if len(jobs) > 1:
-        raise UsageError(
-            f"expected one job, got {run}, an array with {', '.join(job.job for job in jobs[:4])}; name one of them."
-        )
-    text = jobs[0].run_dir if jobs else _run_dir_of_ended(run)
-    if not text:
+        tasks = ", ".join(job.job for job in jobs[:4])
+        raise UsageError(f"expected one job, got {run}, an array with {tasks}; name one of them.")
+    run_dir = jobs[0].run_dir if jobs else _run_dir_of_ended(run)
+    if not run_dir:
         raise UsageError(
             f"expected a run folder, or a job of `hpcdist submit` that Slurm knows, got {run!r}; give the run folder."
         )
-    return Path(text)
+    return Path(run_dir)
 
 
 def state_of(job: str) -> BatchJobState | None:
-    """Return what Slurm says of a job that waits or runs; None where it does not know it, or is not here."""
+    """Return the state of a job that waits or runs; None if Slurm does not know the job, or is not installed."""
     return next(iter(_states_of(job)), None)
 
 
 def cancel(job: str) -> bool:
-    """Cancel a job if it still waits; return whether Slurm has taken the request."""
+    """Cancel a job if it still waits; return whether Slurm has accepted the request."""
     try:
         done = subprocess.run(
             ["scancel", "--state=PENDING", job],
@@ -73,43 +72,53 @@ def cancel(job: str) -> bool:
 
 
 def _states_of(job: str) -> list[BatchJobState]:
-    """Return what Slurm says of a job, or of each task of an array."""
+    """Return the state of a job, or of each task of an array."""
     return _parse(_output_of("squeue", "--noheader", "--array", "--jobs", job, "--format", _FORMAT))
 
 
 def own_jobs() -> list[BatchJobState]:
     """Return the jobs of this user that `hpcdist submit` has made and that wait or run."""
-    listed = _output_of("squeue", "--me", "--noheader", "--array", "--format", _FORMAT)
-    return [job for job in _parse(listed) if job.run_dir]
+    jobs = _parse(_output_of("squeue", "--me", "--noheader", "--array", "--format", _FORMAT))
+    return [job for job in jobs if job.run_dir]
 
 
 def _parse(text: str) -> list[BatchJobState]:
-    job_states = []
+    """Return the jobs that squeue has printed; lines of another form are left out."""
+    jobs = []
     for line in text.splitlines():
-        fields = line.split("\t")
-        if len(fields) == 6:
-            job, task, state, time_left, reason, comment = (field.strip() for field in fields)
-            job_states.append(
-                BatchJobState(job, state, time_left, reason, _run_dir_in(comment, task))
-            )
-    return job_states
+        fields = [field.strip() for field in line.split("\t")]
+        if len(fields) != 6:
+            continue
+        job, task, state, time_left, reason, comment = fields
+        run_dir = _run_dir_in(comment, task)
+        jobs.append(BatchJobState(job, state, time_left, reason, run_dir))
+    return jobs
 
 
 def _run_dir_in(comment: str, task: str) -> str:
-    """Return the run folder that a comment names, of one task where it is that of an array; "" for another comment."""
-    return comment.removeprefix(COMMENT).replace(TASK, task) if comment.startswith(COMMENT) else ""
+    """Return the run folder that a job's comment names, or "" for another comment.
+
+    Args:
+        comment: comment of the job.
+        task: number of the task, which replaces `TASK` in the run folder of an array.
+    """
+    if not comment.startswith(COMMENT):
+        return ""
+    return comment.removeprefix(COMMENT).replace(TASK, task)
 
 
 def _run_dir_of_ended(job: str) -> str:
     """Return the run folder of a job that has ended; Slurm knows it for some minutes."""
     text = _output_of("scontrol", "--oneliner", "show", "job", job)
     comment = re.search(r" Comment=(\S+)", text)
+    if comment is None:
+        return ""
     task = re.search(r" ArrayTaskId=(\d+)", text)
-    return _run_dir_in(comment[1], task[1] if task else "") if comment else ""
+    return _run_dir_in(comment[1], task[1] if task else "")
 
 
 def _output_of(*command: str) -> str:
-    """Return what a command of Slurm prints; "" where it fails, or there is none."""
+    """Return what a command of Slurm prints; "" if it fails or is not installed."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
@@ -117,4 +126,6 @@ def _output_of(*command: str) -> str:
     except (OSError, ValueError, subprocess.TimeoutExpired):
         # a job's id may be any text of a run folder
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode:
+        return ""
+    return done.stdout

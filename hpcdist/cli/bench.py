@@ -1,8 +1,9 @@
-"""`hpcdist bench`: the benchmarks of benchmarks/, started by the launcher that belongs to this MPI library."""
+"""`hpcdist bench`: starts the benchmarks of benchmarks/ by the launcher that belongs to this MPI library."""
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -20,15 +21,31 @@ from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cluster.environment import read_environment
 from hpcdist.errors import UsageError
 
-#: Name -> the script and its part, whether it is started on ranks, and its options for a first look.
-_BENCHES: dict[str, tuple[tuple[str, ...], bool, tuple[str, ...]]] = {
-    "allreduce": (("allreduce.py",), True, ("--quick",)),
-    "step": (("step.py",), True, ("--rounds", "2", "--steps", "20")),
-    "ckpt": (("checkpoint.py",), False, ("--rounds", "2", "--megabytes", "40")),
-    "ps": (("servers.py", "speed"), False, ("--rounds", "1")),
+
+class _Benchmark(NamedTuple):
+    """A benchmark of benchmarks/.
+
+    Attributes:
+        script: name of the script.
+        arguments: arguments that choose a part of the script.
+        is_on_ranks: whether ranks run the script; otherwise it starts jobs by itself.
+        quick_options: options for a smoke test.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    is_on_ranks: bool
+    quick_options: tuple[str, ...]
+
+
+_BENCHMARKS = {
+    "allreduce": _Benchmark("allreduce.py", (), True, ("--quick",)),
+    "step": _Benchmark("step.py", (), True, ("--rounds", "2", "--steps", "20")),
+    "ckpt": _Benchmark("checkpoint.py", (), False, ("--rounds", "2", "--megabytes", "40")),
+    "ps": _Benchmark("servers.py", ("speed",), False, ("--rounds", "1")),
 }
 
-
+#: Variables by which mpirun of Open MPI starts more ranks than there are cores.
 _CROWDED = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -36,7 +53,7 @@ _CROWDED = {
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("name", type=click.Choice(list(_BENCHES)))
+@click.argument("name", type=click.Choice(list(_BENCHMARKS)))
 @click.option(
     "-n",
     "--ranks",
@@ -79,28 +96,39 @@ def command(
     """
     environ = read_environment()
     require_no_launcher("hpcdist bench", environ)
-    (script, *part), is_on_ranks, look = _BENCHES[name]
-    if not is_on_ranks and (ranks or hosts):
+    benchmark = _BENCHMARKS[name]
+    if not benchmark.is_on_ranks and (ranks or hosts):
         raise UsageError(
             f"hpcdist bench: expected -n and --hosts with allreduce and step, got {name}; leave them out."
         )
-    program = [
-        sys.executable,
-        str(shipped_folder("benchmarks", "allreduce.py") / script),
-        *part,
-        "--out",
-        str(out or Path("out") / "bench"),
-    ]
-    program += [*(look if quick else ()), *options]
-    threads = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"}
-    n_ranks = ranks or (n_ranks_on(hosts) if hosts else 2)
-    request = request_here(n_ranks, program, environ, hosts or "", is_bound=is_on_ranks)
-    launcher = find_launcher(mpi_library(), environ if is_on_ranks else {})
+    script = shipped_folder("benchmarks", "allreduce.py") / benchmark.script
+    if out is None:
+        out = Path("out") / "bench"
+    program = [sys.executable, str(script), *benchmark.arguments, "--out", str(out)]
+    if quick:
+        program += benchmark.quick_options
+    program += options
+    threads = {}
+    if not environ.get("OMP_NUM_THREADS"):
+        threads["OMP_NUM_THREADS"] = "1"
+    n_ranks = _n_ranks(ranks, hosts)
+    request = request_here(n_ranks, program, environ, hosts or "", benchmark.is_on_ranks)
+    launcher = find_launcher(mpi_library(), environ if benchmark.is_on_ranks else {})
     line, guards = launch_command(launcher, request, {**environ, **threads})
     added = {**threads, **guards}
-    if not is_on_ranks:
-        line = [*program, *(["--mpirun", launcher.path] if name == "ps" else [])]
-        # ps starts jobs of up to four ranks by itself, whose mpirun lets more ranks than cores through by these
-        added |= _CROWDED if launcher.kind == "openmpi" else {}
+    if not benchmark.is_on_ranks:
+        line = program
+        if name == "ps":
+            line = [*program, "--mpirun", launcher.path]
+        if launcher.kind == "openmpi":
+            # ps starts jobs of up to four ranks by itself
+            added |= _CROWDED
     echo(f"+ {as_text(line, added)}", err=True)
     return subprocess.run(line, env={**environ, **added}).returncode
+
+
+def _n_ranks(ranks: int | None, hosts: str | None) -> int:
+    """Return the number of ranks to start: `ranks`, else the ranks on the hosts, else 2."""
+    if ranks is not None:
+        return ranks
+    return n_ranks_on(hosts) if hosts else 2

@@ -1,4 +1,4 @@
-"""`hpcdist doctor`: what is wrong with this machine, launcher or allocation, one line each with the cure."""
+"""`hpcdist doctor`: prints each fault of this machine, launcher or allocation as one line, with the cure."""
 
 import importlib.metadata
 import json
@@ -19,11 +19,11 @@ from hpcdist.errors import ConfigurationError, ExitCode
 
 #: Longest time for the ranks to start, to measure and to end.
 LIMIT_S = 180.0
-#: A signal that has not reached all ranks by then does not reach them.
+#: Longest time for a signal to reach all ranks.
 _SIGNAL_S = 5.0
-#: Ranks that no signal has reached end by themselves.
+#: Longest time for the ranks to end. Ranks that no signal has reached end by themselves.
 _END_S = 20.0
-#: What batch systems and `hpcdist run` send to have a job saved.
+#: Signals that batch systems and `hpcdist run` send to have a job saved.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PACKAGES = ("hpcdist", "mpi4py", "numpy", "h5py", "torch")
 _GPU_PROBE = (
@@ -71,15 +71,13 @@ def command(
         ]
     for finding in findings:
         echo(json.dumps(vars(finding)) if is_json else str(finding))
-    return (
-        ExitCode.BAD_CONFIGURATION
-        if any(finding.level == "fail" for finding in findings)
-        else ExitCode.DONE
-    )
+    if any(finding.level == "fail" for finding in findings):
+        return ExitCode.BAD_CONFIGURATION
+    return ExitCode.DONE
 
 
 def _look_here(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what this process alone can find out."""
+    """Yield the findings that need no other process than this one."""
     versions = []
     for name in _PACKAGES:
         try:
@@ -94,30 +92,31 @@ def _look_here(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not visible_gpus(environ):
         return
     code, printed = _run([sys.executable, "-c", _GPU_PROBE], environ)
-    text = (printed.strip().splitlines() or ["no answer"])[-1]
+    last_line = (printed.strip().splitlines() or ["no answer"])[-1]
     if code == 0:
-        yield Finding("ok", "NCCL", text)
+        yield Finding("ok", "NCCL", last_line)
     else:
-        yield Finding(
-            "warn",
-            "NCCL",
-            f"gradients are summed in host memory: {text}",
-            "pip install 'hpcdist[cuda]'",
-        )
+        text = f"gradients are summed in host memory: {last_line}"
+        yield Finding("warn", "NCCL", text, "pip install 'hpcdist[cuda]'")
 
 
 def _look_at_own_ranks(run_dir: str, rank: int) -> list[Finding]:
-    """Return findings of the ranks that a launcher has started, of whom this is one; on rank 0 alone.
+    """Return the findings of the ranks that a launcher has started, on rank 0; other ranks return failures only.
 
-    A child process starts MPI in place of this one: it inherits what the launcher gave.
+    A child process starts MPI in place of this one, as it inherits the launcher's variables and connections.
+
+    Args:
+        run_dir: run folder to look for; empty for none.
+        rank: rank of this process.
     """
     code, printed = _run(_probe("facts", run_dir), dict(read_environment()), close_fds=False)
     if code:
+        text = f"the probe ended with code {code}: {_reason(printed)}"
         cure = "start as many ranks as the launcher says by the mpirun or srun of the MPI library of mpi4py"
-        return [
-            Finding("fail", "world", f"the probe ended with code {code}: {_reason(printed)}", cure)
-        ]
-    return list(findings_of(_facts_in(printed), run_dir)) if rank == 0 else []
+        return [Finding("fail", "world", text, cure)]
+    if rank:
+        return []
+    return list(findings_of(_facts_in(printed), run_dir))
 
 
 def _look_at_new_ranks(
@@ -127,7 +126,7 @@ def _look_at_new_ranks(
     run_dir: str,
     has_signals: bool,
 ) -> Iterator[Finding]:
-    """Yield findings of ranks that are started for that."""
+    """Start ranks, and yield their findings."""
     try:
         launcher = find_launcher(mpi_library(), environ)
     except ConfigurationError as error:
@@ -135,24 +134,28 @@ def _look_at_new_ranks(
         return
     yield Finding("ok", "MPI", f"{launcher.kind}, started by {launcher.path}")
     tasks = environ.get("SLURM_NTASKS", "")
-    n_ranks = n_ranks or (int(tasks) if tasks.isdecimal() else 2)
+    if n_ranks is None:
+        n_ranks = int(tasks) if tasks.isdecimal() else 2
     request = request_here(n_ranks, (), environ, hosts or "")
     line, added = launch_command(launcher, request, environ)
     code, printed = _run([*line, *_probe("facts", run_dir)], {**environ, **added})
     facts = _facts_in(printed)
     if code != 0 or not facts:
-        text = f"{n_ranks} ranks did not start: {_reason(printed) or f'exit code {code}'}"
+        reason = _reason(printed) or f"exit code {code}"
+        text = f"{n_ranks} ranks did not start: {reason}"
         yield Finding("fail", "world", text, f"try it: {as_text(line, added)} true")
         return
     yield from findings_of(facts, run_dir)
-    for number in _SIGNALS if has_signals else ():
+    if not has_signals:
+        return
+    for number in _SIGNALS:
         yield _look_at_signal(number, [*line, *_probe("signals")], {**environ, **added}, n_ranks)
 
 
 def _look_at_signal(
     number: signal.Signals, line: Sequence[str], environ: Mapping[str, str], n_ranks: int
 ) -> Finding:
-    """Return whether a signal that is sent to the launcher reaches all ranks, of which each prints it."""
+    """Start ranks, send a signal to their launcher, and return the finding: whether all ranks print the signal."""
     process = subprocess.Popen(
         line,
         env=dict(environ),
@@ -163,12 +166,8 @@ def _look_at_signal(
     printed = _Printed(process)
     try:
         if printed.count("ready", n_ranks, LIMIT_S) < n_ranks:
-            return Finding(
-                "fail",
-                "signals",
-                f"the ranks to signal did not start within {LIMIT_S:g} s",
-                "try without",
-            )
+            text = f"the ranks to signal did not start within {LIMIT_S:g} s"
+            return Finding("fail", "signals", text, "try without")
         started = time.monotonic()
         process.send_signal(number)
         n_reached = printed.count(number.name, n_ranks, _SIGNAL_S)
@@ -180,23 +179,18 @@ def _look_at_signal(
             process.kill()
             process.wait(_END_S)
     if n_reached == n_ranks:
-        return Finding(
-            "ok", "signals", f"{number.name} to the launcher reaches all ranks in {took_s:.2f} s"
-        )
+        text = f"{number.name} to the launcher reaches all ranks in {took_s:.2f} s"
+        return Finding("ok", "signals", text)
     text = f"{number.name} to the launcher reaches {n_reached} of {n_ranks} ranks"
-    return Finding(
-        "warn",
-        "signals",
-        text,
-        "use another one, or the file `stop` in the run folder, to save and end",
-    )
+    cure = "use another one, or the file `stop` in the run folder, to save and end"
+    return Finding("warn", "signals", text, cure)
 
 
 class _Printed:
-    """What the ranks of a process print for doctor, read by a thread.
+    """Lines that the ranks of a launcher print for doctor, read by a thread.
 
     Args:
-        process: with its output in a pipe.
+        process: launcher, whose output is a pipe.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -210,26 +204,38 @@ class _Printed:
             self._lines.append(line.decode(errors="replace"))
 
     def count(self, name: str, n_expected: int, limit_s: float) -> int:
-        """Return how many ranks have printed a name: once all have, after the limit, or when the process has ended."""
+        """Return how many ranks have printed a name.
+
+        It returns once all ranks have, after the limit, or when the process has ended.
+
+        Args:
+            name: text that the ranks print behind `MARK`.
+            n_expected: number of ranks.
+            limit_s: longest wait, in seconds.
+        """
         deadline = time.monotonic() + limit_s
         is_last = False
         while True:
             n_found = sum(MARK + name in line for line in self._lines)
             if n_found == n_expected or time.monotonic() > deadline or is_last:
                 return n_found
-            is_last = self._process.poll() is not None  # what it has printed may still come
+            # the thread may not have read the last lines of a process that has ended
+            is_last = self._process.poll() is not None
             time.sleep(0.2 if is_last else 0.02)
 
 
 def _probe(kind: str, run_dir: str = "") -> list[str]:
+    """Return the command of one rank: see probe.py."""
     command = [sys.executable, "-m", "hpcdist.cli.probe", kind]
-    return [*command, run_dir] if run_dir else command
+    if run_dir:
+        command.append(run_dir)
+    return command
 
 
 def _run(
     line: Sequence[str], environ: Mapping[str, str], close_fds: bool = True
 ) -> tuple[int, str]:
-    """Return exit code and output of a command; one that does not end in time is ended."""
+    """Return exit code and output of a command; a command that does not end in time is killed."""
     try:
         done = subprocess.run(
             line,
@@ -249,17 +255,17 @@ def _run(
 
 
 def _reason(printed: str) -> str:
+    """Return the first error of hpcdist in what ranks have printed; "" if there is none."""
     return next((line for line in printed.splitlines() if line.startswith("hpcdist:")), "")
 
 
 def _facts_in(printed: str) -> list[RankFacts]:
-    """Return the facts that rank 0 has printed; none where it has not."""
+    """Return the facts of all ranks, which rank 0 has printed; an empty list if it has not."""
     payloads = [line.partition(MARK)[2] for line in printed.splitlines() if MARK + "[" in line]
-    return (
-        [
-            RankFacts(**{**rank_fields, "cores": tuple(rank_fields["cores"])})
-            for rank_fields in json.loads(payloads[0])
-        ]
-        if payloads
-        else []
-    )
+    if not payloads:
+        return []
+    facts = []
+    for fields in json.loads(payloads[0]):
+        fields["cores"] = tuple(fields["cores"])
+        facts.append(RankFacts(**fields))
+    return facts

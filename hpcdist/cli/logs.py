@@ -1,9 +1,9 @@
-"""`hpcdist logs`: the log files of all ranks as one, in the order of time."""
+"""`hpcdist logs`: prints the log files of all ranks as one, ordered by time."""
 
 import heapq
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class Record(NamedTuple):
-    """One record of a rank, with all of its lines; they sort by time."""
+    """One record of a rank, with all its lines. Records sort by time, then by rank and by number in the file."""
 
     time: str
     rank: int
@@ -52,59 +52,75 @@ def command(
     hpcdist logs runs/train --level warning
     hpcdist logs runs/train --rank 3 --tail 20
     """
-    inner = folder / "logs"
-    inner = inner if inner.is_dir() else folder
-    files = {
-        int(match[1]): path
-        for path in sorted(inner.glob("rank-*.log"))
-        if (match := _RANK.search(path.name))
-    }
-    missing = [rank for rank in ranks if rank not in files]
-    if not files or missing:
-        wanted = f"rank-{missing[0]:05d}.log" if missing else "rank-00000.log"
+    log_folder = folder / "logs"
+    if not log_folder.is_dir():
+        log_folder = folder
+    files = _log_files(log_folder)
+    missing_ranks = [rank for rank in ranks if rank not in files]
+    if not files or missing_ranks:
+        expected_rank = missing_ranks[0] if missing_ranks else 0
         raise UsageError(
-            f"hpcdist logs: expected {wanted} in {inner}, got {len(files)} log files; have the program call "
-            f"hpcdist.log_to, or correct the folder."
+            f"hpcdist logs: expected rank-{expected_rank:05d}.log in {log_folder}, got {len(files)} log files; have "
+            f"the program call hpcdist.log_to, or correct the folder."
         )
     chosen = [_records(path, rank) for rank, path in files.items() if not ranks or rank in ranks]
-    least = _LEVELS.index(level.upper()) if level else 0
-    matching_records = (
-        log_record
-        for log_record in heapq.merge(*chosen)
-        if log_record.level not in _LEVELS or _LEVELS.index(log_record.level) >= least
-    )
-    for record in matching_records if tail is None else list(matching_records)[-tail:]:
-        facts = {
-            "time": record.time,
-            "rank": record.rank,
-            "level": record.level,
-            "text": record.text,
-        }
-        echo(json.dumps(facts) if is_json else record.text)
+    records: Iterable[Record] = heapq.merge(*chosen)
+    if level is not None:
+        records = _from_level(records, level)
+    if tail is not None:
+        records = list(records)[-tail:]
+    for record in records:
+        echo(_as_json(record) if is_json else record.text)
+
+
+def _log_files(folder: Path) -> dict[int, Path]:
+    """Return rank -> path of its log file."""
+    files = {}
+    for path in sorted(folder.glob("rank-*.log")):
+        match = _RANK.search(path.name)
+        if match is not None:
+            files[int(match[1])] = path
+    return files
 
 
 def _records(path: Path, rank: int) -> Iterator[Record]:
-    """Yield the records of a file: lines without a time, such as those of a traceback, belong to the one before."""
+    """Yield the records of a file. Lines without a time, such as a traceback's, belong to the record before them."""
     lines: list[str] = []
-    head = ("", "")
+    time = ""
+    level = ""
     number = 0
     with open_plain(path) as file:
         for line in file:
-            following = _head_of(line)
-            if following is None:
+            head = _head_of(line)
+            if head is None:
                 lines.append(line)
                 continue
             if lines:
-                yield Record(head[0], rank, number, head[1], "".join(lines).rstrip("\n"))
-            head = (max(following[0], head[0]), following[1])
-            number = number + 1
+                yield Record(time, rank, number, level, "".join(lines).rstrip("\n"))
+            time = max(head[0], time)
+            level = head[1]
+            number += 1
             lines = [line]
     if lines:
-        yield Record(head[0], rank, number, head[1], "".join(lines).rstrip("\n"))
+        yield Record(time, rank, number, level, "".join(lines).rstrip("\n"))
+
+
+def _from_level(records: Iterable[Record], level: str) -> Iterator[Record]:
+    """Yield the records of a level and of more serious ones, and the records whose level is unknown."""
+    least = _LEVELS.index(level.upper())
+    for record in records:
+        if record.level not in _LEVELS or _LEVELS.index(record.level) >= least:
+            yield record
+
+
+def _as_json(record: Record) -> str:
+    return json.dumps(
+        {"time": record.time, "rank": record.rank, "level": record.level, "text": record.text}
+    )
 
 
 def _head_of(line: str) -> tuple[str, str] | None:
-    """Return time and level of a line that begins a record; None for another one."""
+    """Return time and level of a line that begins a record; None for another line."""
     if line.startswith("{"):
         try:
             fields = json.loads(line)
@@ -113,4 +129,6 @@ def _head_of(line: str) -> tuple[str, str] | None:
             return None
     time = _TIME.match(line)
     level = _LEVEL.match(line)
-    return (time[0], level[1]) if time and level else None
+    if time is None or level is None:
+        return None
+    return time[0], level[1]

@@ -1,4 +1,4 @@
-"""The command `hpcdist`: its subcommands, each imported when it is asked for, and how errors are printed."""
+"""The command `hpcdist`: imports a subcommand when it is called, and prints errors as one line."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import click
 from hpcdist.cli.output import echo
 from hpcdist.errors import ExitCode, HpcdistError
 
-#: Command -> what it does.
+#: Subcommand -> its line in the help.
 COMMANDS = {
     "run": "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation.",
     "submit": "Write a batch script for a program, show it, and submit it.",
@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 class _Commands(click.Group):
-    """A group that imports no command before it is asked for: help and inspection answer in under half a second."""
+    """A group that imports a command when it is called, so that help and inspection take less than half a second."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -70,15 +70,16 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit. Errors are one line, and exit codes those of `hpcdist.errors`.
+    """Run the command and exit with a code of `hpcdist.errors`. An error is printed as one line.
 
     Args:
-        arguments: default: those of this process.
+        arguments: arguments of the command; None for the arguments of this process.
     """
     sys.exit(_code_of(arguments))
 
 
 def _code_of(arguments: Sequence[str] | None) -> int:
+    """Run the command, print its error if it fails, and return the exit code."""
     try:
         code = command.main(args=arguments, prog_name="hpcdist", standalone_mode=False)
     except click.exceptions.Exit as error:
@@ -87,30 +88,33 @@ def _code_of(arguments: Sequence[str] | None) -> int:
         return 128 + 2
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "hpcdist"
-        return _fail(
-            f"{path}: {_one_line(error.format_message())} See {path} --help.", ExitCode.USAGE
-        )
+        text = _one_line(error.format_message())
+        return _fail(f"{path}: {text} See {path} --help.", ExitCode.USAGE)
     except click.ClickException as error:
         return _fail(f"hpcdist: {_one_line(error.format_message())}", ExitCode.USAGE)
     except HpcdistError as error:
         text = _one_line(str(error))
-        return _fail(text if text.startswith("hpcdist ") else f"hpcdist: {text}", error.exit_code)
+        if not text.startswith("hpcdist "):
+            text = f"hpcdist: {text}"
+        return _fail(text, error.exit_code)
     except UnicodeError:
-        return _fail(
-            "hpcdist: expected text that can be printed here, got other bytes; set LANG to UTF-8.",
-            ExitCode.USAGE,
-        )
-    except OSError as error:
-        where = f" for {error.filename}" if error.filename else ""
         text = (
-            f"hpcdist: expected files that can be read and written, got {error.strerror or error}{where}; look at its "
-            f"path and mode."
+            "hpcdist: expected text that can be printed here, got other bytes; set LANG to UTF-8."
         )
+        return _fail(text, ExitCode.USAGE)
+    except OSError as error:
+        reason = f"{error.strerror or error}"
+        if error.filename:
+            reason += f" for {error.filename}"
+        text = f"hpcdist: expected files that can be read and written, got {reason}; look at its path and mode."
         return _fail(_one_line(text), ExitCode.CHECKPOINT_IO)
-    return code if isinstance(code, int) else ExitCode.DONE
+    if isinstance(code, int):
+        return code
+    return ExitCode.DONE
 
 
 def _fail(text: str, code: int) -> int:
+    """Print an error; return the exit code."""
     echo(text, err=True)
     return code
 

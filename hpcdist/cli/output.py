@@ -1,4 +1,4 @@
-"""What commands print. Run folders may be written by others: nothing from them may steer the reader's terminal."""
+"""Printing. Other users may write to run folders, so no text from there may steer the reader's terminal."""
 
 import unicodedata
 from typing import Any
@@ -10,7 +10,7 @@ _STEERING = ("Cc", "Cf", "Cs")
 
 
 def echo(text: str, **options: Any) -> None:
-    """Print a text as `click.echo`, with characters that would steer a terminal as escapes such as \\x1b."""
+    """Print a text by `click.echo`. Characters that would steer a terminal become escapes such as \\x1b."""
     click.echo(printable(text), **options)
 
 
@@ -22,6 +22,7 @@ def printable(text: str) -> str:
 
 
 def _shown(character: str) -> str:
+    """Return a character, or its escape if it would steer a terminal."""
     if character in "\n\t" or unicodedata.category(character) not in _STEERING:
         return character
     return character.encode("unicode_escape").decode()

@@ -1,7 +1,7 @@
-"""What `hpcdist doctor` runs on each rank: starts MPI, measures, and prints lines that begin with `MARK`.
+"""The program that `hpcdist doctor` runs on each rank: starts MPI, measures, and prints lines that begin with `MARK`.
 
-python -m hpcdist.cli.probe facts [FOLDER]      rank 0: the facts of all ranks, as JSON
-python -m hpcdist.cli.probe signals             each rank: that it is ready, and the signal that has come
+python -m hpcdist.cli.probe facts [FOLDER]      rank 0 prints the facts of all ranks, as JSON
+python -m hpcdist.cli.probe signals             each rank prints that it is ready, and the signal that it receives
 """
 
 import ctypes
@@ -32,36 +32,49 @@ from hpcdist.runtime.world import World
 _COPY_BYTES = 64 << 20
 _LINK_BYTES = 4 << 20
 _N_ROUNDS = 20
-#: Variables of launchers, and what they stand for; Open MPI's mpirun sets both.
+#: Variables by which launchers tell ranks of each other, and the interface's name; Open MPI's mpirun sets both.
 _PMI = (("PMIX_RANK", "PMIx"), ("PMI_RANK", "PMI"))
-#: So long a host may take to see a name that another one has made.
+#: Longest time for a host to see a file that another host has made.
 _SEEN_S = 10.0
-#: So long a rank waits for a signal.
+#: Longest time that a rank waits for a signal.
 _WAITING_S = 15.0
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Print the facts of all ranks, or the signals that come, as the command line asks."""
     world = make_world()
     if sys.argv[1] == "signals":
         note_signals(world)
         return
-    folder = sys.argv[2] if len(sys.argv) > 2 else ""
+    folder = ""
+    if len(sys.argv) > 2:
+        folder = sys.argv[2]
     facts_by_rank = world.comm.gather(vars(_facts_of(world, folder)), 0)
     if world.rank == 0:
         _print(json.dumps(facts_by_rank))
 
 
 def _print(text: str) -> None:
-    os.write(1, f"{MARK}{text}\n".encode())  # at once, and not mixed with other ranks' lines
+    """Print a line at once, by one call, so that it does not mix with the lines of other ranks."""
+    os.write(1, f"{MARK}{text}\n".encode())
 
 
 def _facts_of(world: World, folder: str) -> RankFacts:
-    """Return what this rank knows. Collective: all ranks."""
+    """Return the facts of this rank. Collective over all ranks.
+
+    Args:
+        world: all ranks.
+        folder: run folder to look for; empty for none.
+    """
     environ = read_environment()
     shm = os.statvfs("/dev/shm")
     threads = environ.get("OMP_NUM_THREADS", "")
     latency_s, link_bytes_s, skew_s = _measure_links(world)
+    copy_bytes_s = _measure_copies(world)
+    can_share = _can_share(world)
+    folder_error = ""
+    if folder:
+        folder_error = _look_for_folder(world, Path(folder))
     return RankFacts(
         rank=world.rank,
         host=MPI.Get_processor_name(),
@@ -70,29 +83,34 @@ def _facts_of(world: World, folder: str) -> RankFacts:
         n_host_cores=os.cpu_count() or 1,
         omp_threads=int(threads) if threads.isdecimal() else 0,
         n_gpus=visible_gpus(environ),
-        copy_bytes_s=_measure_copies(world),
+        copy_bytes_s=copy_bytes_s,
         shm_bytes=shm.f_bavail * shm.f_frsize,
-        can_share=_can_share(world),
+        can_share=can_share,
         skew_s=skew_s,
         latency_s=latency_s,
         link_bytes_s=link_bytes_s,
-        folder_error=_look_for_folder(world, Path(folder)) if folder else "",
+        folder_error=folder_error,
         pmi=next((kind for name, kind in _PMI if name in environ), ""),
         is_cuda_aware=_is_cuda_aware(),
     )
 
 
 def _is_cuda_aware() -> bool | None:
-    """Return what the MPI library says of GPU memory, by the function that Open MPI, MPICH and MVAPICH offer."""
-    loaded = re.search(r"\S+/libmpi\.so\S*", Path("/proc/self/maps").read_text())
-    query = (
-        None if loaded is None else getattr(ctypes.CDLL(loaded[0]), "MPIX_Query_cuda_support", None)
-    )
-    return None if query is None else bool(query())
+    """Return whether the MPI library says that it takes GPU memory; None if it does not say.
+
+    Open MPI, MPICH and MVAPICH offer a function that answers.
+    """
+    library_path = re.search(r"\S+/libmpi\.so\S*", Path("/proc/self/maps").read_text())
+    if library_path is None:
+        return None
+    query = getattr(ctypes.CDLL(library_path[0]), "MPIX_Query_cuda_support", None)
+    if query is None:
+        return None
+    return bool(query())
 
 
 def _measure_copies(world: World) -> float:
-    """Return bytes per second of a copy in memory, while all ranks make one; the best of five. Collective."""
+    """Return bytes per second of a copy in memory while all ranks copy; the best of five. Collective over all ranks."""
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.zeros(_COPY_BYTES, np.uint8)
     times = []
@@ -103,13 +121,15 @@ def _measure_copies(world: World) -> float:
 
 
 def _measure_links(world: World) -> tuple[float, float, float]:
-    """Return latency, bytes per second and clock skew between rank 0 and this host's first rank. Collective.
+    """Return latency, bytes per second and clock skew between rank 0 and this host's first rank.
 
-    One host after the other; zeros on rank 0's host, and on ranks that are not the first of theirs.
+    Rank 0 measures with one host after the other. The numbers are 0 on rank 0's host, and on ranks that are not the
+    first of their host. Collective over all ranks.
     """
-    firsts = world.comm.allgather(world.rank if world.hosts.node_comm.rank == 0 else -1)
+    is_first = world.hosts.node_comm.rank == 0
+    first_ranks = world.comm.allgather(world.rank if is_first else -1)
     measurement = (0.0, 0.0, 0.0)
-    for peer in [rank for rank in firsts if rank > 0]:
+    for peer in [rank for rank in first_ranks if rank > 0]:
         if world.rank == 0:
             _answer(world, peer)
         elif world.rank == peer:
@@ -118,6 +138,7 @@ def _measure_links(world: World) -> tuple[float, float, float]:
 
 
 def _answer(world: World, peer: int) -> None:
+    """Answer the messages of `_ask` on another rank."""
     small = np.zeros(1)
     large = np.zeros(_LINK_BYTES, np.uint8)
     for _ in range(_N_ROUNDS):
@@ -130,6 +151,7 @@ def _answer(world: World, peer: int) -> None:
 
 
 def _ask(world: World) -> tuple[float, float, float]:
+    """Return latency, bytes per second and clock skew between rank 0 and this rank."""
     small = np.zeros(1)
     large = np.zeros(_LINK_BYTES, np.uint8)
     rounds = []
@@ -139,7 +161,8 @@ def _ask(world: World) -> tuple[float, float, float]:
         world.comm.Recv(small, 0)
         after = time.time()
         rounds.append((after - before, (before + after) / 2 - small[0]))
-    shortest_s, skew_s = min(rounds)  # the one that waited least tells the clock best
+    # the round that waited least tells the clock best
+    shortest_s, skew_s = min(rounds)
 
     def there_and_back() -> None:
         world.comm.Send(large, 0)
@@ -150,6 +173,7 @@ def _ask(world: World) -> tuple[float, float, float]:
 
 
 def _can_share(world: World) -> bool:
+    """Return whether the ranks of this host can share memory. Collective over all ranks."""
     try:
         NodeWindow(world.hosts.node_comm, 1 << 16, world)
     except CollectiveError:
@@ -158,9 +182,9 @@ def _can_share(world: World) -> bool:
 
 
 def _look_for_folder(world: World, folder: Path) -> str:
-    """Return why this rank does not see what rank 0 renames in a folder; empty where it does. Collective.
+    """Return why this rank does not see a file that rank 0 renames in a folder; empty if it sees the file.
 
-    A folder that does not exist yet is not made: then it is the nearest one above it.
+    A folder that does not exist yet is not made: rank 0 uses the nearest one above it. Collective over all ranks.
     """
     path = Path()
     token = secrets.token_hex(8)
@@ -197,7 +221,10 @@ def _seconds(act: Callable[[], Any]) -> float:
 
 
 def note_signals(world: World) -> None:
-    """Print that this rank is ready, once all are, and the first signal that comes; return then, or after a while."""
+    """Print that this rank is ready, once all ranks are, and the first signal that comes. Collective over all ranks.
+
+    It returns when the signal has come, or after `_WAITING_S`.
+    """
     seen: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:

@@ -41,7 +41,7 @@ _MAX_DECISION_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Decision:
-    """What `decision.json` says, and when it was written."""
+    """The content of `decision.json`, and a stamp that changes when the file is written."""
 
     verdict: str
     reason: str
@@ -102,13 +102,11 @@ def command(
     check_names(environ)
     require_no_launcher("hpcdist run", environ)
     n_on_hosts = n_ranks_on(hosts or "")
-    tasks = environ.get("SLURM_NTASKS", "")
     if ranks is None:
-        ranks = (
-            int(tasks)
-            if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal()
-            else n_on_hosts
-        )
+        ranks = n_on_hosts
+        tasks = environ.get("SLURM_NTASKS", "")
+        if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal():
+            ranks = int(tasks)
     request = request_here(ranks, command_of(program, is_module), environ, hosts or "", bind)
     launcher = find_launcher(mpi_library(), environ)
     added = {**_rendezvous(hosts, environ), **_settings(roles, environ)}
@@ -117,30 +115,30 @@ def command(
     if dry_run:
         echo(as_text(line, added))
         return ExitCode.DONE
-    folder = (
-        run_dir
-        or run_dir_of(program)
-        or (Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None)
-    )
-    return _run(
-        launcher, line, {**environ, **added, **_terminal()}, as_text(line, added), folder, restarts
-    )
+    folder = run_dir or run_dir_of(program)
+    if folder is None and environ.get("RUN_DIR"):
+        folder = Path(environ["RUN_DIR"])
+    rank_environ = {**environ, **added, **_terminal()}
+    return _run(launcher, line, rank_environ, as_text(line, added), folder, restarts)
 
 
 def n_ranks_on(hosts: str) -> int:
-    """Return how many ranks a list of hosts names; 1 for none.
+    """Return the number of ranks on a list of hosts such as "n1:4,n2:4"; 1 for an empty list.
 
     Raises:
-        UsageError: for a list that is none.
+        UsageError: if the text is no list of hosts.
     """
+    if not hosts:
+        return 1
     n_ranks = 0
-    for entry in hosts.split(",") if hosts else ["this:1"]:
+    for entry in hosts.split(","):
         name, _, count = entry.partition(":")
-        if not name or not (count or "1").isdecimal() or int(count or 1) < 1:
+        count = count or "1"
+        if not name or not count.isdecimal() or int(count) < 1:
             raise UsageError(
                 f"hpcdist run: expected --hosts as n1:4,n2:4, got {hosts!r}; name hosts and their ranks."
             )
-        n_ranks += int(count or 1)
+        n_ranks += int(count)
     return n_ranks
 
 
@@ -148,7 +146,7 @@ def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
     """Return the command of one rank.
 
     Raises:
-        UsageError: for a program that is not there.
+        UsageError: if the program does not exist, or cannot be run.
     """
     name, *arguments = program
     if is_module:
@@ -167,42 +165,50 @@ def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
 
 
 def _settings(roles: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the ranks get, for roles of the command line and what hpcdist.toml sets.
+    """Return the variables for the roles of the command line and for the settings in hpcdist.toml.
 
-    The command line comes before TF_CONFIG, that and HPCDIST_* before the file.
+    Roles of the command line take precedence over TF_CONFIG. TF_CONFIG and HPCDIST_* take precedence over the file.
     """
-    added = {} if roles is None else {"HPCDIST_ROLES": roles}
-    if roles is not None and environ.get("TF_CONFIG"):
-        added["TF_CONFIG"] = ""
-    of_file = {f"HPCDIST_{key.upper()}": f"{value}" for key, value in site_defaults("run").items()}
-    of_file = {
-        name: value
-        for name, value in of_file.items()
-        if name not in added and not environ.get(name)
-    }
-    if of_file:
-        added["HPCDIST_FROM_FILE"] = ",".join(of_file)
-    return {**added, **of_file}
+    added = {}
+    if roles is not None:
+        added["HPCDIST_ROLES"] = roles
+        if environ.get("TF_CONFIG"):
+            added["TF_CONFIG"] = ""
+    from_file = {}
+    for key, value in site_defaults("run").items():
+        name = f"HPCDIST_{key.upper()}"
+        if name not in added and not environ.get(name):
+            from_file[name] = str(value)
+    if from_file:
+        added["HPCDIST_FROM_FILE"] = ",".join(from_file)
+    return {**added, **from_file}
 
 
 def _terminal() -> dict[str, str]:
-    """Return what tells ranks of the terminal behind their pipes; of none, also where one was inherited."""
-    columns = f"{shutil.get_terminal_size().columns}" if sys.stdout.isatty() else ""
+    """Return the variable that tells ranks how wide the terminal behind their pipes is.
+
+    It is empty without a terminal, and then replaces an inherited value.
+    """
+    columns = ""
+    if sys.stdout.isatty():
+        columns = str(shutil.get_terminal_size().columns)
     return {"HPCDIST_TERMINAL_COLUMNS": columns}
 
 
 def _rendezvous(hosts: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return where rank 0 of torch.distributed is to be found, unless it is set."""
-    nodes = node_names(environ)
-    first = (hosts or "").split(",")[0].partition(":")[0] or (nodes[0] if nodes else "127.0.0.1")
-    with socket.socket() as free:
-        free.bind(("", 0))
-        defaults = {"MASTER_ADDR": first, "MASTER_PORT": str(free.getsockname()[1])}
+    """Return the address and port of rank 0 for torch.distributed, without the variables that are set already."""
+    first_host = (hosts or "").split(",")[0].partition(":")[0]
+    if not first_host:
+        first_host = next(iter(node_names(environ)), "127.0.0.1")
+    with socket.socket() as unused:
+        unused.bind(("", 0))
+        port = unused.getsockname()[1]
+    defaults = {"MASTER_ADDR": first_host, "MASTER_PORT": str(port)}
     return {name: value for name, value in defaults.items() if name not in environ}
 
 
 def run_dir_of(program: Sequence[str]) -> Path | None:
-    """Return what the arguments of a program give for --run-dir; None if it is not among them."""
+    """Return the value of --run-dir in the arguments of a program; None if it is not among them."""
     for argument, following in zip(program, [*program[1:], ""], strict=True):
         if argument == "--run-dir" and following:
             return Path(following)
@@ -219,32 +225,51 @@ def _run(
     folder: Path | None,
     n_restarts: int,
 ) -> int:
-    """Run a command, again while it dies, at most `n_restarts` times; return the exit code."""
+    """Run a command, and run it again while it dies; return the exit code.
+
+    Args:
+        launcher: program that the command begins with.
+        line: the command.
+        environ: its environment.
+        text: the command as it is printed.
+        folder: run folder; None if it is unknown.
+        n_restarts: how often the command may be run again.
+    """
     for n_left in range(n_restarts, -1, -1):
         _say(f"+ {text}")
-        before = None if folder is None else read_decision(folder)
+        earlier = _decision_in(folder)
         code, is_interrupted = _launch(launcher, line, environ)
-        after = None if folder is None else read_decision(folder)
-        launch = launch_of(code, launcher.path, None if after == before else after, before)
+        decision = _decision_in(folder)
+        if decision == earlier:
+            decision = None
+        launch = launch_of(code, launcher.path, decision, earlier)
         action = action_after(launch, Situation(RUN, may_restart=n_left > 0 and not is_interrupted))
-        is_again = action.verb == RESTART
+        is_restarted = action.verb == RESTART
         if action.why:
-            restart_note = f"; starting again, {n_left} restarts left" if is_again else ""
+            restart_note = f"; starting again, {n_left} restarts left" if is_restarted else ""
             _say(f"hpcdist run: exit code {action.code}: {action.why}{restart_note}")
-        if not is_again:
+        if not is_restarted:
             break
     return action.code
+
+
+def _decision_in(folder: Path | None) -> Decision | None:
+    """Return the decision in a run folder; None without one, or without a run folder."""
+    if folder is None:
+        return None
+    return read_decision(folder)
 
 
 def _launch(
     launcher: Launcher, line: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[int, bool]:
-    """Run a command; a signal that comes here asks it to save and to end. Return its exit code, and whether one came.
+    """Run a command; return its exit code, and whether a signal came meanwhile.
 
-    It has a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it by itself: Open MPI's
-    mpirun and srun end the ranks at once for SIGINT and SIGTERM, and pass SIGUSR1 on. A second signal ends them; not a
-    second SIGHUP, as one terminal that goes sends several. What is printed on a terminal goes through a pipe, so that
-    the launcher does not meet one that is gone.
+    A signal to this process asks the ranks to save and to end. The command runs in a new session, so that neither
+    Ctrl-C nor the end of a terminal reaches it directly: Open MPI's mpirun and srun end the ranks at once for SIGINT
+    and SIGTERM, and pass SIGUSR1 on. A second signal ends the ranks. A second SIGHUP does not, as a terminal that
+    closes sends several. Output for a terminal goes through a pipe, so that the launcher does not write to a terminal
+    that is gone.
     """
     process: subprocess.Popen[bytes] | None = None
     seen: list[int] = []
@@ -252,20 +277,21 @@ def _launch(
     def pass_on(number: int) -> None:
         if process is None:
             return
-        if len(seen) == 1 or number in (signal.SIGUSR1, signal.SIGUSR2):
-            process.send_signal(
-                number if number in (signal.SIGUSR1, signal.SIGUSR2) else launcher.save_signal
-            )
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            process.send_signal(number)
+        elif len(seen) == 1:
+            process.send_signal(launcher.save_signal)
         else:
+            end_signal = signal.SIGTERM if len(seen) == 2 else signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM if len(seen) == 2 else signal.SIGKILL)
+                os.killpg(process.pid, end_signal)
 
     def note(number: int, _: Any) -> None:
         if number == signal.SIGHUP and seen:
             return
         seen.append(number)
         if len(seen) == 1:
-            _say_what_came(number)
+            _report_signal(number)
         pass_on(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
@@ -273,15 +299,18 @@ def _launch(
         numbers.append(signal.SIGHUP)
     earlier = {number: signal.signal(number, note) for number in numbers}
     try:
-        pipes = [subprocess.PIPE if os.isatty(descriptor) else None for descriptor in (1, 2)]
         process = subprocess.Popen(
-            line, env=dict(environ), start_new_session=True, stdout=pipes[0], stderr=pipes[1]
+            line,
+            env=dict(environ),
+            start_new_session=True,
+            stdout=_pipe_for(1),
+            stderr=_pipe_for(2),
         )
-        copying = _copy_on(process)
-        for number in seen:  # before it had started
+        copying_threads = _copy_output(process)
+        for number in seen:  # signals that came before the process had started
             pass_on(number)
         code = process.wait()
-        for thread in copying:
+        for thread in copying_threads:
             thread.join(_COPY_S)
         return code, bool(seen)
     except OSError as error:
@@ -293,10 +322,17 @@ def _launch(
             signal.signal(number, handler)
 
 
-def _copy_on(process: "subprocess.Popen[bytes]") -> list[threading.Thread]:
-    """Copy what a launcher writes to its pipes to the terminal, in threads.
+def _pipe_for(descriptor: int) -> int | None:
+    """Return `subprocess.PIPE` if a descriptor belongs to a terminal; None, which inherits it, otherwise."""
+    if os.isatty(descriptor):
+        return subprocess.PIPE
+    return None
 
-    What a terminal that is gone does not take is dropped.
+
+def _copy_output(process: "subprocess.Popen[bytes]") -> list[threading.Thread]:
+    """Start threads that copy the output of a launcher from its pipes to the terminal, and return them.
+
+    Output that a terminal does not accept, as it is gone, is dropped.
     """
     threads: list[threading.Thread] = []
     for stream, descriptor in ((process.stdout, 1), (process.stderr, 2)):
@@ -308,14 +344,15 @@ def _copy_on(process: "subprocess.Popen[bytes]") -> list[threading.Thread]:
 
 
 def _copy(source: int, target: int) -> None:
+    """Copy all bytes from one descriptor to another."""
     while piece := os.read(source, 1 << 16):
         with contextlib.suppress(OSError):
             while piece:
                 piece = piece[os.write(target, piece) :]
 
 
-def _say_what_came(number: int) -> None:
-    """Say which signal came: the ranks get another one. Called in a signal handler."""
+def _report_signal(number: int) -> None:
+    """Print which signal came, as the ranks receive another one. Called in a signal handler."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the terminal is gone (SIGHUP)"}
     name = names.get(signal.Signals(number), signal.Signals(number).name)
     _say(
@@ -324,20 +361,19 @@ def _say_what_came(number: int) -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line on stderr, at once; on a terminal that is gone nothing, and the job goes on."""
+    """Print a line on stderr at once. If the terminal is gone, nothing is printed, and the job continues."""
     with contextlib.suppress(OSError):
         os.write(2, f"{printable(text)}\n".encode(errors="backslashreplace"))
 
 
 def read_decision(folder: Path) -> Decision | None:
-    """Return what `decision.json` in a run folder says; None where it says nothing."""
+    """Return the content of `decision.json` in a run folder; None if there is none, or if it cannot be read."""
     path = folder / "decision.json"
     try:
         fields = json.loads(read_text(path, _MAX_DECISION_BYTES))
         status = path.stat()
-        return Decision(
-            str(fields["decision"]), str(fields["reason"]), (status.st_mtime_ns, status.st_ino)
-        )
+        stamp = (status.st_mtime_ns, status.st_ino)
+        return Decision(str(fields["decision"]), str(fields["reason"]), stamp)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -350,13 +386,13 @@ def launch_of(
     Args:
         code: exit code of the launcher; if a signal ended it, the signal's negative number.
         launcher: path of the launcher.
-        decision: what this launch has written; None if nothing.
-        earlier: what an earlier one had written; None if nothing.
+        decision: decision that this launch has written; None if it has written none.
+        earlier: decision of an earlier launch; None if there is none.
     """
-    code = 128 - code if code < 0 else code
+    if code < 0:
+        code = 128 - code
     is_signalled = is_of_signal(code, launcher)
     if decision is not None:
         return Launch(code, decision.verdict, decision.reason, is_signalled=is_signalled)
-    return Launch(
-        code, earlier="none" if earlier is None else earlier.verdict, is_signalled=is_signalled
-    )
+    earlier_verdict = "none" if earlier is None else earlier.verdict
+    return Launch(code, earlier=earlier_verdict, is_signalled=is_signalled)

@@ -7,10 +7,14 @@ from hpcdist.errors import ConfigurationError
 
 
 def shipped_folder(name: str, file: str) -> Path:
-    """Return a folder with a file of the repository: in the package, or beside it in a clone.
+    """Return a folder of the repository: inside the package, or beside it in a clone.
+
+    Args:
+        name: name of the folder.
+        file: name of a file in it, by which the folder is recognized.
 
     Raises:
-        ConfigurationError: if it is missing.
+        ConfigurationError: if the folder is missing.
     """
     package = Path(hpcdist.__file__).parent
     for folder in (package / name, package.parent / name):

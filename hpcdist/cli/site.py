@@ -1,4 +1,4 @@
-"""hpcdist.toml: a site's defaults for commands, here or in ~/.config."""
+"""Reads hpcdist.toml: a site's defaults for commands, in this folder or in ~/.config."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-#: Table -> its keys, and their types.
+#: Table -> key -> types that its value may have.
 _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "run": {
         "roles": (str,),
@@ -34,8 +34,9 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
         "time": (str,),
     },
 }
-#: Most characters of a value that are quoted.
-_MAX_SAID = 60
+#: Longest part of a value that an error quotes, in characters.
+_MAX_QUOTED = 60
+#: Key -> its valid values. A key that is not listed takes any value.
 _VALUES = {
     "system": ("slurm", "pbs", "lsf"),
     "launcher": ("srun", "mpirun"),
@@ -46,12 +47,13 @@ _VALUES = {
 
 
 def site_defaults(table: str) -> dict[str, Any]:
-    """Return what the files say in the table of a command: of each key the first one, here before ~/.config.
+    """Return the defaults in the table of a command. A value in this folder replaces the one in ~/.config.
 
-    Their lines are run as this user. So a file is refused that is not this user's or root's, or that others can write.
+    Lines of the files are run as this user. So a file must belong to this user or to root, and must not be writable by
+    other users.
 
     Raises:
-        ConfigurationError: if a file is another user's, is not TOML, or says something else.
+        ConfigurationError: if a file belongs to another user, is not TOML, or has unknown keys or values.
     """
     defaults: dict[str, Any] = {}
     for path in (Path("hpcdist.toml"), Path(os.path.expanduser("~/.config/hpcdist.toml"))):
@@ -64,8 +66,8 @@ def _text_of(path: Path, table: str) -> str:
     """Return the text of a file that no other user can have written.
 
     Raises:
-        OSError: if it cannot be read.
-        ConfigurationError: for a file of another user, or one that others can write.
+        OSError: if the file cannot be read.
+        ConfigurationError: if the file belongs to another user, or other users can write it.
     """
     with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
@@ -79,16 +81,22 @@ def _text_of(path: Path, table: str) -> str:
 
 
 def _table_of(path: Path, table: str) -> dict[str, Any]:
+    """Return the table of a command in a file.
+
+    Raises:
+        ConfigurationError: as `site_defaults` does.
+    """
     try:
         content = tomllib.loads(_text_of(path, table))
         entries = content.get(table, {})
-        wrong = [name for name in content if name not in _KEYS] or _wrong_keys(
-            entries, _KEYS[table]
-        )
+        unknown_tables = [name for name in content if name not in _KEYS]
+        wrong = unknown_tables or _wrong_keys(entries, _KEYS[table])
     except ConfigurationError:
         raise
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        text = "values nested too deeply" if isinstance(error, RecursionError) else str(error)
+        text = str(error)
+        if isinstance(error, RecursionError):
+            text = "values nested too deeply"
         raise ConfigurationError(
             f"hpcdist {table}: expected TOML in {path}, got {text}; correct the file, or move it away."
         ) from error
@@ -102,19 +110,31 @@ def _table_of(path: Path, table: str) -> dict[str, Any]:
 
 
 def _quoted_value(content: Mapping[str, Any], entries: Mapping[str, Any], name: str) -> str:
-    """Return what a file says under a name, cut to the length of a line."""
+    """Return the value under a name in a file, cut to the length of a line."""
     text = repr(entries.get(name, content.get(name)))
-    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
+    if len(text) > _MAX_QUOTED:
+        return f"{text[:_MAX_QUOTED]}..."
+    return text
 
 
 def _wrong_keys(entries: Mapping[str, Any], keys: Mapping[str, tuple[type, ...]]) -> list[str]:
-    """Return the keys that there are not, and those with a value of another type or choice."""
-    return [
-        key
-        for key, value in entries.items()
-        if not isinstance(value, keys.get(key, ()))
-        or isinstance(value, bool)
-        or value not in _VALUES.get(key, (value,))
-        or (isinstance(value, int | float) and not 0 < value < float("inf"))
-        or (isinstance(value, list) and not all(isinstance(element, str) for element in value))
-    ]
+    """Return the keys of `entries` that are unknown, or whose value is not valid.
+
+    Args:
+        entries: content of a table.
+        keys: key -> types that its value may have.
+    """
+    return [key for key, value in entries.items() if not _is_valid(key, value, keys.get(key, ()))]
+
+
+def _is_valid(key: str, value: Any, types: tuple[type, ...]) -> bool:
+    """Return whether a key may have a value: of one of its types, and one of its choices."""
+    if isinstance(value, bool) or not isinstance(value, types):
+        return False
+    if key in _VALUES:
+        return value in _VALUES[key]
+    if isinstance(value, int | float):
+        return 0 < value < float("inf")
+    if isinstance(value, list):
+        return all(isinstance(element, str) for element in value)
+    return True

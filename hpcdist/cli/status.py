@@ -1,4 +1,4 @@
-"""`hpcdist status` and `hpcdist stop`: what a run has done, from the files of its run folder; and asking it to save."""
+"""`hpcdist status` prints what a run has done, from the files of its folder. `hpcdist stop` asks it to save and end."""
 
 import dataclasses
 import json
@@ -28,9 +28,9 @@ from hpcdist.errors import CheckpointDamaged, UsageError
 from hpcdist.run.ledger import Attempt, Ledger
 from hpcdist.stopping.stop import STOP_FOR_GOOD
 
-#: The end of a file of metrics that is read first: most records are short.
+#: Bytes at the end of a file of metrics that are read first: most records are short.
 _TAIL_BYTES = 64 << 10
-#: Most of it that is read.
+#: Longest end of a file of metrics that is read.
 _MAX_TAIL_BYTES = 32 << 20
 _POLL_S = 0.5
 
@@ -53,7 +53,9 @@ def status(run: str | None, is_json: bool) -> None:
         return
     folder = run_folder(run)
     batch = _batch_of(run, folder)
-    facts = _facts_of(folder if batch is not None else _require_run(folder), batch)
+    if batch is None:
+        _require_run(folder)
+    facts = _facts_of(folder, batch)
     if is_json:
         echo(json.dumps(finite(facts), indent=1))
     else:
@@ -100,17 +102,24 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
             f"hpcdist stop: expected a run that is under way in {folder}, got one whose last attempt has ended "
             f"({attempts[-1].end}); the file `stop` would end the next one after its first step."
         )
-    durable.replace_text(
-        durable.Disk(), path, f"{STOP_FOR_GOOD if is_for_good else 'hpcdist stop'}\n"
-    )
-    echo(
-        f"{path}: the job saves after its step, and ends{', and is not run again' if is_for_good else ''}"
-    )
-    deadline = None if limit_s is None else time.monotonic() + limit_s
-    while deadline is not None and path.exists():
+    request = STOP_FOR_GOOD if is_for_good else "hpcdist stop"
+    durable.replace_text(durable.Disk(), path, f"{request}\n")
+    outcome = "the job saves after its step, and ends"
+    if is_for_good:
+        outcome += ", and is not run again"
+    echo(f"{path}: {outcome}")
+    if limit_s is None:
+        return 0
+    return _wait_for_end(path, limit_s)
+
+
+def _wait_for_end(stop_file: Path, limit_s: float) -> int:
+    """Wait until a job has removed its stop file, or for `limit_s` seconds; return the exit code."""
+    deadline = time.monotonic() + limit_s
+    while stop_file.exists():
         if time.monotonic() > deadline:
             echo(
-                f"hpcdist stop: expected the job to end within {limit_s:g} s, got {path}, which is there",
+                f"hpcdist stop: expected the job to end within {limit_s:g} s, got {stop_file}, which is there",
                 err=True,
             )
             return 1
@@ -119,16 +128,29 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
 
 
 def _batch_of(run: str, folder: Path) -> BatchJobState | None:
-    """Return what Slurm says of a job that waits or runs: of a number, or of the last attempt in a run folder."""
+    """Return the state of a batch job; None if it neither waits nor runs.
+
+    Args:
+        run: number of the job, or the run folder.
+        folder: run folder, whose last attempt names the job if `run` does not.
+    """
     if is_job_number(run):
         return state_of(run)
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
-    job = attempts[-1].job if attempts else None
-    return None if job is None else state_of(job)
+    if not attempts:
+        return None
+    job = attempts[-1].job
+    if job is None:
+        return None
+    return state_of(job)
 
 
 def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
-    """Cancel a job that waits, or say that there is nothing to save; return the exit code."""
+    """Cancel a job that waits, if it is stopped for good; return the exit code.
+
+    Raises:
+        UsageError: if the job is not stopped for good, as a job that waits has nothing to save.
+    """
     if not is_for_good:
         raise UsageError(
             f"hpcdist stop: expected a job that runs, got {batch.job}, which waits {batch.reason}; add --for-good to "
@@ -151,42 +173,45 @@ def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
     return 0
 
 
-def _require_run(folder: Path) -> Path:
-    """Return a run folder.
-
-    Raises:
-        UsageError: for what is none.
-    """
+def _require_run(folder: Path) -> None:
+    """Raise UsageError unless a folder is a run folder."""
     if not (folder / "checkpoints").is_dir() and not (folder / "decision.json").exists():
         raise UsageError(
             f"expected a run folder, with checkpoints or a decision.json, got {str(folder)!r}; give the folder that "
             f"--run-dir names in the job."
         )
-    return folder
 
 
 def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
-    """Return what is known of a run, for JSON; of a batch job that waits there may be no folder yet."""
+    """Return the facts of a run, for JSON. The folder of a batch job that waits may not exist yet."""
     store = Store(folder / "checkpoints")
     attempts = Ledger(store).attempts()
     decision = read_decision(folder)
-    saved = store.saved()
-    last = attempts[-1] if attempts else None
-    return {
+    facts: dict[str, Any] = {
         "folder": str(folder),
-        "decision": None if decision is None else decision.verdict,
-        "reason": None if decision is None else decision.reason,
-        "n_attempts": 0 if last is None else last.number,
-        "attempt": None if last is None else _facts_of_attempt(last),
-        "checkpoint": _newest(store, saved) if saved else None,
+        "decision": None,
+        "reason": None,
+        "n_attempts": 0,
+        "attempt": None,
+        "checkpoint": _newest(store, store.saved()),
         "metrics": _last_record(folder / "metrics.jsonl"),
-        "batch": None if batch is None else str(batch),
+        "batch": None,
         "errors": [dataclasses.asdict(error) for error in read_side_errors(folder)],
         "is_asked_to_stop": (folder / "stop").exists(),
     }
+    if decision is not None:
+        facts["decision"] = decision.verdict
+        facts["reason"] = decision.reason
+    if attempts:
+        facts["n_attempts"] = attempts[-1].number
+        facts["attempt"] = _facts_of_attempt(attempts[-1])
+    if batch is not None:
+        facts["batch"] = str(batch)
+    return facts
 
 
 def _facts_of_attempt(attempt: Attempt) -> dict[str, Any]:
+    """Return the facts of an attempt, for JSON."""
     return {
         "number": attempt.number,
         "job": attempt.job,
@@ -199,7 +224,7 @@ def _facts_of_attempt(attempt: Attempt) -> dict[str, Any]:
 
 
 def _newest(store: Store, saved: list[Saved]) -> dict[str, Any] | None:
-    """Return the newest checkpoint whose index is sound."""
+    """Return the facts of the newest checkpoint whose index is sound; None if there is none."""
     for checkpoint in reversed(saved):
         path = store.path / str(checkpoint)
         try:
@@ -227,7 +252,7 @@ def _last_record(path: Path) -> dict[str, Any] | None:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
-                # one that is being written, cut off, or none of ours
+                # the line is being written, was cut off, or is none of ours
                 continue
             if isinstance(record, dict):
                 return record
@@ -238,21 +263,25 @@ def _last_record(path: Path) -> dict[str, Any] | None:
 
 
 def finite(facts: Any) -> Any:
-    """Return facts with None for numbers that JSON has no word for."""
+    """Return facts with None in place of numbers that JSON cannot express."""
     if isinstance(facts, dict):
         return {name: finite(value) for name, value in facts.items()}
     if isinstance(facts, list | tuple):
         return [finite(value) for value in facts]
-    return None if isinstance(facts, float) and not math.isfinite(facts) else facts
+    if isinstance(facts, float) and not math.isfinite(facts):
+        return None
+    return facts
 
 
 def _list_jobs(is_json: bool) -> None:
+    """Print the jobs of this user that wait or run."""
     jobs = own_jobs()
     if is_json:
         echo(json.dumps([job._asdict() for job in jobs], indent=1))
-    for job in [] if is_json else jobs:
+        return
+    for job in jobs:
         echo(f"{job.job}  {job}  {job.run_dir}")
-    if not jobs and not is_json:
+    if not jobs:
         echo(
             "no job of `hpcdist submit` waits or runs here; give a run folder to see a run",
             err=True,
@@ -260,24 +289,15 @@ def _list_jobs(is_json: bool) -> None:
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
-    yield f"run         {facts['folder']}" + (
-        ", asked to stop" if facts["is_asked_to_stop"] else ""
-    )
+    """Yield the lines about a run."""
+    stop_note = ", asked to stop" if facts["is_asked_to_stop"] else ""
+    yield f"run         {facts['folder']}{stop_note}"
     attempt = facts["attempt"]
     if facts["decision"]:
-        yield _what_follows(facts["decision"], facts["reason"], bool(attempt and attempt["end"]))
+        has_ended = bool(attempt and attempt["end"])
+        yield _what_follows(facts["decision"], facts["reason"], has_ended)
     if attempt:
-        began = (
-            "a new run"
-            if attempt["resumed_step"] is None
-            else f"from step {attempt['resumed_step']}"
-        )
-        where = f" in job {attempt['job']}" if attempt["job"] else ""
-        has_died = (facts["batch"] or "").startswith("PENDING")
-        state = "died without notice" if has_died else "runs, or died without notice"
-        end = f"{attempt['end']}: {attempt['reason']}" if attempt["end"] else state
-        nodes = ", ".join(attempt["nodes"]) or "an unknown host"
-        yield f"attempt     {attempt['number']}{where} on {nodes}, {began}; {end}"
+        yield _line_of_attempt(attempt, is_waiting=(facts["batch"] or "").startswith("PENDING"))
     if facts["batch"]:
         yield f"Slurm       {facts['batch']}"
     for error in facts["errors"]:
@@ -286,22 +306,47 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     if checkpoint:
         yield f"checkpoint  step {checkpoint['step']}, {_ago(time.time() - checkpoint['time_s'])} ago"
     if facts["metrics"]:
-        yield "metrics     " + "  ".join(
-            f"{name} {_short(value)}" for name, value in facts["metrics"].items()
-        )
+        values = [f"{name} {_short(value)}" for name, value in facts["metrics"].items()]
+        yield f"metrics     {'  '.join(values)}"
+
+
+def _line_of_attempt(attempt: dict[str, Any], is_waiting: bool) -> str:
+    """Return the line about the last attempt.
+
+    Args:
+        attempt: facts of the attempt.
+        is_waiting: whether its batch job waits for its next start.
+    """
+    job = ""
+    if attempt["job"]:
+        job = f" in job {attempt['job']}"
+    nodes = ", ".join(attempt["nodes"]) or "an unknown host"
+    began = "a new run"
+    if attempt["resumed_step"] is not None:
+        began = f"from step {attempt['resumed_step']}"
+    if attempt["end"]:
+        end = f"{attempt['end']}: {attempt['reason']}"
+    elif is_waiting:
+        end = "died without notice"
+    else:
+        end = "runs, or died without notice"
+    return f"attempt     {attempt['number']}{job} on {nodes}, {began}; {end}"
 
 
 def _what_follows(decision: str, reason: str, has_ended: bool) -> str:
-    """Return the line that says whether a run is to go on."""
+    """Return the line about whether a run is to be run again."""
     if decision == "finished":
         return "to follow   nothing: it has finished"
     follows = "it is to be run again" if decision == "requeue" else "it is not to be run again"
     if has_ended:
         return f"to follow   {follows}: {reason}"
-    return f"if it dies  {follows}" + (f": {reason}" if decision == "stop" else "")
+    if decision == "stop":
+        return f"if it dies  {follows}: {reason}"
+    return f"if it dies  {follows}"
 
 
 def _ago(seconds: float) -> str:
+    """Return a time span in the largest unit of which it has at least two."""
     for unit_s, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.0f} {name}"
@@ -309,4 +354,6 @@ def _ago(seconds: float) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)

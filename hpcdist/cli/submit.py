@@ -1,12 +1,12 @@
-"""`hpcdist submit`: a batch script for a program of one's own, shown, and submitted."""
+"""`hpcdist submit`: writes a batch script for a user's program, shows it, and submits it."""
 
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -28,26 +28,40 @@ from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import read_environment
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
 
-#: System -> the text of a script, and the command that takes it: LSF's reads it.
+
+class _System(NamedTuple):
+    """A batch system.
+
+    Attributes:
+        write: function that returns the text of a job's script.
+        submit: command that submits a script; LSF's reads it from its standard input.
+        key: key of its options in hpcdist.toml, and ending of its scripts.
+    """
+
+    write: Callable[[BatchJob], str]
+    submit: tuple[str, ...]
+    key: str
+
+
 _SYSTEMS = {
-    "slurm": (slurm_script, ("sbatch", "--parsable")),
-    "pbs": (pbs_script, ("qsub",)),
-    "lsf": (lsf_script, ("bsub",)),
+    "slurm": _System(slurm_script, ("sbatch", "--parsable"), "sbatch"),
+    "pbs": _System(pbs_script, ("qsub",), "pbs"),
+    "lsf": _System(lsf_script, ("bsub",), "lsf"),
 }
-#: What an option of sbatch may hold: sbatch has quoting rules of its own.
+#: Characters that an option of sbatch may hold: the quoting rules of sbatch differ from a shell's.
 _VALUE = re.compile(r"[\w.,:;@%+=/\[\]()*^~|&!{}-]+")
-#: The same for PBS and LSF, whose options have their values behind a space.
+#: Options of PBS and LSF, whose values follow a space.
 _SPACED = re.compile(r"-\w+ ?[\w.,:;@%+=/\[\]()<>*^~|&!\" -]*")
-#: What the script itself asks of PBS and LSF.
+#: Options of PBS and LSF that the script has already.
 _TAKEN = {
     "pbs": re.compile(r"-(N|l *(select|walltime))\b"),
     "lsf": re.compile(r"-(J|n|W|r|wa|wt|o|R *\"span)( |$|\[)"),
 }
-#: What job.py replaces by the nodes of a launch, wherever it is in a command.
+#: Placeholders that job.py replaces by the nodes of a launch, wherever they are in a command.
 _PLACES = ("%nodes", "%hosts", "%n_nodes", "%n_ranks")
 _NAME = re.compile(r"[\w.-]+")
 _LIMIT = re.compile(r"\d+:[0-5]\d:[0-5]\d")
-#: What LSF says when it has taken a job.
+#: The answer of LSF when it has accepted a job.
 _LSF_JOB = re.compile(r"Job <(\d+)>")
 _SUBMIT_S = 60.0
 
@@ -123,14 +137,13 @@ def command(program: tuple[str, ...], dry_run: bool, **options: Any) -> int:
     site = site_defaults("submit")
     system = options["system"] or site.get("system", "slurm")
     job = _job_of(program, options, site, system)
-    write, take = _SYSTEMS[system]
-    text = write(job)
+    text = _SYSTEMS[system].write(job)
     echo(text, nl=False)
     if dry_run:
         return ExitCode.DONE
     durable.make_folders(durable.Disk(), Path(job.script).parent)
     durable.replace_text(durable.Disk(), Path(job.script), text)
-    return _submit(take, job.script)
+    return _submit(_SYSTEMS[system].submit, job.script)
 
 
 def _job_of(
@@ -139,41 +152,42 @@ def _job_of(
     """Return the job that a command line and the site's defaults ask for.
 
     Raises:
-        UsageError: for what the batch system would misunderstand.
+        UsageError: for options that the batch system would misunderstand.
     """
+    is_slurm = system == "slurm"
+    key = _SYSTEMS[system].key
+    site_options = site.get(key, [])
     run_dir = _run_dir_of(program, options)
-    name = options["name"] or "-".join(
-        part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/.."
-    )
-    sbatch_options = [*site.get("sbatch", ()), *options["more"]] if system == "slurm" else []
-    of_sbatch = dict(option.partition("=")[::2] for option in sbatch_options)
-    n_nodes = _count(options["nodes"], of_sbatch.get("--nodes")) + options["ps_nodes"]
-    n_per_node = _count(options["ntasks_per_node"], of_sbatch.get("--ntasks-per-node"))
-    n_servers = options["n_servers"] + options["ps_nodes"] * n_per_node
+    name = options["name"] or _name_of(run_dir)
     limit = options["time"] or site.get("time", "")
-    chosen = [*site.get("sbatch" if system == "slurm" else system, [])]
-    if system == "slurm":
-        chosen += [f"--nodes={n_nodes}", f"--ntasks-per-node={n_per_node}"]
-        chosen += [f"--time={limit}"] if limit else []
-        chosen += [f"--array={options['array']}"] if options["array"] else []
+    sbatch_values: dict[str, str] = {}
+    if is_slurm:
+        sbatch_values = _values_of([*site_options, *options["more"]])
+    n_nodes = _count(options["nodes"], sbatch_values.get("--nodes")) + options["ps_nodes"]
+    n_per_node = _count(options["ntasks_per_node"], sbatch_values.get("--ntasks-per-node"))
+    n_servers = options["n_servers"] + options["ps_nodes"] * n_per_node
+    system_options = [*site_options, *options["more"]]
+    launcher_name = "mpirun"
+    if is_slurm:
+        job_options = [f"--nodes={n_nodes}", f"--ntasks-per-node={n_per_node}"]
+        if limit:
+            job_options.append(f"--time={limit}")
+        if options["array"]:
+            job_options.append(f"--array={options['array']}")
         comment = f"--comment={COMMENT}{Path.cwd() / run_dir}"
-        chosen += [comment] if _VALUE.fullmatch(comment) else []
-    chosen = (
-        last_of_each([*chosen, *options["more"]])
-        if system == "slurm"
-        else [*chosen, *options["more"]]
-    )
-    _check(name, chosen, program, {**options, "time": limit}, system)
+        if _VALUE.fullmatch(comment):
+            job_options.append(comment)
+        system_options = last_of_each([*site_options, *job_options, *options["more"]])
+        launcher_name = options["launcher"] or site.get("launcher")
+    _check(name, system_options, program, {**options, "time": limit}, system)
     _check_servers(n_servers, n_nodes * n_per_node, options)
-    first = next((number for number, part in enumerate(Path(run_dir).parts) if TASK in part), None)
-    where = Path(*Path(run_dir).parts[:first]) if first is not None else Path(run_dir)
-    launcher_name = options["launcher"] or site.get("launcher") if system == "slurm" else "mpirun"
+    script = _folder_above_tasks(run_dir) / f"{name}.{key}"
     return BatchJob(
         name=name,
         n_nodes=n_nodes,
         n_per_node=n_per_node,
         limit=limit,
-        options=tuple(chosen),
+        options=tuple(system_options),
         run_dir=run_dir,
         command=command_of(program, is_module=False),
         launcher=_launcher_of(launcher_name, site.get("library")),
@@ -184,36 +198,72 @@ def _job_of(
         is_chained=options["chain"],
         n_servers=n_servers,
         drill_s=options["drill"] or 0,
-        script=str((where / f"{name}.{'sbatch' if system == 'slurm' else system}").absolute()),
+        script=str(script.absolute()),
         folder=str(Path.cwd()),
     )
 
 
-def _count(explicit_count: int | None, of_sbatch: str | None) -> int:
-    """Return a number of nodes or ranks: that of an option of its own, of an option of sbatch, or 1."""
-    return explicit_count or (
-        int(of_sbatch) if of_sbatch and of_sbatch.isdecimal() and int(of_sbatch) else 1
-    )
+def _name_of(run_dir: str) -> str:
+    """Return the name of a job whose command line has no --name: the parts of its run folder, joined by "-"."""
+    parts = [part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/.."]
+    return "-".join(parts)
+
+
+def _folder_above_tasks(run_dir: str) -> Path:
+    """Return the run folder; for an array the part of it that all tasks share."""
+    folder = Path()
+    for part in Path(run_dir).parts:
+        if TASK in part:
+            break
+        folder /= part
+    return folder
+
+
+def _values_of(options: Sequence[str]) -> dict[str, str]:
+    """Return name -> value of options such as --nodes=2; of a repeated option the last value."""
+    values = {}
+    for option in options:
+        name, _, value = option.partition("=")
+        values[name] = value
+    return values
+
+
+def _count(explicit_count: int | None, sbatch_value: str | None) -> int:
+    """Return a number of nodes or ranks.
+
+    Args:
+        explicit_count: number on the command line; None if it has none.
+        sbatch_value: value of an option of sbatch, which counts then; 1 without a number there.
+    """
+    if explicit_count is not None:
+        return explicit_count
+    if sbatch_value is not None and sbatch_value.isdecimal():
+        return max(1, int(sbatch_value))
+    return 1
 
 
 def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
     """Return the run folder.
 
     Raises:
-        UsageError: where there is none, or there are two, or tasks of an array would share it.
+        UsageError: if there is none, if there are two, or if tasks of an array would share the folder.
     """
-    of_program = run_dir_of(program)
+    program_run_dir = run_dir_of(program)
     explicit_run_dir = options["run_dir"]
-    run_dir = str(explicit_run_dir or of_program or "")
+    run_dir = str(explicit_run_dir or program_run_dir or "")
     if not run_dir:
         raise UsageError(
             "hpcdist submit: expected the run folder, got none; give the program --run-dir, or put --run-dir before it "
             "with the folder that `checkpoints` is in."
         )
-    if explicit_run_dir and of_program and Path(explicit_run_dir).resolve() != of_program.resolve():
+    if (
+        explicit_run_dir
+        and program_run_dir is not None
+        and Path(explicit_run_dir).resolve() != program_run_dir.resolve()
+    ):
         raise UsageError(
             f"hpcdist submit: expected one run folder, got {explicit_run_dir!r} before the program and "
-            f"{str(of_program)!r} in its arguments; leave out the first."
+            f"{str(program_run_dir)!r} in its arguments; leave out the first."
         )
     if options["array"] and TASK not in run_dir:
         raise UsageError(
@@ -223,9 +273,21 @@ def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
 
 
 def _check(
-    name: str, chosen: Sequence[str], program: Sequence[str], options: dict[str, Any], system: str
+    name: str,
+    system_options: Sequence[str],
+    program: Sequence[str],
+    options: dict[str, Any],
+    system: str,
 ) -> None:
-    """Raise UsageError for what the batch system or job.py would misunderstand."""
+    """Raise UsageError for options that the batch system or job.py would misunderstand.
+
+    Args:
+        name: name of the job.
+        system_options: options for the batch system.
+        program: program and its arguments.
+        options: options of the command line.
+        system: name of the batch system.
+    """
     if options["array"] and options["chain"]:
         raise UsageError("hpcdist submit: expected --array or --chain, got both; leave one out.")
     if not _NAME.fullmatch(name):
@@ -233,39 +295,43 @@ def _check(
             f"hpcdist submit: expected letters, digits, . and - in the name of the job, got {name!r}; give it a --name."
         )
     is_slurm = system == "slurm"
-    for option in chosen:
-        if not (
-            option.startswith("--") and _VALUE.fullmatch(option)
-            if is_slurm
-            else _SPACED.fullmatch(option)
-        ):
-            expected_form = (
-                "of sbatch such as --partition=gpu, without spaces and quotes"
-                if is_slurm
-                else "such as '-q long'"
-            )
+    expected_form = "such as '-q long'"
+    if is_slurm:
+        expected_form = "of sbatch such as --partition=gpu, without spaces and quotes"
+    for option in system_options:
+        if not _is_plain(option, is_slurm):
             raise UsageError(
                 f"hpcdist submit: expected options {expected_form}, got {option!r}; write each as one word."
             )
     if not is_slurm:
-        _check_other_system(options, chosen, system)
+        _check_other_system(options, system_options, system)
     for argument in program:
         if any(place in argument for place in _PLACES):
             raise UsageError(
-                f"hpcdist submit: expected arguments without {', '.join(_PLACES)}, which stand for nodes in a batch "
-                f"script, got {argument!r}; rename it."
+                f"hpcdist submit: expected arguments without {', '.join(_PLACES)}, which stand "
+                f"for nodes in a batch script, got {argument!r}; rename it."
             )
 
 
-def _check_other_system(options: dict[str, Any], chosen: Sequence[str], system: str) -> None:
-    """Raise UsageError for what is written for Slurm only."""
-    slurm_option = next((name for name in ("array", "chain", "drill") if options[name]), None)
-    if slurm_option or options["launcher"] == "srun":
-        name = f"--{slurm_option}" if slurm_option else "--launcher srun"
+def _is_plain(option: str, is_slurm: bool) -> bool:
+    """Return whether a script can hold an option as one word, without quotes."""
+    if is_slurm:
+        return option.startswith("--") and _VALUE.fullmatch(option) is not None
+    return _SPACED.fullmatch(option) is not None
+
+
+def _check_other_system(
+    options: dict[str, Any], system_options: Sequence[str], system: str
+) -> None:
+    """Raise UsageError for options that PBS and LSF do not have, or that the script has already."""
+    slurm_options = [f"--{name}" for name in ("array", "chain", "drill") if options[name]]
+    if options["launcher"] == "srun":
+        slurm_options.append("--launcher srun")
+    if slurm_options:
         raise UsageError(
-            f"hpcdist submit: expected {name} with Slurm, got --system {system}; leave it out."
+            f"hpcdist submit: expected {slurm_options[0]} with Slurm, got --system {system}; leave it out."
         )
-    reserved = next((option for option in chosen if _TAKEN[system].match(option)), None)
+    reserved = next((option for option in system_options if _TAKEN[system].match(option)), None)
     if reserved is not None:
         raise UsageError(
             f"hpcdist submit: expected options that the script has not made already, got {reserved!r}; use --nodes, "
@@ -279,6 +345,7 @@ def _check_other_system(options: dict[str, Any], chosen: Sequence[str], system: 
 
 
 def _check_servers(n_servers: int, n_ranks: int, options: dict[str, Any]) -> None:
+    """Raise UsageError unless at least one rank is no parameter server."""
     if options["n_servers"] and options["ps_nodes"]:
         raise UsageError("hpcdist submit: expected --ps or --ps-nodes, got both; leave one out.")
     if n_servers >= n_ranks:
@@ -289,29 +356,38 @@ def _check_servers(n_servers: int, n_ranks: int, options: dict[str, Any]) -> Non
 
 
 def _launcher_of(launcher_name: str | None, library: str | None) -> tuple[str, ...]:
-    """Return what starts the ranks inside the job: srun for MPICH, else mpirun with the nodes of the launch.
+    """Return the command that starts the ranks inside the job: srun for MPICH, else mpirun.
 
     Args:
-        launcher_name: "srun" or "mpirun"; None: whichever fits.
-        library: which a site's setup loads in the job: its mpirun is in PATH there. None: that of mpi4py here.
+        launcher_name: "srun" or "mpirun"; None for the one that fits the library.
+        library: MPI library that the site's setup loads in the job, where its mpirun is in PATH. None for the library
+            that mpi4py loads here.
     """
     library_name = library or mpi_library()
-    if launcher_name == "srun" or (launcher_name is None and library_name == "mpich"):
-        return ("srun", "--mpi=pmi2" if library_name == "mpich" else "--mpi=pmix")
+    is_mpich = library_name == "mpich"
+    if launcher_name == "srun" or (launcher_name is None and is_mpich):
+        return ("srun", "--mpi=pmi2") if is_mpich else ("srun", "--mpi=pmix")
     path = "mpirun" if library else find_launcher(library_name, {}).path
-    return (path, "--bind-to", "none") if library_name == "openmpi" else (path,)
+    if library_name == "openmpi":
+        return (path, "--bind-to", "none")
+    return (path,)
 
 
-def _submit(take: Sequence[str], script: str) -> int:
-    name, *options = take
+def _submit(command: Sequence[str], script: str) -> int:
+    """Submit a script by a batch system's command; return the exit code."""
+    name, *options = command
     path = shutil.which(name)
     if path is None:
         raise ConfigurationError(
             f"hpcdist submit: expected {name}, got none in PATH; run it where jobs are submitted: {name} {script}."
         )
-    line = [path, *options, *([] if name == "bsub" else [script])]
+    line = [path, *options, script]
+    stdin_path = "/dev/null"
+    if name == "bsub":
+        line = [path, *options]
+        stdin_path = script
     try:
-        with open(script if name == "bsub" else "/dev/null") as stdin_file:
+        with open(stdin_path) as stdin_file:
             done = subprocess.run(
                 line,
                 stdin=stdin_file,
@@ -329,7 +405,9 @@ def _submit(take: Sequence[str], script: str) -> int:
         raise ConfigurationError(
             f"hpcdist submit: expected {name} to take {script}, got {error_text!r}; correct the options."
         )
-    answer = done.stdout.strip().partition(";")[0]
-    of_lsf = _LSF_JOB.search(answer)
-    echo(f"submitted job {of_lsf[1] if of_lsf else answer}: {json.dumps(script)}", err=True)
+    job = done.stdout.strip().partition(";")[0]
+    lsf_answer = _LSF_JOB.search(job)
+    if lsf_answer is not None:
+        job = lsf_answer[1]
+    echo(f"submitted job {job}: {json.dumps(script)}", err=True)
     return ExitCode.DONE

@@ -11,10 +11,10 @@ NONE = -1
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's own facts: three numbers, so that a large world exchanges 12 bytes per rank.
+    """The facts of one rank: three numbers, so that a large world exchanges 12 bytes per rank.
 
     Attributes:
-        declared: position in `ClusterSpec.tasks()` of the task that the rank was given, or NONE.
+        declared: position in `ClusterSpec.tasks()` of the task that the environment gives the rank, or NONE.
         node: number of the rank's host; hosts are numbered by their lowest rank.
         named: position of the entry whose address names this rank's host, or NONE.
     """
@@ -31,70 +31,89 @@ def assign_tasks(spec: ClusterSpec, facts: Sequence[RankFacts]) -> list[Task]:
     tasks are used as they are. Otherwise, if there are as many ranks as entries, ranks take entries in the order chief,
     worker, ps, evaluator. Else each host is one entry, matched by name if addresses name hosts, else in host order.
 
+    Args:
+        spec: the cluster.
+        facts: facts of every rank, in the order of ranks.
+
     Raises:
         ConfigurationError: if ranks and entries do not match.
     """
     entries = list(spec.tasks())
-    declared = [rank for rank, fact in enumerate(facts) if fact.declared != NONE]
-    if declared and len(declared) != len(facts):
-        undeclared = next(rank for rank, fact in enumerate(facts) if fact.declared == NONE)
+    declared = [fact.declared for fact in facts]
+    n_declared = len(facts) - declared.count(NONE)
+    if 0 < n_declared < len(facts):
+        declared_rank = next(rank for rank, entry in enumerate(declared) if entry != NONE)
+        undeclared_rank = declared.index(NONE)
         raise ConfigurationError(
-            f"cluster: expected a task on every rank or none, got one on rank {declared[0]} and none on rank "
-            f'{undeclared}; set "task" for each rank, or drop it: tasks then follow the ranks.'
+            f"cluster: expected a task on every rank or none, got one on rank {declared_rank} and none on rank "
+            f'{undeclared_rank}; set "task" for each rank, or drop it: tasks then follow the ranks.'
         )
-    if declared:
-        owned = [fact.declared for fact in facts]
+    if n_declared:
+        entry_of_rank = declared
     elif len(entries) == len(facts):
-        owned = list(range(len(entries)))
+        entry_of_rank = list(range(len(entries)))
     else:
-        owned = _entries_by_host(spec, entries, facts)
-    _check_owned(spec, entries, owned, facts)
-    return [entries[entry] for entry in owned]
+        entry_of_rank = _entries_by_host(spec, entries, facts)
+    _check_entries(spec, entries, entry_of_rank, facts)
+    return [entries[entry] for entry in entry_of_rank]
 
 
 def _entries_by_host(
     spec: ClusterSpec, entries: list[Task], facts: Sequence[RankFacts]
 ) -> list[int]:
-    nodes = sorted({fact.node for fact in facts})
-    if len(nodes) != len(entries) or len(facts) < len(entries):
+    """Return the position of each rank's entry, where each host is one entry."""
+    node_of_rank = [fact.node for fact in facts]
+    nodes = sorted(set(node_of_rank))
+    n_entries = len(entries)
+    n_ranks = len(facts)
+    n_hosts = len(nodes)
+    if n_hosts != n_entries or n_ranks < n_entries:
         raise ConfigurationError(
-            f"cluster: expected {len(entries)} ranks, or {len(entries)} hosts, for {spec}, got {len(facts)} ranks on "
-            f"{len(nodes)} hosts; start one rank per entry (mpirun -n {len(entries)}) or one host per entry."
+            f"cluster: expected {n_entries} ranks, or {n_entries} hosts, for {spec}, got {n_ranks} ranks on "
+            f"{n_hosts} hosts; start one rank per entry (mpirun -n {n_entries}) or one host per entry."
         )
-    if all(fact.named != NONE for fact in facts) and len({fact.named for fact in facts}) == len(
-        nodes
-    ):
-        return [fact.named for fact in facts]
-    return [nodes.index(fact.node) for fact in facts]
+    named = [fact.named for fact in facts]
+    if NONE not in named and len(set(named)) == n_hosts:
+        return named
+    return [nodes.index(node) for node in node_of_rank]
 
 
-def _check_owned(
-    spec: ClusterSpec, entries: list[Task], owned: list[int], facts: Sequence[RankFacts]
+def _check_entries(
+    spec: ClusterSpec,
+    entries: list[Task],
+    entry_of_rank: list[int],
+    facts: Sequence[RankFacts],
 ) -> None:
-    if len(owned) == 1 and len(entries) > 1:
+    """Raise ConfigurationError unless each entry has its ranks: one, or several on one host if it trains."""
+    n_entries = len(entries)
+    n_ranks = len(entry_of_rank)
+    if n_ranks == 1 and n_entries > 1:
         raise ConfigurationError(
-            f"cluster: expected a rank for each entry of {spec}, got {entries[owned[0]]} alone in a world of 1; start "
-            f"all of them by one launcher (mpirun -n {len(entries)}, or srun): plain processes do not find each other."
+            f"cluster: expected a rank for each entry of {spec}, got {entries[entry_of_rank[0]]} alone in a world of "
+            f"1; start all of them by one launcher (mpirun -n {n_entries}, or srun): plain processes do not find each "
+            f"other."
         )
-    if len(set(owned)) == 1 and len(entries) > 1:
+    if len(set(entry_of_rank)) == 1 and n_entries > 1:
         raise ConfigurationError(
-            f"cluster: expected a different task on every rank, got {entries[owned[0]]} on all {len(owned)}; "
-            f'drop "task" from TF_CONFIG: tasks then follow the ranks.'
+            f"cluster: expected a different task on every rank, got {entries[entry_of_rank[0]]} on all "
+            f'{n_ranks}; drop "task" from TF_CONFIG: tasks then follow the ranks.'
         )
     ranks_of: dict[int, list[int]] = {}
-    for rank, entry_index in enumerate(owned):
+    nodes_of: dict[int, set[int]] = {}
+    for rank, entry_index in enumerate(entry_of_rank):
         ranks_of.setdefault(entry_index, []).append(rank)
+        nodes_of.setdefault(entry_index, set()).add(facts[rank].node)
     for index, entry in enumerate(entries):
-        ranks = ranks_of.get(index, [])
-        nodes = {facts[rank].node for rank in ranks}
-        if not ranks:
+        if index not in ranks_of:
             raise ConfigurationError(
-                f"cluster: expected a rank for each entry of {spec}, got none for {entry} among {len(owned)} ranks; "
+                f"cluster: expected a rank for each entry of {spec}, got none for {entry} among {n_ranks} ranks; "
                 f"start more ranks or remove the entry."
             )
-        if len(nodes) > 1 or (len(ranks) > 1 and not entry.is_training):
+        ranks = ranks_of[index]
+        n_hosts = len(nodes_of[index])
+        if n_hosts > 1 or (len(ranks) > 1 and not entry.is_training):
             limit = "ranks on one host" if entry.is_training else "one rank"
             raise ConfigurationError(
-                f"cluster: expected {limit} for {entry}, got ranks {ranks[:8]} on {len(nodes)} hosts; "
+                f"cluster: expected {limit} for {entry}, got ranks {ranks[:8]} on {n_hosts} hosts; "
                 f'give each rank its own task, or drop "task": tasks then follow the ranks.'
             )

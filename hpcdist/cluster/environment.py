@@ -1,7 +1,7 @@
 """The only module that accesses the process environment.
 
-It is read, and written for one purpose: what a rank starts is no rank itself, and must not take itself for one by the
-variables of the launcher that it inherits.
+It reads the environment, and writes it for one purpose: a process that a rank starts is no rank. It inherits the
+launcher's variables, and must not take itself for a rank by them.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ HPCDIST_VARIABLES = {
     "HPCDIST_TRACE": "steps recorded one by one in the run folder: some, the default, all, or off for no records",
 }
 
-#: Names that environment modules set for any package, and that mean nothing here.
+#: Names that environment modules set for any package; they have no meaning for hpcdist.
 _OF_MODULES = ("HPCDIST_ROOT", "HPCDIST_HOME", "HPCDIST_DIR", "HPCDIST_VERSION")
 
 #: Valid names in HPCDIST_DEBUG, which is separated by commas: compare each collective on all ranks; log each; look for
@@ -46,7 +46,7 @@ LAUNCHER_VARIABLES = (
     ("WORLD_SIZE", "RANK", "torchrun, which starts no MPI"),
 )
 
-#: What the variables begin with by which a launcher tells a process that it is a rank, and how to reach the others.
+#: Beginnings of the variables by which a launcher tells a process that it is a rank, and how to reach other ranks.
 _LAUNCH_PREFIXES = (
     "PMI_",
     "PMIX_",
@@ -72,7 +72,7 @@ JOB_ID_VARIABLES = ("HPCDIST_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The launcher's variables: how many processes it started and which one this is."""
+    """The launcher's variables: how many processes it started, and the rank of this process."""
 
     name: str
     size: int
@@ -88,22 +88,26 @@ def read_environment() -> Mapping[str, str]:
 
 def mark_rank() -> None:
     """Let processes that this rank starts know that they are not the rank."""
-    os.environ["HPCDIST_RANK_PROCESS"] = " ".join([str(os.getpid()), _launch_of(os.environ)])
+    launch = _launch_of(os.environ)
+    os.environ["HPCDIST_RANK_PROCESS"] = f"{os.getpid()} {launch}"
 
 
 def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     """Return whether a rank has started this process, which has inherited the rank's launcher variables.
 
-    A launcher that a rank starts makes new ranks: they have variables, or a connection to the launcher, of their own.
+    A launcher that a rank starts makes new ranks. They have other variables than the rank, or another connection to
+    a launcher.
     """
     process, _, launch = environ.get("HPCDIST_RANK_PROCESS", "").partition(" ")
     if not process.isdecimal() or int(process) == os.getpid():
         return False
-    return _launch_of(environ) in (launch, "") or _connection_of(environ) == _CLOSED
+    if _launch_of(environ) in (launch, ""):
+        return True
+    return _connection_of(environ) == _CLOSED
 
 
 def leave_launch() -> None:
-    """Forget the variables of the launcher, for the rest of this process: it is one of its own."""
+    """Remove the launcher's variables from this process, which is no rank from now on."""
     for name in list(os.environ):
         if _names_launch(name):
             del os.environ[name]
@@ -121,18 +125,20 @@ def without_launch() -> Iterator[None]:
 
 
 def _names_launch(name: str) -> bool:
-    is_place_of_library = name.endswith("_PREFIX")
-    return name in _LAUNCH_NAMES or (name.startswith(_LAUNCH_PREFIXES) and not is_place_of_library)
+    """Return whether a variable belongs to one launch. Variables such as OMPI_PREFIX tell where a library is."""
+    if name in _LAUNCH_NAMES:
+        return True
+    return name.startswith(_LAUNCH_PREFIXES) and not name.endswith("_PREFIX")
 
 
 #: Three years: longer than any job, and short enough for the timers of the operating system.
 _LONGEST_S = 1e8
-#: Says of a connection to the launcher that there is none, though the variables name one.
+#: Name of a connection to the launcher that the variables name, but that does not exist.
 _CLOSED = "closed"
 
 
 def _launch_of(environ: Mapping[str, str]) -> str:
-    """Return text that names the launch of which this process is a rank; empty where no launcher is named."""
+    """Return text that identifies the launch of which this process is a rank; empty without a launcher's variables."""
     names = [
         "PMI_RANK",
         "PMI_SIZE",
@@ -148,7 +154,7 @@ def _launch_of(environ: Mapping[str, str]) -> str:
 
 
 def _connection_of(environ: Mapping[str, str]) -> str:
-    """Return text that names this process's connection to a PMI launcher; empty where its variables name none."""
+    """Return text that identifies this process's connection to a PMI launcher; empty if no variable names one."""
     descriptor = environ.get("PMI_FD", "")
     if not descriptor.isdecimal():
         return ""
@@ -156,25 +162,25 @@ def _connection_of(environ: Mapping[str, str]) -> str:
         status = os.fstat(int(descriptor))
     except OSError:
         return _CLOSED
-    return str(status.st_ino) if stat.S_ISSOCK(status.st_mode) else _CLOSED
+    if not stat.S_ISSOCK(status.st_mode):
+        return _CLOSED
+    return str(status.st_ino)
 
 
 def has_lost_launcher(environ: Mapping[str, str]) -> bool:
-    """Return whether variables name a connection to a PMI launcher that there is not, as inherited ones do."""
+    """Return whether the variables, such as inherited ones, name a connection to a PMI launcher that does not exist."""
     return _connection_of(environ) == _CLOSED
 
 
 def check_names(environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError on an HPCDIST_* name that does not exist, suggesting the nearest one."""
     for name in environ:
-        if (
-            name.startswith("HPCDIST_")
-            and name not in HPCDIST_VARIABLES
-            and name not in _OF_MODULES
-        ):
+        is_known = name in HPCDIST_VARIABLES or name in _OF_MODULES
+        if name.startswith("HPCDIST_") and not is_known:
             near = difflib.get_close_matches(name, HPCDIST_VARIABLES, n=1, cutoff=0.0)[0]
+            valid_names = ", ".join(HPCDIST_VARIABLES)
             raise ConfigurationError(
-                f"environment: expected one of {', '.join(HPCDIST_VARIABLES)}, got {name!r}; unset it or write {near}."
+                f"environment: expected one of {valid_names}, got {name!r}; unset it or write {near}."
             )
 
 
@@ -182,11 +188,13 @@ def origin_of(environ: Mapping[str, str], name: str) -> str:
     """Return where the value of a variable comes from: its own name, hpcdist.toml, or "default"."""
     if not environ.get(name):
         return "default"
-    return "hpcdist.toml" if name in environ.get("HPCDIST_FROM_FILE", "").split(",") else name
+    if name in environ.get("HPCDIST_FROM_FILE", "").split(","):
+        return "hpcdist.toml"
+    return name
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher's facts about this process, or None if it was started by hand."""
+    """Return the launcher's variables for this process, or None if no launcher has started it."""
     first_launcher = None
     for size_name, rank_name, name in LAUNCHER_VARIABLES:
         size = environ.get(size_name, "")
@@ -202,42 +210,37 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return how many processes torchrun started, and how many of them on this host; None if it started none.
 
-    It may itself have been started by srun or mpirun, one for each host, whose variables its processes inherit. One of
-    its processes may start mpirun: then those ranks are MPI's.
+    srun or mpirun may have started torchrun, once on each host; its processes inherit their variables. A process of
+    torchrun may start mpirun, whose ranks are MPI's, not torchrun's.
     """
     size = environ.get("WORLD_SIZE", "")
     n_local = environ.get("LOCAL_WORLD_SIZE", "")
     is_torchrun = "TORCHELASTIC_RUN_ID" in environ and size.isdecimal() and n_local.isdecimal()
     if not is_torchrun:
         return None
-    inner = launcher_of(
-        {name: value for name, value in environ.items() if name not in ("WORLD_SIZE", "RANK")}
-    )
-    is_inside = inner is not None and inner.size > 1 and size == n_local
-    return None if is_inside else (int(size), int(n_local))
+    mpi_environ = dict(environ)
+    mpi_environ.pop("WORLD_SIZE", None)
+    mpi_environ.pop("RANK", None)
+    mpi_launcher = launcher_of(mpi_environ)
+    if mpi_launcher is not None and mpi_launcher.size > 1 and size == n_local:
+        return None
+    return int(size), int(n_local)
 
 
 def unused_tasks(environ: Mapping[str, str]) -> int:
     """Return how many tasks the Slurm allocation has, if the program runs in it without any launcher; else 0."""
+    if launcher_of(environ) is not None or not environ.get("SLURM_JOB_ID"):
+        return 0
     tasks = environ.get("SLURM_NTASKS", "")
-    return (
-        int(tasks)
-        if launcher_of(environ) is None and environ.get("SLURM_JOB_ID") and tasks.isdecimal()
-        else 0
-    )
+    return int(tasks) if tasks.isdecimal() else 0
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many NVIDIA GPUs this process may use: those of CUDA_VISIBLE_DEVICES, else all of the machine."""
+    """Return how many NVIDIA GPUs this process may use: the ones in CUDA_VISIBLE_DEVICES, else all of the machine."""
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return len(
-            [
-                name
-                for name in environ["CUDA_VISIBLE_DEVICES"].split(",")
-                if name.strip() not in ("", "-1")
-            ]
-        )
-    return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
+        names = environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return sum(name.strip() not in ("", "-1") for name in names)
+    return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
 
 
 def timeout_s(environ: Mapping[str, str]) -> float:
@@ -259,26 +262,35 @@ def timeout_s(environ: Mapping[str, str]) -> float:
 
 
 def terminal_columns(environ: Mapping[str, str]) -> int:
-    """Return the columns of the terminal behind the launcher's pipe, as `hpcdist run` says; 0 where there is none."""
+    """Return the columns of the terminal behind the launcher's pipe, which `hpcdist run` sets; 0 without a terminal."""
     text = environ.get("HPCDIST_TERMINAL_COLUMNS", "")
-    return int(text) if text.isdecimal() and len(text) <= 5 else 0
+    if not text.isdecimal() or len(text) > 5:
+        return 0
+    return int(text)
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:
     """Return when the batch system will end this job, in seconds since 1970; None if unknown."""
     text = environ.get("SLURM_JOB_END_TIME") or environ.get("HPCDIST_JOB_END_S", "")
-    # else it is no time that there is
-    return float(text) if text.isdecimal() and len(text) <= 11 else None
+    # longer numbers are no seconds since 1970
+    if not text.isdecimal() or len(text) > 11:
+        return None
+    return float(text)
 
 
 def job_end_origin(environ: Mapping[str, str]) -> str:
-    """Return which variable `job_end` is from."""
-    return "SLURM_JOB_END_TIME" if environ.get("SLURM_JOB_END_TIME") else "HPCDIST_JOB_END_S"
+    """Return the name of the variable that `job_end` reads."""
+    if environ.get("SLURM_JOB_END_TIME"):
+        return "SLURM_JOB_END_TIME"
+    return "HPCDIST_JOB_END_S"
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
     """Return the id of this batch job; None outside of one."""
-    return next((environ[name] for name in JOB_ID_VARIABLES if environ.get(name)), None)
+    for name in JOB_ID_VARIABLES:
+        if environ.get(name):
+            return environ[name]
+    return None
 
 
 def is_after_preemption(environ: Mapping[str, str]) -> bool:
@@ -295,7 +307,7 @@ def logs_json(environ: Mapping[str, str]) -> bool:
     """Return whether HPCDIST_LOG asks for JSON.
 
     Raises:
-        ConfigurationError: for another value than json and text.
+        ConfigurationError: if the value is neither json nor text.
     """
     text = environ.get("HPCDIST_LOG", "text").strip().lower()
     if text not in ("json", "text"):
@@ -327,9 +339,10 @@ def debug_names(environ: Mapping[str, str]) -> frozenset[str]:
     """
     text = environ.get("HPCDIST_DEBUG", "")
     names = frozenset(name.strip() for name in text.split(",")) - {""}
-    if names - set(DEBUG_NAMES):
+    if not names.issubset(DEBUG_NAMES):
+        valid_names = ", ".join(DEBUG_NAMES)
         raise ConfigurationError(
-            f"environment: expected HPCDIST_DEBUG to name some of {', '.join(DEBUG_NAMES)}, got {text!r}; unset it or "
-            f"write {DEBUG_NAMES[0]}."
+            f"environment: expected HPCDIST_DEBUG to name some of {valid_names}, got {text!r}; unset it or write "
+            f"{DEBUG_NAMES[0]}."
         )
     return names

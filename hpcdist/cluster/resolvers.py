@@ -1,4 +1,6 @@
-"""Resolvers determine the cluster's tasks and this process's own. Role maps such as `chief:1,ps:2,worker:*`.
+"""Resolvers determine the cluster's tasks and this process's task, for example by a role map.
+
+A role map is text such as `chief:1,ps:2,worker:*`.
 
 The resolvers for TF_CONFIG and Slurm are in their own files.
 """
@@ -22,14 +24,17 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
-        """Return the cluster, and this process's task, or None where it follows from the rank.
+        """Return the cluster and this process's task, or None if the task follows from the rank.
 
         Args:
             rank: this process's rank among all.
-            size: the number of ranks; an empty cluster means that every rank is a worker.
+            size: the number of ranks.
+
+        Returns:
+            The cluster, which is empty if every rank is a worker; and the task.
 
         Raises:
-            ConfigurationError: if the description is not valid, on this rank only.
+            ConfigurationError: if the description is not valid; on this rank only.
         """
 
     @abstractmethod
@@ -46,7 +51,7 @@ class ClusterResolver(ABC):
     def task_id(self) -> int | None:
         """This process's task index, or None if unknown."""
 
-    #: Comes before addresses in `master`, with "://", unless another one is given.
+    #: Protocol that comes before addresses in `master`, with "://", unless a call names another one.
     rpc_layer: str | None = None
 
     @property
@@ -55,32 +60,44 @@ class ClusterResolver(ABC):
         return {}
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         """Return {"GPU": n} for the GPUs that this process may use, or {} without any. The arguments are ignored."""
         n_gpus = visible_gpus(read_environment())
-        return {"GPU": n_gpus} if n_gpus else {}
+        if n_gpus == 0:
+            return {}
+        return {"GPU": n_gpus}
 
     def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, default this process's; empty text where the task or the cluster is unknown.
+        """Return the address of a task, by default of this process's; "" if the task or the cluster is unknown.
 
         Args:
-            task_type: of the task.
-            task_id: its index.
-            rpc_layer: such as "grpc", which comes before the address, with "://".
+            task_type: type of the task.
+            task_id: index of the task.
+            rpc_layer: protocol such as "grpc", which comes before the address, with "://".
 
         Raises:
             ConfigurationError: if the cluster has no such task.
         """
-        type_ = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if type_ is None or index is None or not self.cluster_spec():
+        if task_type is None:
+            task_type = self.task_type
+        if task_id is None:
+            task_id = self.task_id
+        if task_type is None or task_id is None or not self.cluster_spec():
             return ""
-        address = self.cluster_spec().task_address(type_, index)
+        address = self.cluster_spec().task_address(task_type, task_id)
         layer = rpc_layer or self.rpc_layer
-        return f"{layer}://{address}" if layer else address
+        if not layer:
+            return address
+        return f"{layer}://{address}"
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -88,10 +105,10 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: the cluster; empty if every rank is a worker.
-        task_type, task_id: this process's task; None where it follows from the rank.
+        task_type, task_id: this process's task; None if it follows from the rank.
         environment: accepted for compatibility and ignored.
-        num_accelerators: what the method of this name returns, by kind of device.
-        rpc_layer: comes before addresses in `master`, with "://".
+        num_accelerators: kind of device -> number, which the method of this name returns.
+        rpc_layer: protocol that comes before addresses in `master`, with "://".
 
     Raises:
         ConfigurationError: if the cluster has no such task.
@@ -107,23 +124,28 @@ class SimpleClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         self._spec = cluster_spec
-        self._task = None if task_type is None else Task(task_type, task_id or 0)
+        self._task: Task | None = None
+        if task_type is not None:
+            self._task = Task(task_type, task_id or 0)
         self._accelerators = num_accelerators
         self.rpc_layer = rpc_layer
         if self._task and cluster_spec:
             cluster_spec.check_task(self._task)
 
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
-        """Return what the constructor was given."""
+        """Return the cluster and the task that the constructor was given."""
         return self._spec, self._task
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
-        """Return what the constructor was given, else the GPUs that this process may use."""
-        return (
-            super().num_accelerators() if self._accelerators is None else dict(self._accelerators)
-        )
+        """Return the numbers that the constructor was given, else the GPUs that this process may use."""
+        if self._accelerators is None:
+            return super().num_accelerators()
+        return dict(self._accelerators)
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster."""
@@ -132,16 +154,20 @@ class SimpleClusterResolver(ClusterResolver):
     @property
     def task_type(self) -> str | None:
         """This process's task type."""
-        return self._task.type if self._task else None
+        if self._task is None:
+            return None
+        return self._task.type
 
     @property
     def task_id(self) -> int | None:
         """This process's task index."""
-        return self._task.index if self._task else None
+        if self._task is None:
+            return None
+        return self._task.index
 
 
 class Communicator(Protocol):
-    """The two calls of an MPI communicator that a role map needs."""
+    """The two methods of an MPI communicator that a role map needs."""
 
     def Get_rank(self) -> int:  # noqa: N802 - the name is MPI's
         """Return this process's rank."""
@@ -182,7 +208,9 @@ class MPIClusterResolver(ClusterResolver):
     def _rank_and_size(self) -> tuple[int, int]:
         if self.comm is not None:
             return self.comm.Get_rank(), self.comm.Get_size()
-        return (self._launcher.rank, self._launcher.size) if self._launcher else (0, 1)
+        if self._launcher is None:
+            return 0, 1
+        return self._launcher.rank, self._launcher.size
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster of all ranks."""
@@ -204,19 +232,21 @@ class MPIClusterResolver(ClusterResolver):
 
 
 def parse_roles(text: str) -> dict[str, int | None]:
-    """Parse a role map; `*` (all remaining ranks) becomes None. The order of the text is kept.
+    """Parse a role map into type -> number of ranks, in the order of the text; `*`, all remaining ranks, becomes None.
 
     Raises:
         ConfigurationError: on an unknown or repeated type, a count that is not a number above 0, or two `*`.
     """
     counts: dict[str, int | None] = {}
     for part in text.split(","):
-        type_, _, count = (piece.strip() for piece in part.partition(":"))
+        type_, _, count = part.partition(":")
+        type_ = type_.strip()
         if type_ not in TASK_TYPES or type_ in counts:
+            valid_types = ", ".join(TASK_TYPES)
             raise ConfigurationError(
-                f"roles: expected each of {', '.join(TASK_TYPES)} at most once, got {part!r} in {text!r}; {_EXAMPLE}."
+                f"roles: expected each of {valid_types} at most once, got {part!r} in {text!r}; {_EXAMPLE}."
             )
-        counts[type_] = _parse_count(count, part, text)
+        counts[type_] = _parse_count(count.strip(), part, text)
         if type_ in SINGLE_TASK_TYPES and counts[type_] != 1:
             raise ConfigurationError(
                 f"roles: expected at most one {type_}, got {part!r}; write {type_}:1."
@@ -237,27 +267,31 @@ def _parse_count(count: str, part: str, text: str) -> int | None:
 
 
 def tasks_of_roles(counts: Mapping[str, int | None], size: int) -> list[Task]:
-    """Return the task of every rank 0..size-1: types in the map's order, `*` for the remaining ranks.
+    """Return the task of every rank: types in the map's order, and `*` for the remaining ranks.
+
+    Args:
+        counts: type -> number of ranks, None for all remaining ranks.
+        size: number of ranks.
 
     Raises:
         ConfigurationError: if the roles need another number of ranks.
     """
-    fixed = sum(count for count in counts.values() if count is not None)
+    n_fixed = sum(count or 0 for count in counts.values())
+    n_remaining = size - n_fixed
     is_open = None in counts.values()
-    n_remaining = size - fixed
-    if n_remaining < (1 if is_open else 0) or (n_remaining > 0 and not is_open):
-        wanted = f"at least {fixed + 1}" if is_open else f"exactly {fixed}"
-        text = ",".join(
-            f"{type_}:{'*' if count is None else count}" for type_, count in counts.items()
-        )
+    fits = n_remaining >= 1 if is_open else n_remaining == 0
+    if not fits:
+        wanted = f"at least {n_fixed + 1}" if is_open else f"exactly {n_fixed}"
+        text = ",".join(f"{type_}:{count or '*'}" for type_, count in counts.items())
         raise ConfigurationError(
             f"roles: expected {wanted} ranks for {text}, got {size}; start that many (mpirun -n) or change the roles."
         )
-    return [
-        Task(type_, index)
-        for type_, count in counts.items()
-        for index in range(n_remaining if count is None else count)
-    ]
+    tasks = []
+    for type_, count in counts.items():
+        n_tasks = n_remaining if count is None else count
+        for index in range(n_tasks):
+            tasks.append(Task(type_, index))
+    return tasks
 
 
 def spec_of_tasks(tasks: list[Task]) -> ClusterSpec:
@@ -274,30 +308,37 @@ class UnionResolver(ClusterResolver):
     This process's task comes from the first resolver that has one.
 
     Args:
-        resolvers: at least one.
+        resolvers: resolvers of the clusters, at least one.
 
     Raises:
-        UsageError: without resolvers, or for an argument that is not one.
+        UsageError: without resolvers, or if an argument is no resolver.
     """
 
     def __init__(self, *resolvers: ClusterResolver) -> None:
-        if not resolvers or not all(
-            isinstance(resolver, ClusterResolver) for resolver in resolvers
-        ):
+        are_resolvers = all(isinstance(resolver, ClusterResolver) for resolver in resolvers)
+        if not resolvers or not are_resolvers:
+            types = ", ".join(type(argument).__name__ for argument in resolvers)
             raise UsageError(
-                f"UnionResolver: expected cluster resolvers, got {', '.join(type(arg).__name__ for arg in resolvers)}; "
+                f"UnionResolver: expected cluster resolvers, got {types}; "
                 f"pass one or more, such as TFConfigClusterResolver()."
             )
         self._resolvers = resolvers
 
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
         """Return the joined cluster, and this process's task in it."""
-        resolutions = [resolver.resolve(rank, size) for resolver in self._resolvers]
-        joined = _join([spec for spec, _ in resolutions])
-        return joined, next(
-            (_renumbered(task, spec, joined) for spec, task in resolutions if task is not None),
-            None,
-        )
+        specs = []
+        own_spec = None
+        own_task = None
+        for resolver in self._resolvers:
+            spec, task = resolver.resolve(rank, size)
+            specs.append(spec)
+            if own_task is None and task is not None:
+                own_spec = spec
+                own_task = task
+        joined = _join(specs)
+        if own_spec is None or own_task is None:
+            return joined, None
+        return joined, _renumbered(own_task, own_spec, joined)
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the joined cluster."""
@@ -307,13 +348,17 @@ class UnionResolver(ClusterResolver):
     def task_type(self) -> str | None:
         """This process's task type."""
         task = self._own_task()
-        return None if task is None else task.type
+        if task is None:
+            return None
+        return task.type
 
     @property
     def task_id(self) -> int | None:
         """This process's task index in the joined cluster."""
         task = self._own_task()
-        return None if task is None else task.index
+        if task is None:
+            return None
+        return task.index
 
     def _own_task(self) -> Task | None:
         for resolver in self._resolvers:
@@ -324,62 +369,63 @@ class UnionResolver(ClusterResolver):
 
 
 def _join(specs: list[ClusterSpec]) -> ClusterSpec:
-    types = sorted({type_ for spec in specs for type_ in spec.jobs})
-    return ClusterSpec(
-        {
-            type_: _join_tasks(type_, [spec for spec in specs if spec.has_tasks(type_)])
-            for type_ in types
-        }
-    )
+    """Return the cluster of all tasks of some clusters."""
+    specs_of: dict[str, list[ClusterSpec]] = {}
+    for spec in specs:
+        for type_ in spec.jobs:
+            specs_of.setdefault(type_, []).append(spec)
+    jobs = {}
+    for type_ in sorted(specs_of):
+        jobs[type_] = _join_tasks(type_, specs_of[type_])
+    return ClusterSpec(jobs)
 
 
 def _join_tasks(type_: str, specs: list[ClusterSpec]) -> Addresses:
-    """Return the different addresses of a type in order; where a cluster leaves out indices, all keep their indices.
+    """Return the different addresses of a type in order; if a cluster leaves out indices, all tasks keep their indices.
+
+    Args:
+        type_: type of the tasks.
+        specs: clusters that have tasks of this type.
 
     Raises:
-        ConfigurationError: when an index that is kept has two addresses.
+        ConfigurationError: if an index that is kept has two addresses.
     """
-    if None not in [address for spec in specs for address in spec.job_tasks(type_)]:
-        return list(
-            dict.fromkeys(
-                spec.task_address(type_, task_index)
-                for spec in specs
-                for task_index in spec.task_indices(type_)
-            )
-        )
-    tasks: dict[int, str] = {}
+    keeps_indices = any(None in spec.job_tasks(type_) for spec in specs)
+    addresses = []
+    address_of: dict[int, str] = {}
     for spec in specs:
         for index in spec.task_indices(type_):
             address = spec.task_address(type_, index)
-            if tasks.setdefault(index, address) != address:
+            addresses.append(address)
+            if keeps_indices and address_of.setdefault(index, address) != address:
                 raise ConfigurationError(
-                    f"UnionResolver: expected one address of {type_} {index}, got {tasks[index]!r} and {address!r}; "
-                    f"number the tasks alike."
+                    f"UnionResolver: expected one address of {type_} {index}, got {address_of[index]!r} and "
+                    f"{address!r}; number the tasks alike."
                 )
-    return tasks
+    if keeps_indices:
+        return address_of
+    return list(dict.fromkeys(addresses))
 
 
 def _renumbered(task: Task, spec: ClusterSpec, joined: ClusterSpec) -> Task:
     """Return a task of one cluster with its index in the joined one."""
     if not spec:
         return task
-    return Task(
-        task.type, joined.job_tasks(task.type).index(spec.task_address(task.type, task.index))
-    )
+    address = spec.task_address(task.type, task.index)
+    return Task(task.type, joined.job_tasks(task.type).index(address))
 
 
 class TPUClusterResolver(SimpleClusterResolver):
     """Every rank is a worker with an XLA device of its machine. It performs no lookup and opens no connection.
 
     Args:
-        tpu: "local", "" or None, or the TPU's name, which is only a label. An address, such as grpc://10.0.0.2:8470, is
-            taken for the TPU of the ranks' own hosts, with a warning.
-        zone: accepted for compatibility and ignored.
-        project: likewise.
+        tpu: "local", "" or None, or the TPU's name, which is only a label. With an address, such as
+            grpc://10.0.0.2:8470, the ranks use the TPUs of the hosts that they run on, and a warning is logged.
+        zone, project: accepted for compatibility and ignored.
         job_name: type of the tasks; must be "worker".
 
     Raises:
-        ConfigurationError: for another job_name; on this rank only.
+        ConfigurationError: if job_name is another type; on this rank only.
     """
 
     def __init__(
@@ -407,7 +453,10 @@ class TPUClusterResolver(SimpleClusterResolver):
         return MPIClusterResolver("worker:*").cluster_spec()
 
     def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
     ) -> str:
         """Return the TPU's name, whichever task is asked for."""
         return self.tpu

@@ -29,16 +29,22 @@ def parse_hostlist(text: str) -> list[str]:
         raise ConfigurationError(
             f"slurm: expected a host list such as n[01-03], got {text!r}; check SLURM_STEP_NODELIST."
         )
-    return [host for part in _PART.findall(text) for host in _expand(part)]
+    hosts: list[str] = []
+    for part in _PART.findall(text):
+        hosts += _expand(part)
+    return hosts
 
 
 def node_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes of this Slurm step, or of its job; empty outside Slurm."""
-    text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not text:
+        return ()
     try:
-        return tuple(parse_hostlist(text)) if text else ()
+        return tuple(parse_hostlist(text))
     except ConfigurationError:
-        return (text,)  # to tell it from another one, it need not be expanded
+        # even unexpanded, the text tells these nodes from others
+        return (text,)
 
 
 def time_left_s(environ: Mapping[str, str]) -> float | None:
@@ -64,37 +70,45 @@ def time_left_s(environ: Mapping[str, str]) -> float | None:
     except (OSError, subprocess.SubprocessError):
         return None
     end = re.search(r"\bEndTime=(\d{1,11})\b", answer.stdout)
-    return None if end is None else float(end[1]) - time.time()
+    if end is None:
+        return None
+    return float(end[1]) - time.time()
 
 
 def _expand(part: str) -> list[str]:
+    """Return the hosts of one part of a host list, such as `n[01-03,7]`."""
     head, bracket, after_bracket = part.partition("[")
     if not bracket:
         return [part]
     inside, _, tail = after_bracket.partition("]")
-    return [
-        head + number + end
-        for piece in inside.split(",")
-        for number in _range(piece)
-        for end in _expand(tail)
-    ]
+    hosts = []
+    for piece in inside.split(","):
+        for number in _range(piece):
+            for ending in _expand(tail):
+                hosts.append(head + number + ending)
+    return hosts
 
 
 def _range(piece: str) -> list[str]:
+    """Return the numbers of a range such as `01-03`, or a single number, with their leading zeros."""
     first, dash, last = piece.partition("-")
-    last = last if dash else first
-    if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
+    if not dash:
+        last = first
+    are_numbers = first.isdecimal() and last.isdecimal()
+    if not are_numbers or int(first) > int(last):
         raise ConfigurationError(
             f"slurm: expected a range such as 01-03, got {piece!r}; check SLURM_STEP_NODELIST."
         )
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    n_digits = len(first)
+    numbers = range(int(first), int(last) + 1)
+    return [str(number).zfill(n_digits) for number in numbers]
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
     """Expand Slurm's `3(x2),2` into [3, 3, 2].
 
     Raises:
-        ConfigurationError: on anything else.
+        ConfigurationError: if the text has another form.
     """
     counts: list[int] = []
     for piece in text.split(","):
@@ -103,7 +117,9 @@ def parse_tasks_per_node(text: str) -> list[int]:
             raise ConfigurationError(
                 f"slurm: expected counts such as 3(x2),2, got {text!r}; check SLURM_STEP_TASKS_PER_NODE."
             )
-        counts += [int(match[1])] * int(match[2] or 1)
+        n_tasks = int(match[1])
+        n_nodes = int(match[2] or 1)
+        counts += [n_tasks] * n_nodes
     return counts
 
 
@@ -113,18 +129,19 @@ class SlurmClusterResolver(ClusterResolver):
     Args:
         jobs: task type -> number of tasks; default: every rank a worker.
         port_base: port of the first task on each host; the next task on the host gets the next port.
-        gpus_per_node, gpus_per_task: what `num_accelerators` returns for a task: its own, else the node's by its tasks;
-            default: the GPUs that the process may use.
-        tasks_per_node: overrides SLURM_STEP_TASKS_PER_NODE: one count for all nodes, or one per node.
+        gpus_per_node, gpus_per_task: number of GPUs that `num_accelerators` returns for a task: `gpus_per_task`, else
+            the GPUs of a node divided by its tasks; by default the GPUs that the process may use.
+        tasks_per_node: number of tasks on each node, or a list with the number for every node; overrides
+            SLURM_STEP_TASKS_PER_NODE.
         auto_set_gpu: accepted for compatibility: ranks take the GPUs of a host in their order, and no variable is set.
-        rpc_layer: comes before addresses in `master`, with "://".
+        rpc_layer: protocol that comes before addresses in `master`, with "://".
         environ: a mapping to read instead of the process environment.
 
     Raises:
         ConfigurationError: outside a Slurm step, or if the number of tasks differs from the step's.
     """
 
-    def __init__(  # noqa: PLR0913  they are TensorFlow's
+    def __init__(  # noqa: PLR0913  TensorFlow has the same parameters
         self,
         jobs: Mapping[str, int] | None = None,
         port_base: int = 8888,
@@ -141,21 +158,25 @@ class SlurmClusterResolver(ClusterResolver):
         hosts = parse_hostlist(_variable(source, "SLURM_STEP_NODELIST"))
         size = _whole_number(source, "SLURM_STEP_NUM_TASKS")
         counts = _counts_per_node(tasks_per_node, source, len(hosts))
-        addresses = [
-            f"{host}:{port_base + i}"
-            for host, count in zip(hosts, counts, strict=True)
-            for i in range(count)
-        ]
+        addresses = []
+        for host, count in zip(hosts, counts, strict=True):
+            for index in range(count):
+                addresses.append(f"{host}:{port_base + index}")
         self._gpus_per_task = gpus_per_task
         if gpus_per_task is None and gpus_per_node is not None:
             self._gpus_per_task = gpus_per_node // max(counts)
         jobs = {"worker": size} if jobs is None else dict(jobs)
-        if not len(addresses) == sum(jobs.values()) == size:
+        n_jobs = sum(jobs.values())
+        n_addresses = len(addresses)
+        if not n_addresses == n_jobs == size:
             raise ConfigurationError(
-                f"slurm: expected {size} tasks as in SLURM_STEP_NUM_TASKS, got {sum(jobs.values())} in jobs and "
-                f"{len(addresses)} on the nodes; make jobs and --ntasks agree."
+                f"slurm: expected {size} tasks as in SLURM_STEP_NUM_TASKS, got {n_jobs} in jobs and {n_addresses} on "
+                f"the nodes; make jobs and --ntasks agree."
             )
-        self._tasks = [Task(type_, index) for type_ in sorted(jobs) for index in range(jobs[type_])]
+        self._tasks: list[Task] = []
+        for type_ in sorted(jobs):
+            for index in range(jobs[type_]):
+                self._tasks.append(Task(type_, index))
         spec: dict[str, list[str]] = {}
         for task, address in zip(self._tasks, addresses, strict=True):
             spec.setdefault(task.type, []).append(address)
@@ -175,13 +196,18 @@ class SlurmClusterResolver(ClusterResolver):
         return self._spec
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         """Return {"GPU": n} for the GPUs of a task, or {} without any."""
         n_gpus = self._gpus_per_task
         if n_gpus is None:
             return super().num_accelerators()
-        return {"GPU": n_gpus} if n_gpus else {}
+        if n_gpus == 0:
+            return {}
+        return {"GPU": n_gpus}
 
     def get_task_info(self) -> tuple[str, int]:
         """Return (task type, task index) of this rank."""
@@ -199,6 +225,11 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def _variable(environ: Mapping[str, str], name: str) -> str:
+    """Return the value of a variable that Slurm sets in a step.
+
+    Raises:
+        ConfigurationError: if it is not set.
+    """
     if not environ.get(name):
         raise ConfigurationError(
             f"slurm: expected {name} in the environment, got nothing; start the program by srun."
@@ -207,6 +238,11 @@ def _variable(environ: Mapping[str, str], name: str) -> str:
 
 
 def _whole_number(environ: Mapping[str, str], name: str) -> int:
+    """Return the value of a variable that Slurm sets to a whole number.
+
+    Raises:
+        ConfigurationError: if it is not set, or no whole number.
+    """
     text = _variable(environ, name)
     if not text.isdecimal():
         raise ConfigurationError(
@@ -216,8 +252,15 @@ def _whole_number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _counts_per_node(
-    tasks_per_node: int | list[int] | None, environ: Mapping[str, str], n_hosts: int
+    tasks_per_node: int | list[int] | None,
+    environ: Mapping[str, str],
+    n_hosts: int,
 ) -> list[int]:
+    """Return the number of tasks on each host.
+
+    Raises:
+        ConfigurationError: if there is not one number for each host.
+    """
     if isinstance(tasks_per_node, int):
         return [tasks_per_node] * n_hosts
     counts = tasks_per_node or parse_tasks_per_node(_variable(environ, "SLURM_STEP_TASKS_PER_NODE"))

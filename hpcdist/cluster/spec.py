@@ -1,4 +1,4 @@
-"""ClusterSpec and Task: the frozen description of a job and of one process's task in it."""
+"""ClusterSpec and Task: the frozen descriptions of a cluster and of one process's task in it."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,9 @@ class Task:
         return self.type in TRAINING_TASK_TYPES
 
 
-#: Addresses in order, or by index where some indices are left out.
+#: (index, address) of the tasks of one type, ordered by index.
+_Tasks = tuple[tuple[int, str], ...]
+#: Addresses in the order of tasks, or index -> address if some indices are left out.
 Addresses = Sequence[str] | Mapping[int, str]
 
 
@@ -51,35 +53,43 @@ class ClusterSpec:
     """Task types and the addresses of their tasks, validated once.
 
     Args:
-        jobs: task type -> addresses, a list or a dict by index, which may leave out indices; or a ClusterSpec.
-            Addresses are labels: hpcdist opens no socket.
+        jobs: task type -> addresses, which are a list, or a dict by index that may leave out indices; or a
+            ClusterSpec. Addresses are labels: hpcdist opens no socket.
 
     Raises:
         ConfigurationError: a ValueError, on an unknown type, two chiefs, two evaluators, an index that is no whole
-            number from 0, or an address that is empty, not text or given twice.
+            number from 0, or an address that is empty, not text, or the address of another task.
     """
 
-    _jobs: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
+    _jobs: tuple[tuple[str, _Tasks], ...]
 
     def __init__(self, jobs: "Mapping[str, Addresses] | ClusterSpec") -> None:
-        addresses_by_type = jobs.as_dict() if isinstance(jobs, ClusterSpec) else jobs
-        numbered = {
-            type_: _numbered(type_, addresses) for type_, addresses in addresses_by_type.items()
-        }
-        _check_distinct([address for tasks in numbered.values() for _, address in tasks])
-        ordered = tuple((type_, numbered[type_]) for type_ in TASK_TYPES if numbered.get(type_))
-        object.__setattr__(self, "_jobs", ordered)
+        if isinstance(jobs, ClusterSpec):
+            jobs = jobs.as_dict()
+        tasks_of: dict[str, _Tasks] = {}
+        all_addresses: list[str] = []
+        for type_, addresses in jobs.items():
+            tasks = _numbered(type_, addresses)
+            tasks_of[type_] = tasks
+            all_addresses += [address for _, address in tasks]
+        _check_distinct(all_addresses)
+        ordered: list[tuple[str, _Tasks]] = []
+        for type_ in TASK_TYPES:
+            if tasks_of.get(type_):
+                ordered.append((type_, tasks_of[type_]))
+        object.__setattr__(self, "_jobs", tuple(ordered))
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
 
     def __str__(self) -> str:
-        return ", ".join(f"{type_}:{len(tasks)}" for type_, tasks in self._jobs) or "no tasks"
+        counts = [f"{type_}:{len(tasks)}" for type_, tasks in self._jobs]
+        return ", ".join(counts) or "no tasks"
 
     @property
     def jobs(self) -> list[str]:
         """The task types that have at least one task."""
-        return [type_ for type_, _ in self._jobs]
+        return list(dict(self._jobs))
 
     def has_tasks(self, type_: str) -> bool:
         """Return whether there is a task of a type."""
@@ -90,11 +100,19 @@ class ClusterSpec:
         return {type_: self._addresses(tasks) for type_, tasks in self._jobs}
 
     @staticmethod
-    def _addresses(tasks: tuple[tuple[int, str], ...]) -> Any:
-        is_dense = [index for index, _ in tasks] == list(range(len(tasks)))
-        return [address for _, address in tasks] if is_dense else dict(tasks)
+    def _addresses(tasks: _Tasks) -> Any:
+        """Return the addresses of a type: a list, or a dict by index if an index is left out."""
+        address_of = dict(tasks)
+        if list(address_of) == list(range(len(tasks))):
+            return list(address_of.values())
+        return address_of
 
     def _tasks_of(self, type_: str) -> dict[int, str]:
+        """Return index -> address of the tasks of a type.
+
+        Raises:
+            ConfigurationError: if the cluster has no such type.
+        """
         for job_type, tasks in self._jobs:
             if job_type == type_:
                 return dict(tasks)
@@ -108,14 +126,15 @@ class ClusterSpec:
         Raises:
             ConfigurationError: if the cluster has no such type.
         """
-        tasks = self._tasks_of(type_)
-        return [tasks.get(index) for index in range(max(tasks) + 1)]
+        address_of = self._tasks_of(type_)
+        n_indices = max(address_of) + 1
+        return [address_of.get(index) for index in range(n_indices)]
 
     def num_tasks(self, type_: str) -> int:
         """Return the number of tasks of one type.
 
         Raises:
-            ConfigurationError: if the cluster has no such type; `has_tasks` asks.
+            ConfigurationError: if the cluster has no such type; `has_tasks` tells whether it has.
         """
         return len(self._tasks_of(type_))
 
@@ -145,28 +164,33 @@ class ClusterSpec:
     @property
     def chief(self) -> Task:
         """The task that saves and logs: the chief entry, or the first worker without one."""
-        if self.has_tasks("chief") or not self.has_tasks("worker"):
-            return Task("chief" if self.has_tasks("chief") else "worker", 0)
-        return Task("worker", self.task_indices("worker")[0])
+        if self.has_tasks("chief"):
+            return Task("chief", 0)
+        if self.has_tasks("worker"):
+            return Task("worker", self.task_indices("worker")[0])
+        return Task("worker", 0)
 
     def check_task(self, task: Task) -> None:
-        """Raise ConfigurationError unless `task` is one of this cluster's."""
+        """Raise ConfigurationError unless `task` belongs to this cluster."""
         indices = self.task_indices(task.type)
-        if task.index not in indices:
-            is_dense = indices == list(range(len(indices)))
-            valid_indices = (
-                f"from 0 to {len(indices) - 1}"
-                if is_dense
-                else f"of {', '.join(map(str, indices))}"
-            )
-            raise ConfigurationError(
-                f"cluster: expected a {task.type} index {valid_indices}, got {task.index}; "
-                f"give the task an index that the cluster lists."
-            )
+        if task.index in indices:
+            return
+        listed_indices = ", ".join(map(str, indices))
+        valid_indices = f"of {listed_indices}"
+        if indices == list(range(len(indices))):
+            valid_indices = f"from 0 to {len(indices) - 1}"
+        raise ConfigurationError(
+            f"cluster: expected a {task.type} index {valid_indices}, got {task.index}; "
+            f"give the task an index that the cluster lists."
+        )
 
 
-def _numbered(type_: str, addresses: Addresses) -> tuple[tuple[int, str], ...]:
-    """Return (index, address) of the tasks of one type, by index; checked."""
+def _numbered(type_: str, addresses: Addresses) -> _Tasks:
+    """Return (index, address) of the tasks of one type, ordered by index.
+
+    Raises:
+        ConfigurationError: if the type, an index or an address is not valid.
+    """
     if type_ not in TASK_TYPES:
         raise ConfigurationError(
             f"cluster: expected task types of {', '.join(TASK_TYPES)}, got {type_!r}; rename or remove it."
@@ -179,10 +203,10 @@ def _numbered(type_: str, addresses: Addresses) -> tuple[tuple[int, str], ...]:
         raise ConfigurationError(
             f"cluster: expected at most one {type_}, got {len(addresses)}; keep one entry in cluster.{type_}."
         )
-    indexed_addresses = list(
-        addresses.items() if isinstance(addresses, Mapping) else enumerate(addresses)
-    )
-    for index, address in indexed_addresses:
+    if not isinstance(addresses, Mapping):
+        addresses = dict(enumerate(addresses))
+    tasks = []
+    for index, address in addresses.items():
         if not str(index).isdecimal() or isinstance(index, bool):
             raise ConfigurationError(
                 f"cluster: expected indices from 0 in cluster.{type_}, got {index!r}; number the tasks."
@@ -191,14 +215,16 @@ def _numbered(type_: str, addresses: Addresses) -> tuple[tuple[int, str], ...]:
             raise ConfigurationError(
                 f"cluster: expected addresses as text in cluster.{type_}, got {address!r}; name a host or a label."
             )
-    # JSON has texts for keys
-    return tuple(sorted((int(index), address) for index, address in indexed_addresses))
+        # a cluster that was read from JSON has texts as indices
+        tasks.append((int(index), address))
+    return tuple(sorted(tasks))
 
 
 def _check_distinct(addresses: list[str]) -> None:
-    for address, times in Counter(addresses).items():
-        if times > 1:
+    """Raise ConfigurationError if two tasks have the same address."""
+    for address, n_tasks in Counter(addresses).items():
+        if n_tasks > 1:
             raise ConfigurationError(
-                f"cluster: expected every address once, got {address!r} {times} times; give each task its own "
+                f"cluster: expected every address once, got {address!r} {n_tasks} times; give each task its own "
                 "(host:port)."
             )

@@ -25,7 +25,7 @@ def parse_tf_config(text: str) -> tuple[ClusterSpec, Task | None]:
         The cluster, and the task or None if TF_CONFIG has no "task".
 
     Raises:
-        ConfigurationError: on anything that is not a valid TF_CONFIG; the message states what was expected.
+        ConfigurationError: if the text is not a valid TF_CONFIG; the message states what was expected.
     """
     config = _parse_object(text)
     if not config:
@@ -38,10 +38,17 @@ def parse_tf_config(text: str) -> tuple[ClusterSpec, Task | None]:
             'write {"cluster": {"worker": ["host:port", ...]}}.'
         )
     spec = ClusterSpec(cluster)
-    return spec, _parse_task(config["task"], spec) if "task" in config else None
+    if "task" not in config:
+        return spec, None
+    return spec, _parse_task(config["task"], spec)
 
 
 def _parse_object(text: str) -> dict[str, Any]:
+    """Return the JSON object in a text, which is empty for an empty text.
+
+    Raises:
+        ConfigurationError: if the text is no JSON object.
+    """
     try:
         config = json.loads(text or "{}", object_pairs_hook=_object_without_repeats)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -57,33 +64,41 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    json_object = dict(pairs)
-    if len(json_object) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigurationError(
-            f"TF_CONFIG: expected every key once, got {repeated!r} twice; keep one."
-        )
-    return json_object
+    """Return a JSON object from its keys and values.
+
+    Raises:
+        ConfigurationError: if it has a key twice.
+    """
+    n_values_of = Counter(key for key, _ in pairs)
+    for key, n_values in n_values_of.items():
+        if n_values > 1:
+            raise ConfigurationError(
+                f"TF_CONFIG: expected every key once, got {key!r} twice; keep one."
+            )
+    return dict(pairs)
 
 
 def _check_keys(section: dict[str, Any], valid: tuple[str, ...], where: str) -> None:
-    """Raise ConfigurationError for a key that is a misspelt one; warn of others, which TensorFlow ignores, too."""
-    missing = [key for key in valid if key not in section]
+    """Raise ConfigurationError for a misspelt key; warn of any other unknown key, which TensorFlow ignores, too."""
+    valid_keys = ", ".join(valid)
+    missing = set(valid).difference(section)
     for key in section:
         if key in valid:
             continue
-        meant = difflib.get_close_matches(key, missing, 1, 0.7)
-        if meant:
+        near = difflib.get_close_matches(key, missing, 1, 0.7)
+        if near:
             raise ConfigurationError(
-                f"{where}: expected keys of {', '.join(valid)}, got {key!r}; write {meant[0]!r}."
+                f"{where}: expected keys of {valid_keys}, got {key!r}; write {near[0]!r}."
             )
-        logger.warning(
-            "%s: expected keys of %s, got %r, which is ignored.", where, ", ".join(valid), key
-        )
+        logger.warning("%s: expected keys of %s, got %r, which is ignored.", where, valid_keys, key)
 
 
 def _parse_task(task: Any, spec: ClusterSpec) -> Task:
+    """Return the task that "task" of TF_CONFIG describes.
+
+    Raises:
+        ConfigurationError: if it describes no task of the cluster.
+    """
     if not isinstance(task, dict):
         raise ConfigurationError(
             f'TF_CONFIG: expected "task" as an object, got {task!r}; write {{"type": "worker", "index": 0}}.'
@@ -91,12 +106,14 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
     _check_keys(task, ("type", "index"), "TF_CONFIG.task")
     type_: Any = task.get("type")
     index: Any = task.get("index")
-    if type(index) is str and index.isdecimal():  # as scripts write it, and TensorFlow takes it
+    if type(index) is str and index.isdecimal():
+        # scripts write an index as text, and TensorFlow accepts that
         index = int(index)
-    for key, value, kind in (("type", type_, str), ("index", index, int)):
-        if type(value) is not kind:
+    expected_types = (("type", type_, str, "text"), ("index", index, int, "a whole number"))
+    for key, value, expected_type, type_name in expected_types:
+        if type(value) is not expected_type:
             raise ConfigurationError(
-                f"TF_CONFIG.task: expected {key!r} as {'text' if kind is str else 'a whole number'}, "
+                f"TF_CONFIG.task: expected {key!r} as {type_name}, "
                 f'got {value!r}; write {{"type": "worker", "index": 0}}.'
             )
     parsed_task = Task(type_, index)
@@ -111,17 +128,17 @@ def _check_task(task: Task, spec: ClusterSpec) -> None:
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster described by TF_CONFIG, which is read whenever a property is asked for, as in TensorFlow.
+    """The cluster described by TF_CONFIG. As in TensorFlow, each use of a property reads TF_CONFIG again.
 
     Args:
-        task_type, task_id: override the task in TF_CONFIG.
-        rpc_layer: comes before addresses in `master`, with "://".
+        task_type, task_id: this process's task, in place of the one in TF_CONFIG.
+        rpc_layer: protocol that comes before addresses in `master`, with "://".
         environment: accepted for compatibility and ignored.
         environ: a mapping to read instead of the process environment.
 
     Raises:
-        ConfigurationError: when a property is asked for, if TF_CONFIG is not valid; on this rank only. A strategy
-            raises it on all ranks.
+        ConfigurationError: when a property is used, if TF_CONFIG is not valid; on this rank only. A strategy raises it
+            on all ranks.
     """
 
     def __init__(
@@ -137,15 +154,17 @@ class TFConfigClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer
 
     def _read(self) -> tuple[ClusterSpec, Task | None]:
+        """Return the cluster and this process's task; None if it follows from the rank."""
         source = read_environment() if self._environ is None else self._environ
         spec, task = parse_tf_config(source.get("TF_CONFIG", ""))
         type_, index = self._explicit_task
         if type_ is None and index is None:
             return spec, task
-        effective_task = Task(
-            type_ or (task.type if task else "worker"),
-            index if index is not None else task.index if task else 0,
-        )
+        if task is None:
+            task = Task("worker", 0)
+        if index is None:
+            index = task.index
+        effective_task = Task(type_ or task.type, index)
         if spec:
             _check_task(effective_task, spec)
         return spec, effective_task
@@ -161,23 +180,27 @@ class TFConfigClusterResolver(ClusterResolver):
     @property
     def task_type(self) -> str | None:
         """This process's task type."""
-        task = self._read()[1]
-        return None if task is None else task.type
+        _, task = self._read()
+        if task is None:
+            return None
+        return task.type
 
     @property
     def task_id(self) -> int | None:
         """This process's task index."""
-        task = self._read()[1]
-        return None if task is None else task.index
+        _, task = self._read()
+        if task is None:
+            return None
+        return task.index
 
     @property
     def host_names(self) -> Mapping[str, Task]:
         """Host part -> task, for each host that exactly one address names."""
         spec = self.cluster_spec()
-        addresses = {task: spec.task_address(task.type, task.index) for task in spec.tasks()}
-        hosts = {
-            task: host.rpartition(":")[0] if ":" in host else host
-            for task, host in addresses.items()
-        }
-        times = Counter(hosts.values())
-        return {host: task for task, host in hosts.items() if times[host] == 1}
+        host_of = {}
+        for task in spec.tasks():
+            address = spec.task_address(task.type, task.index)
+            host, colon, _ = address.rpartition(":")
+            host_of[task] = host if colon else address
+        n_tasks_on = Counter(host_of.values())
+        return {host: task for task, host in host_of.items() if n_tasks_on[host] == 1}
