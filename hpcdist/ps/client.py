@@ -214,11 +214,16 @@ class Client:
         requests: list[_ServerRequest] = []
         for number, new_specs in specs.items():
             server = self._servers[number]
-            shards = [_KnownShard(spec, variables[spec.variable]) for spec in new_specs]
-            server.shards += shards
-            server.n_adopted.append(len(shards))
+            new_shards: list[_KnownShard] = []
+            values: list[Tensor] = []
+            for spec in new_specs:
+                shard = _KnownShard(spec, variables[spec.variable])
+                new_shards.append(shard)
+                values.append(shard.values())
+            server.shards += new_shards
+            server.n_adopted.append(len(new_shards))
             if is_first:
-                payload = server.packer.pack([shard.values() for shard in shards])
+                payload = server.packer.pack(values)
                 fields = {"text": specs_to_text(new_specs), "payload": payload}
                 requests.append((number, fields))
         if requests:
@@ -257,7 +262,9 @@ class Client:
         check_optimizer(type(optimizer), is_split=len(shard_keys) > len(variables))
         requests: list[_ServerRequest] = []
         for server_number, server in enumerate(self._servers):
-            server_groups = [(settings, server.indices_of(members)) for settings, members in groups]
+            server_groups: Groups = []
+            for settings, members in groups:
+                server_groups.append((settings, server.indices_of(members)))
             pickle = pickles.dumps((type(optimizer), optimizer.defaults, server_groups))
             text, tensors = _states_of(server, {number: optimizer})
             payload = server.packer.pack([torch.from_numpy(pickle.copy()), *tensors])
@@ -334,11 +341,13 @@ class Client:
                 requests.append((server_number, fields))
         # all servers have something to do at once
         requests.sort(key=_first_shard_of)
-        first_shards = [server.shards[0] for server in self._servers if server.shards]
-        versions_before = [shard.version for shard in first_shards]
+        first_shards: list[tuple[_KnownShard, int]] = []
+        for server in self._servers:
+            if server.shards:
+                first_shards.append((server.shards[0], server.shards[0].version))
         due = self._take(self._answers("step", Kind.STEP, requests))
         n_updates = 1  # this push is one of them
-        for shard, version_before in zip(first_shards, versions_before, strict=True):
+        for shard, version_before in first_shards:
             if version_before >= 0:
                 n_updates = max(n_updates, shard.version - version_before)
         self.n_missed = n_updates - 1
@@ -419,9 +428,10 @@ class Client:
         for shard_states in states_by_variable.values():
             shard_states.sort(key=lambda shard_state: shard_state.shard.spec.start)
             first = shard_states[0]
-            optimizer.state[first.shard.variable] = {
-                name: _joined(shard_states, name) for name in first.state
-            }
+            state_of_variable: dict[str, Any] = {}
+            for name in first.state:
+                state_of_variable[name] = _joined(shard_states, name)
+            optimizer.state[first.shard.variable] = state_of_variable
 
     def _number_of_known(self, optimizer: Optimizer) -> int | None:
         """Return the number of an optimizer that servers have; None for another one."""

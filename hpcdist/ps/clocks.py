@@ -12,9 +12,9 @@ class Clocks:
     """The clocks of all workers, as one server has seen their pushes.
 
     Args:
-        workers: their numbers.
-        max_staleness: a worker begins step c (from 0) only when every other live worker has pushed step
-            c - 1 - max_staleness; None: at once.
+        workers: numbers of the workers.
+        max_staleness: number s such that a worker begins step c (from 0) only when every other live worker has pushed
+            step c - 1 - s. With None every step begins at once.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server (NIPS 2013).
     """
@@ -57,9 +57,8 @@ class Clocks:
         """
         if self._max_staleness is None:
             return []
-        return [
-            worker for worker, pushed in self._pushed.items() if pushed < step - self._max_staleness
-        ]
+        required_clock = step - self._max_staleness
+        return [worker for worker, clock in self._pushed.items() if clock < required_clock]
 
 
 class RequestClock:
@@ -73,15 +72,15 @@ class RequestClock:
         self._due: dict[Request, int] = {}
 
     def ask(self, requests: Request, clock: int, latest: int) -> None:
-        """Take the requests of a worker, or of the server itself.
+        """Take the requests of a worker.
 
         Args:
-            requests: what is asked for.
-            clock: of the worker that asks.
-            latest: of the worker that is ahead.
+            requests: requests, as flags.
+            clock: clock of the worker that asks.
+            latest: clock of the worker that is ahead of all others.
         """
         for kind in (Request.STOP, Request.SAVE):
-            # else it is what all will do, or have just done
+            # otherwise all workers will act on an earlier request, or have just done so
             if kind in requests and clock > self._due.get(kind, -1):
                 self._due[kind] = latest + 1
 
@@ -89,5 +88,6 @@ class RequestClock:
         """Return what a worker acts on after the push that brings it to this clock."""
         due_requests = Request.NONE
         for kind, step in self._due.items():
-            due_requests |= kind if clock == step else Request.NONE
+            if step == clock:
+                due_requests |= kind
         return due_requests

@@ -396,14 +396,14 @@ class Server:
         keys = sorted(self._rounds) if rounds is None else rounds
         for key in keys:
             pushes = self._rounds[key]
-            if all(worker in pushes for worker in self.clocks.live):
+            if pushes.keys() >= set(self.clocks.live):
                 del self._rounds[key]
                 self._apply([pushes[worker] for worker in sorted(pushes)])
                 due += pushes.values()
         for place, message in list(self._parked.items()):
             if not self._awaited(message):
                 due.append(self._parked.pop(place))
-        return [self._values(message) for message in due]
+        return list(map(self._values, due))
 
     def _awaited(self, message: Message) -> list[int]:
         """Return the other workers that the answer to an asynchronous push waits for."""
@@ -430,7 +430,7 @@ class Server:
     @torch.no_grad()
     def _apply(self, messages: list[Message]) -> None:
         """Make one update of the sum of some pushes, or parts of pushes, of one optimizer."""
-        parts = [_Part.of(message) for message in messages]
+        parts = list(map(_Part.of, messages))
         numbers = {part.number for part in parts}
         if len(numbers) > 1:
             raise DesyncError(

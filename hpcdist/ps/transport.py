@@ -14,6 +14,7 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import OwnMemory, map_memory
 from hpcdist.runtime.waiting import YIELDS, wait_until
 
+#: Tags of the messages of MPI.
 _ENVELOPE = 7501
 _PIECE = 7502
 
@@ -27,34 +28,33 @@ class _Outbox:
         self._memory: Bytes = np.empty(0, np.uint8)
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return memory of `nbytes` bytes, which replaces the last one."""
+        """Return memory of `nbytes` bytes, which replaces the memory returned before."""
         self._own_memory = OwnMemory(nbytes)
-        self._n_made = self._n_made + 1
+        self._n_made += 1
         self._memory = np.frombuffer(self._own_memory.memory, np.uint8)
         return self._memory
 
     def path_of(self, payload: Bytes) -> str:
-        """Return the path of the memory, its number, and where a payload begins in it; nothing if it is not there.
+        """Return the path of the memory, its number, and where a payload begins in it; empty for one elsewhere.
 
-        The number tells it from an earlier one: the system gives a path anew.
+        The number distinguishes the memory from earlier memory, as the system may give the same path again.
         """
-        offset = payload.ctypes.data - self._memory.ctypes.data if len(payload) else -1
-        is_here = self._own_memory is not None and 0 <= offset < len(self._memory)
-        return (
-            f"{self._own_memory.path}#{self._n_made}@{offset}"
-            if is_here and self._own_memory is not None
-            else ""
-        )
+        if self._own_memory is None or not len(payload):
+            return ""
+        offset = payload.ctypes.data - self._memory.ctypes.data
+        if not 0 <= offset < len(self._memory):
+            return ""
+        return f"{self._own_memory.path}#{self._n_made}@{offset}"
 
 
 class Mailbox:
     """Sends messages to other ranks of a communicator, and receives theirs.
 
-    Not collective. One thread.
+    Not collective. For one thread.
 
     Args:
-        comm: of which nobody else receives messages.
-        neighbours: the ranks that this one can share memory with.
+        comm: communicator whose messages nobody else receives.
+        neighbours: ranks that this rank can share memory with.
     """
 
     def __init__(self, comm: MPI.Comm, neighbours: Collection[int] = ()) -> None:
@@ -65,7 +65,7 @@ class Mailbox:
         self._mapped: dict[int, tuple[str, Bytes]] = {}
 
     def packer(self, rank: int) -> Packer:
-        """Return what packs payloads for another rank: where both share memory, right there."""
+        """Return the packer of payloads for another rank: into the memory that both share, where they share memory."""
         outbox = self._outboxes.get(rank)
         return Packer() if outbox is None else Packer(outbox.allocate)
 
@@ -87,9 +87,9 @@ class Mailbox:
         return not self._sending
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Return the messages that are complete, each with its sender, in the order of each sender.
+        """Return the messages that are complete, each with its sender; messages of one sender in its order.
 
-        Does not wait. The payload of a neighbour's is in its memory.
+        Does not wait. The payload of a neighbour's message is in the neighbour's memory.
         """
         status = MPI.Status()
         while self._comm.Iprobe(tag=_ENVELOPE, status=status):
@@ -99,7 +99,7 @@ class Mailbox:
         coming = self._coming
         self._coming = []
         done = []
-        late: set[int] = set()  # senders of which an earlier message is not complete
+        late: set[int] = set()  # senders whose earlier message is not complete
         for rank, requests, message in coming:
             if rank not in late and MPI.Request.Testall(requests):
                 done.append((rank, message))
@@ -109,32 +109,31 @@ class Mailbox:
         return done
 
     def _begin(self, rank: int, envelope: Bytes) -> None:
+        """Start to receive the message of an envelope."""
         is_here = False
 
         def memory_for(n_payload: int, path: str) -> Bytes:
             nonlocal is_here
-            is_here = bool(path)
+            if not path:
+                return np.empty(n_payload, np.uint8)
+            is_here = True
             name, _, offset = path.partition("@")
-            return (
-                self._map(rank, name)[int(offset) :][:n_payload]
-                if path
-                else np.empty(n_payload, np.uint8)
-            )
+            start = int(offset)
+            return self._map(rank, name)[start : start + n_payload]
 
         message = Message.of_envelope(envelope, memory_for)
-        pieces = [] if is_here else message.pieces()
-        self._coming.append(
-            (rank, [self._comm.Irecv(piece, rank, _PIECE) for piece in pieces], message)
-        )
+        requests: list[MPI.Request] = []
+        if not is_here:
+            requests = [self._comm.Irecv(piece, rank, _PIECE) for piece in message.pieces()]
+        self._coming.append((rank, requests, message))
 
     def _map(self, rank: int, path: str) -> Bytes:
         """Return another rank's memory, mapped at its first use."""
         mapping = self._mapped.get(rank)
         if mapping is None or mapping[0] != path:
-            mapping = self._mapped[rank] = (
-                path,
-                np.frombuffer(map_memory(path.partition("#")[0]), np.uint8),
-            )
+            memory = map_memory(path.partition("#")[0])
+            mapping = (path, np.frombuffer(memory, np.uint8))
+            self._mapped[rank] = mapping
         return mapping[1]
 
     def exchange(
@@ -143,14 +142,13 @@ class Mailbox:
         """Send requests, and yield answers as they come, each with the number of its request; fewer when some are late.
 
         Args:
-            requests: with the rank that each is for, and sequence numbers of their own.
+            requests: messages, each with the rank that it is for; requests to one rank have different sequence numbers.
             timeout_s: longest wait for an answer.
         """
-        for rank, message in requests:
+        awaited: dict[tuple[int, int], int] = {}
+        for number, (rank, message) in enumerate(requests):
             self.send(rank, message)
-        awaited = {
-            (rank, message.sequence): number for number, (rank, message) in enumerate(requests)
-        }
+            awaited[rank, message.sequence] = number
         received: list[tuple[int, Message]] = []
 
         def has_some() -> bool:
@@ -163,16 +161,16 @@ class Mailbox:
                 return
             yields = 0  # parts come one after another: what serves them may need the core
             for rank, message in received:
-                number = awaited.pop((rank, message.sequence), None)
-                if number is not None:  # else of a request given up
-                    yield number, message
+                request_number = awaited.pop((rank, message.sequence), None)
+                if request_number is not None:  # else it answers a request that was given up
+                    yield request_number, message
             received.clear()
 
 
 def find_neighbours(comm: MPI.Comm) -> list[int]:
-    """Return the other ranks that this one can share memory with: those of its node, if each can map what all have.
+    """Return the other ranks of this node, if each rank can map the memory of all; otherwise no ranks.
 
-    Collective: `comm`, of which nobody may be missing; blocking.
+    Collective over `comm`, of which no rank may be missing; blocking.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     probe = None
@@ -190,4 +188,6 @@ def find_neighbours(comm: MPI.Comm) -> list[int]:
         error = caught
     can_share = node.allreduce(int(is_right and error is None), MPI.MIN)
     node.Free()
-    return [rank for rank, _ in paths if rank != comm.rank] if can_share else []
+    if not can_share:
+        return []
+    return [rank for rank, _ in paths if rank != comm.rank]

@@ -127,7 +127,7 @@ class Updater:
             worker: number of the worker.
             groups: settings of each group, as JSON has them, without tuples.
         """
-        self._settings[worker] = [_with_tuples(settings) for settings in groups]
+        self._settings[worker] = list(map(_with_tuples, groups))
 
     def states(self) -> dict[int, State]:
         """Return the state of each parameter, by the number of the first shard or chunk in it."""
@@ -163,7 +163,11 @@ class Updater:
         changed: dict[int, Tensor | None] = {}
         try:
             for parameter, chunks in stepped_parameters:
-                parts = [total for chunk in chunks if (total := totals[chunk]) is not None]
+                parts: list[Tensor] = []
+                for chunk in chunks:
+                    total = totals[chunk]
+                    if total is not None:
+                        parts.append(total)
                 parameter.grad = parts[0] if len(chunks) == 1 else torch.cat(parts)
                 rows = None
                 if parameter.grad.is_sparse and self._changes_rows_alone:
@@ -197,21 +201,27 @@ def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
         return None
     if len(gradients) == 1:
         return gradients[0].coalesce() if gradients[0].is_sparse else gradients[0]
-    if all(gradient.is_sparse for gradient in gradients):
-        indices = torch.cat([gradient._indices() for gradient in gradients], 1)
-        values = torch.cat([gradient._values() for gradient in gradients])
-        joined = torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
+    indices: list[Tensor] = []
+    values: list[Tensor] = []
+    for gradient in gradients:
+        if gradient.is_sparse:
+            indices.append(gradient._indices())
+            values.append(gradient._values())
+    if len(indices) == len(gradients):
+        joined = torch.sparse_coo_tensor(
+            torch.cat(indices, 1), torch.cat(values), like.shape, check_invariants=False
+        )
         return joined.coalesce()
     is_half = like.dtype in (torch.float16, torch.bfloat16)
     sum_dtype = torch.float32 if is_half else like.dtype
     rows: list[Tensor] = []
-    for gradient in pushed:
-        if gradient is None:
+    for pushed_gradient in pushed:
+        if pushed_gradient is None:
             rows.append(torch.zeros_like(like, dtype=sum_dtype))
-        elif gradient.is_sparse:
-            rows.append(gradient.to_dense().to(sum_dtype))
+        elif pushed_gradient.is_sparse:
+            rows.append(pushed_gradient.to_dense().to(sum_dtype))
         else:
-            rows.append(gradient.to(sum_dtype))
+            rows.append(pushed_gradient.to(sum_dtype))
     for into, row in plan_row_additions(len(rows)):
         rows[into] = rows[into] + rows[row]
     return rows[0].to(like.dtype)
