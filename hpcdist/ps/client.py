@@ -202,7 +202,10 @@ class Client:
     # -- variables and optimizers ---------------------------------------------------------------------------------
 
     def adopt(
-        self, specs: dict[int, list[ShardSpec]], variables: Sequence[nn.Parameter], is_first: bool
+        self,
+        specs: dict[int, list[ShardSpec]],
+        variables: Sequence[nn.Parameter],
+        is_first: bool,
     ) -> None:
         """Let servers hold variables from now on; all workers have the same values.
 
@@ -491,7 +494,10 @@ class Client:
         return self._ask(call, kind, requests)
 
     def _ask(
-        self, call: str, kind: Kind, requests: Sequence[_ServerRequest]
+        self,
+        call: str,
+        kind: Kind,
+        requests: Sequence[_ServerRequest],
     ) -> list[tuple[int, Message]]:
         """Send requests to servers and return their answers, each with the number of its server.
 
@@ -500,7 +506,10 @@ class Client:
         return list(self._answers(call, kind, requests))
 
     def _answers(
-        self, call: str, kind: Kind, requests: Sequence[_ServerRequest]
+        self,
+        call: str,
+        kind: Kind,
+        requests: Sequence[_ServerRequest],
     ) -> Iterator[tuple[int, Message]]:
         """Send requests to servers and yield their answers as they come, each with the number of its server.
 
@@ -512,7 +521,11 @@ class Client:
         for server_number, fields in requests:
             self._sequence += 1
             message = Message(
-                kind, self._worker, sequence=self._sequence, clock=self.clock, **fields
+                kind,
+                self._worker,
+                sequence=self._sequence,
+                clock=self.clock,
+                **fields,
             )
             messages.append((self._servers[server_number].rank, message))
         n_answers = 0
@@ -599,7 +612,8 @@ def _gradient_of(shard: _KnownShard) -> _Gradient:
 
 
 def _states_of(
-    server: _KnownServer, optimizers: Mapping[int, Optimizer]
+    server: _KnownServer,
+    optimizers: Mapping[int, Optimizer],
 ) -> tuple[str, list[Tensor]]:
     """Return the states of optimizers, as far as they have any, for the shards of a server."""
     states: States = {}

@@ -37,7 +37,10 @@ class SilentClient(Client):
         return Request.NONE
 
     def _answers(
-        self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]
+        self,
+        call: str,
+        kind: Kind,
+        requests: Sequence[tuple[int, dict[str, Any]]],
     ) -> Iterator[tuple[int, Message]]:
         return iter(())
 
@@ -119,7 +122,10 @@ class EntryParameters(ServedParameters):
             no_rows = parameter.new_empty((0, *parameter.shape[1:]))
             no_indices = torch.empty((1, 0), dtype=torch.int64).to(no_rows.device)
             gradient = torch.sparse_coo_tensor(
-                no_indices, no_rows, parameter.shape, check_invariants=False
+                no_indices,
+                no_rows,
+                parameter.shape,
+                check_invariants=False,
             )
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
@@ -127,11 +133,17 @@ class EntryParameters(ServedParameters):
         indices = all_gather(gradient._indices()[0], comm=self._comm)
         values = all_gather(gradient._values(), comm=self._comm)
         return torch.sparse_coo_tensor(
-            indices[None], values, parameter.shape, check_invariants=False
+            indices[None],
+            values,
+            parameter.shape,
+            check_invariants=False,
         )
 
     def _push(
-        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        request: Request,
     ) -> Request:
         requests = np.array([request], np.int64)
         all_reduce(requests, "max", comm=self._comm)
@@ -149,7 +161,10 @@ class EntryParameters(ServedParameters):
         limit_s = self._world.timeout_s + _LATE_S
         if not wait_until(request.Test, limit_s):
             raise late(
-                "step", limit_s, "the first rank of this worker entry", self._world.describe()
+                "step",
+                limit_s,
+                "the first rank of this worker entry",
+                self._world.describe(),
             )
 
     def _pull(self) -> None:

@@ -82,7 +82,9 @@ class Message:
 
     @classmethod
     def of_envelope(
-        cls, envelope: Bytes, memory_for: Callable[[int, str], Bytes] | None = None
+        cls,
+        envelope: Bytes,
+        memory_for: Callable[[int, str], Bytes] | None = None,
     ) -> "Message":
         """Return the message of an envelope.
 

@@ -95,7 +95,10 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
         while not server.is_done:
             received: list[tuple[int, Message]] = []
             wait_until(
-                functools.partial(_receive, mailbox, received), _LOOK_S, yields, _MAX_SLEEP_S
+                functools.partial(_receive, mailbox, received),
+                _LOOK_S,
+                yields,
+                _MAX_SLEEP_S,
             )
             if signals.last:
                 name = signals.last

@@ -91,7 +91,9 @@ class ServedParameters:
         return number is not None and self._variables[number] is tensor
 
     def adopt(
-        self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter]
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        sparse: Iterable[nn.Parameter],
     ) -> None:
         """Let the servers hold parameters that are trained, and equal on all workers.
 
@@ -140,7 +142,9 @@ class ServedParameters:
         self._note_written()
 
     def _add_variables(
-        self, specs: Sequence[VariableSpec], variables: Sequence[nn.Parameter]
+        self,
+        specs: Sequence[VariableSpec],
+        variables: Sequence[nn.Parameter],
     ) -> None:
         """Give the next numbers to variables that servers hold from now on."""
         self._specs += specs
@@ -197,7 +201,10 @@ class ServedParameters:
     def require_unwritten(self) -> None:
         """Raise GradientError if anybody but the servers has written to a variable here."""
         for spec, variable, counter in zip(
-            self._specs, self._variables, self._counters, strict=True
+            self._specs,
+            self._variables,
+            self._counters,
+            strict=True,
         ):
             if variable._version != counter:
                 raise GradientError(
@@ -240,7 +247,10 @@ class ServedParameters:
                 )
 
     def _push(
-        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        request: Request,
     ) -> Request:
         """Push gradients, and the request of this rank; return what all workers act on after this step."""
         number = self.number_of(optimizer)

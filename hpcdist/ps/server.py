@@ -175,7 +175,10 @@ class Server:
     """
 
     def __init__(
-        self, packers: Mapping[int, Packer], rules: Rules, neighbours: Neighbours | None = None
+        self,
+        packers: Mapping[int, Packer],
+        rules: Rules,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.clocks = Clocks(packers, rules.max_staleness)
         self.exit_code = -1
@@ -267,7 +270,9 @@ class Server:
             self._shards.append(_Served(spec, nn.Parameter(values), row_versions=rows))
 
     def _stored_tensors(
-        self, specs: Sequence[ShardSpec], tensors: Sequence[Tensor]
+        self,
+        specs: Sequence[ShardSpec],
+        tensors: Sequence[Tensor],
     ) -> list[Tensor]:
         """Return tensors for the values of shards, filled: in memory that neighbours can read, if there are any."""
         nbytes = Values.nbytes_of(specs)
@@ -486,7 +491,10 @@ class Server:
                 indices = payload.take((1, n_rows), torch.int64)
                 values = payload.take((n_rows, *spec.row_shape), spec.torch_dtype)
                 gradients[number] = torch.sparse_coo_tensor(
-                    indices, values, spec.shape, check_invariants=False
+                    indices,
+                    values,
+                    spec.shape,
+                    check_invariants=False,
                 )
         return gradients
 

@@ -137,7 +137,9 @@ class Mailbox:
         return mapping[1]
 
     def exchange(
-        self, requests: Sequence[tuple[int, Message]], timeout_s: float
+        self,
+        requests: Sequence[tuple[int, Message]],
+        timeout_s: float,
     ) -> Iterator[tuple[int, Message]]:
         """Send requests, and yield answers as they come, each with the number of its request; fewer when some are late.
 

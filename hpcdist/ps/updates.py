@@ -209,7 +209,10 @@ def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
             values.append(gradient._values())
     if len(indices) == len(gradients):
         joined = torch.sparse_coo_tensor(
-            torch.cat(indices, 1), torch.cat(values), like.shape, check_invariants=False
+            torch.cat(indices, 1),
+            torch.cat(values),
+            like.shape,
+            check_invariants=False,
         )
         return joined.coalesce()
     is_half = like.dtype in (torch.float16, torch.bfloat16)
