@@ -249,7 +249,12 @@ class Client:
         self.note_optimizer(number, optimizer, members_now)
         return number
 
-    def _send_optimizer(self, number: int, optimizer: Optimizer, groups: Groups) -> None:
+    def _send_optimizer(
+        self,
+        number: int,
+        optimizer: Optimizer,
+        groups: Groups,
+    ) -> None:
         """Give servers an optimizer, and the states that it has from a checkpoint that every worker has loaded.
 
         Raises:
@@ -276,7 +281,12 @@ class Client:
             requests.append((server_number, fields))
         self._ask("step", Kind.OPTIMIZER, requests)
 
-    def note_optimizer(self, number: int, optimizer: Optimizer, members: list[list[int]]) -> None:
+    def note_optimizer(
+        self,
+        number: int,
+        optimizer: Optimizer,
+        members: list[list[int]],
+    ) -> None:
         """Note an optimizer that servers have.
 
         Args:
@@ -288,7 +298,12 @@ class Client:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def step(self, number: int, settings: list[Settings], request: Request) -> Request:
+    def step(
+        self,
+        number: int,
+        settings: list[Settings],
+        request: Request,
+    ) -> Request:
         """Push the gradients of an optimizer's variables, and write the servers' answers into the variables.
 
         Args:
@@ -403,7 +418,11 @@ class Client:
             self.pull(COPY)
         return due
 
-    def _require_later(self, shards: list[_KnownShard], entries: Entries) -> None:
+    def _require_later(
+        self,
+        shards: list[_KnownShard],
+        entries: Entries,
+    ) -> None:
         """Raise DesyncError if a server has older values of a shard than it had before."""
         for shard, (_, _, version) in zip(shards, entries, strict=True):
             if version < shard.version:
@@ -443,7 +462,11 @@ class Client:
                 return number
         return None
 
-    def assign(self, variables: Collection[int], optimizers: Sequence[Optimizer]) -> None:
+    def assign(
+        self,
+        variables: Collection[int],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
         """Make the values of some variables, and the states of some optimizers, those of the servers.
 
         Args:
@@ -488,7 +511,12 @@ class Client:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def _ask_all(self, call: str, kind: Kind, **fields: Any) -> list[tuple[int, Message]]:
+    def _ask_all(
+        self,
+        call: str,
+        kind: Kind,
+        **fields: Any,
+    ) -> list[tuple[int, Message]]:
         """Send one request to all servers and return their answers; see `_ask`."""
         requests = [(server_number, fields) for server_number in range(self.n_servers)]
         return self._ask(call, kind, requests)
@@ -553,7 +581,12 @@ def _first_shard_of(request: _ServerRequest) -> int:
     return int(fields["numbers"][1])
 
 
-def _read(server: _KnownServer, message: Message, begin: int, entries: Entries) -> bool:
+def _read(
+    server: _KnownServer,
+    message: Message,
+    begin: int,
+    entries: Entries,
+) -> bool:
     """Copy values from where a server of this node has them; return whether it did not write meanwhile."""
     stop = begin + len(entries)
     shards = server.shards[begin:stop]
@@ -579,7 +612,11 @@ def _read(server: _KnownServer, message: Message, begin: int, entries: Entries) 
     return False
 
 
-def _unpack(message: Message, shards: list[_KnownShard], entries: Entries) -> None:
+def _unpack(
+    message: Message,
+    shards: list[_KnownShard],
+    entries: Entries,
+) -> None:
     """Write values that came in a message into the variables."""
     payload = Unpacker(message.payload)
     for shard, (kind, n_rows, _) in zip(shards, entries, strict=True):

@@ -19,7 +19,11 @@ class Clocks:
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server (NIPS 2013).
     """
 
-    def __init__(self, workers: Iterable[int], max_staleness: int | None = None) -> None:
+    def __init__(
+        self,
+        workers: Iterable[int],
+        max_staleness: int | None = None,
+    ) -> None:
         self._pushed = dict.fromkeys(workers, 0)
         self._max_staleness = max_staleness
 

@@ -31,7 +31,12 @@ class SilentClient(Client):
         """Return 0: no server is asked."""
         return 0
 
-    def step(self, number: int, settings: list[dict[str, Any]], request: Request) -> Request:
+    def step(
+        self,
+        number: int,
+        settings: list[dict[str, Any]],
+        request: Request,
+    ) -> Request:
         """Count a step."""
         self.clock += 1
         return Request.NONE
@@ -75,7 +80,11 @@ class EntryParameters(ServedParameters):
         # version counters of the variables when all replicas last had the same values
         self._shared: list[int] = []
 
-    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    def begin_step(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         """Make one step of the entry on the servers, and hide the gradients from the optimizer here."""
         with self._world.agreed(self._comm):
             self._check_step(parameters)
@@ -116,7 +125,11 @@ class EntryParameters(ServedParameters):
         grouped_all_reduce(dense_totals, comm=self._comm)
         return totals
 
-    def _joined(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
+    def _joined(
+        self,
+        parameter: nn.Parameter,
+        gradient: Tensor | None,
+    ) -> Tensor:
         """Return the rows of all replicas' gradients as one sparse gradient."""
         if gradient is None:
             no_rows = parameter.new_empty((0, *parameter.shape[1:]))

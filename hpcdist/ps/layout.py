@@ -138,7 +138,10 @@ def chunks_of(spec: ShardSpec, chunk_bytes: int) -> list[ShardSpec]:
     return chunks
 
 
-def parts_of(specs: Sequence[ShardSpec], part_bytes: int | None) -> list[tuple[int, int]]:
+def parts_of(
+    specs: Sequence[ShardSpec],
+    part_bytes: int | None,
+) -> list[tuple[int, int]]:
     """Return the parts of a push, as ranges of the shards and chunks of a server: it answers each as soon as it can.
 
     Args:

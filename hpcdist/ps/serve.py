@@ -59,7 +59,11 @@ class Drain:
         clock: monotonic seconds.
     """
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit_s = min(10.0, timeout_s / 10)
         self._clock = clock
         self._since_s: float | None = None
@@ -75,7 +79,12 @@ class Drain:
         return self._since_s is not None and self._clock() - self._since_s > self._limit_s
 
 
-def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) -> int:
+def serve(
+    world: World,
+    mailbox: Mailbox,
+    server: Server,
+    workers: list[int],
+) -> int:
     """Serve until all workers have left; return the code to exit with, which is the chief's.
 
     Not collective. In the main thread.

@@ -218,7 +218,11 @@ class ServedParameters:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    def begin_step(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         """Make an optimizer's step on the servers, and hide the gradients from the optimizer here.
 
         Not collective; it waits for other workers as the strategy's rules say.

@@ -311,7 +311,11 @@ class Server:
         self._updaters[number] = Updater.of(kind, defaults, own_groups)
         self._set_states(state_of_text(message.text, payload))
 
-    def _parameters_of(self, kind: type[Optimizer], shards: Sequence[int]) -> list[Parts]:
+    def _parameters_of(
+        self,
+        kind: type[Optimizer],
+        shards: Sequence[int],
+    ) -> list[Parts]:
         """Return the parameters of an optimizer of some shards, each with the shards or chunks that it consists of."""
         if is_elementwise(kind):
             return [(self._shards[number].values, [number]) for number in shards]
@@ -559,7 +563,11 @@ class Server:
         return json.dumps({"signal": signal, "paths": paths})
 
 
-def _lateness(message: Message, awaited: Sequence[int], timeout_s: float) -> Message:
+def _lateness(
+    message: Message,
+    awaited: Sequence[int],
+    timeout_s: float,
+) -> Message:
     """Return the error for a push that has waited too long for other workers."""
     workers = ", ".join(map(str, awaited))
     text = (

@@ -57,7 +57,11 @@ class Mailbox:
         neighbours: ranks that this rank can share memory with.
     """
 
-    def __init__(self, comm: MPI.Comm, neighbours: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        neighbours: Collection[int] = (),
+    ) -> None:
         self._comm = comm
         self._sending: list[tuple[list[MPI.Request], Message, Bytes]] = []
         self._coming: list[tuple[int, list[MPI.Request], Message]] = []

@@ -145,7 +145,11 @@ class Updater:
             elif chunk_states:
                 self.optimizer.state[parameter] = _join(chunk_states)
 
-    def step(self, totals: Mapping[int, Tensor | None], worker: int) -> dict[int, Tensor | None]:
+    def step(
+        self,
+        totals: Mapping[int, Tensor | None],
+        worker: int,
+    ) -> dict[int, Tensor | None]:
         """Make a step on gradients of some shards or chunks.
 
         Args:
