@@ -83,7 +83,9 @@ class _KnownShard:
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the rows of a tensor of the variable's shape that are this shard's."""
-        return tensor[self.spec.start : self.spec.stop] if tensor.dim() else tensor
+        if not tensor.dim():
+            return tensor
+        return tensor[self.spec.start : self.spec.stop]
 
     def values(self) -> Tensor:
         """Return the rows of the variable that are this shard's."""
@@ -124,7 +126,8 @@ class _KnownServer:
             begin = sum(self.n_adopted[:adoption])
             shards = self.shards[begin : begin + self.n_adopted[adoption]]
             specs = [shard.spec for shard in shards]
-            self.mapped_values.append(Values(map_memory(self.paths[adoption]), specs))
+            memory = map_memory(self.paths[adoption])
+            self.mapped_values.append(Values(memory, specs))
         return self.mapped_values
 
 
@@ -274,10 +277,13 @@ class Client:
             for settings, members in groups:
                 server_groups.append((settings, server.indices_of(members)))
             pickle = pickles.dumps((type(optimizer), optimizer.defaults, server_groups))
+            pickle_tensor = torch.from_numpy(pickle.copy())
             text, tensors = _states_of(server, {number: optimizer})
-            payload = server.packer.pack([torch.from_numpy(pickle.copy()), *tensors])
-            numbers = np.array([number, len(pickle)], np.int64)
-            fields = {"numbers": numbers, "text": text, "payload": payload}
+            fields = {
+                "numbers": np.array([number, len(pickle)], np.int64),
+                "text": text,
+                "payload": server.packer.pack([pickle_tensor, *tensors]),
+            }
             requests.append((server_number, fields))
         self._ask("step", Kind.OPTIMIZER, requests)
 
@@ -322,8 +328,12 @@ class Client:
         parameter_ids: set[int] = set()
         for group in optimizer.param_groups:
             parameter_ids.update(map(id, group["params"]))
-        part_bytes = self.chunk_bytes if is_elementwise(type(optimizer)) else None
-        text = json.dumps(settings) if has_new_settings else ""
+        part_bytes = None
+        if is_elementwise(type(optimizer)):
+            part_bytes = self.chunk_bytes
+        text = ""
+        if has_new_settings:
+            text = json.dumps(settings)
         requests: list[_ServerRequest] = []
         for server_number, server in enumerate(self._servers):
             shards = server.shards
@@ -362,8 +372,10 @@ class Client:
         first_shards: list[tuple[_KnownShard, int]] = []
         for server in self._servers:
             if server.shards:
-                first_shards.append((server.shards[0], server.shards[0].version))
-        due = self._take(self._answers("step", Kind.STEP, requests))
+                shard = server.shards[0]
+                first_shards.append((shard, shard.version))
+        answers = self._answers("step", Kind.STEP, requests)
+        due = self._take(answers)
         n_updates = 1  # this push is one of them
         for shard, version_before in first_shards:
             if version_before >= 0:
@@ -382,8 +394,10 @@ class Client:
             numbers = [number, 0, 1]
             for shard in server.shards:
                 numbers += (NOTHING, 0, shard.version)
-            requests.append((server_number, {"numbers": np.array(numbers, np.int64)}))
-        self._take(self._answers("pull", Kind.PULL, requests))
+            fields = {"numbers": np.array(numbers, np.int64)}
+            requests.append((server_number, fields))
+        answers = self._answers("pull", Kind.PULL, requests)
+        self._take(answers)
 
     def forget_values(self) -> None:
         """Let the next pull bring all values, as this worker has overwritten its own."""
@@ -438,7 +452,8 @@ class Client:
         number = self._number_of_known(optimizer)
         if number is None:
             return
-        answers = self._ask_all("save", Kind.STATE, numbers=np.array([number], np.int64))
+        numbers = np.array([number], np.int64)
+        answers = self._ask_all("save", Kind.STATE, numbers=numbers)
         states_by_variable: dict[int, list[_ShardState]] = {}
         for server_number, message in answers:
             shards = self._servers[server_number].shards
@@ -483,9 +498,11 @@ class Client:
             indices = server.indices_of(variables)
             values = [server.shards[index].values() for index in indices]
             text, tensors = _states_of(server, numbered)
-            payload = server.packer.pack([*values, *tensors])
-            numbers = np.array([len(indices), *indices, *numbered], np.int64)
-            fields = {"numbers": numbers, "text": text, "payload": payload}
+            fields = {
+                "numbers": np.array([len(indices), *indices, *numbered], np.int64),
+                "text": text,
+                "payload": server.packer.pack([*values, *tensors]),
+            }
             requests.append((server_number, fields))
         self._ask("restore", Kind.ASSIGN, requests)
 
@@ -504,7 +521,8 @@ class Client:
         if self.has_left or os.getpid() != self._pid:
             return
         self.has_left = True
-        self._ask_all("leave", Kind.LEAVE, numbers=np.array([code], np.int64))
+        numbers = np.array([code], np.int64)
+        self._ask_all("leave", Kind.LEAVE, numbers=numbers)
         for server in self._servers:
             server.shards.clear()  # so that the strategy, which variables keep alive, can go
         self._optimizers.clear()
@@ -555,7 +573,8 @@ class Client:
                 clock=self.clock,
                 **fields,
             )
-            messages.append((self._servers[server_number].rank, message))
+            rank = self._servers[server_number].rank
+            messages.append((rank, message))
         n_answers = 0
         error = None
         for number, answer in self._mailbox.exchange(messages, self._timeout_s):

@@ -74,7 +74,14 @@ class EntryParameters(ServedParameters):
         is_by_bytes: bool,
         skips_non_finite: bool,
     ) -> None:
-        super().__init__(world, client, partitioner, is_by_bytes, skips_non_finite, needs_sum=True)
+        super().__init__(
+            world,
+            client,
+            partitioner,
+            is_by_bytes,
+            skips_non_finite,
+            needs_sum=True,
+        )
         self._comm = comm
         group_of(comm, None, world)  # the collectives below find the group by the communicator
         # version counters of the variables when all replicas last had the same values
@@ -160,10 +167,11 @@ class EntryParameters(ServedParameters):
     ) -> Request:
         requests = np.array([request], np.int64)
         all_reduce(requests, "max", comm=self._comm)
+        entry_request = Request(int(requests[0]))
         due = Request.NONE
         with self._world.agreed(self._comm):
             try:
-                due = super()._push(optimizer, parameters, Request(int(requests[0])))
+                due = super()._push(optimizer, parameters, entry_request)
             finally:
                 self._await_first()
         return self._share(due)

@@ -295,7 +295,9 @@ class Unpacker:
             n_rows = sum(chunk.shape[0] for chunk in chunks)
             shard_values = self.take((n_rows, *first.row_shape), first.torch_dtype)
             for chunk in chunks:
-                tensors.append(shard_values[chunk.start - first.start : chunk.stop - first.start])
+                start = chunk.start - first.start
+                stop = chunk.stop - first.start
+                tensors.append(shard_values[start:stop])
         return tensors
 
 
@@ -311,7 +313,8 @@ def state_to_text(states: States) -> tuple[str, list[Tensor]]:
         for name, value in state.items():
             if isinstance(value, Tensor):
                 tensors.append(value)
-                rows.append((*numbers, name, list(value.shape), _name_of(value.dtype), None))
+                shape = list(value.shape)
+                rows.append((*numbers, name, shape, _name_of(value.dtype), None))
             else:
                 rows.append((*numbers, name, None, None, value))
     return json.dumps(rows), tensors
@@ -325,5 +328,6 @@ def state_of_text(text: str, payload: Unpacker) -> States:
         if shape is None:
             state[name] = value
         else:
-            state[name] = payload.take(shape, getattr(torch, dtype)).clone()
+            tensor = payload.take(shape, getattr(torch, dtype))
+            state[name] = tensor.clone()
     return states

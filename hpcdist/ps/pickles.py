@@ -33,10 +33,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-_FLOATS = (torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 #: The dtypes that numpy has.
 _ARRAYS = frozenset(
-    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_FLOATS)
+    (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
 )
 
 

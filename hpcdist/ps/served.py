@@ -110,22 +110,33 @@ class ServedParameters:
         new_specs: list[VariableSpec] = []
         for name, parameter in named:
             if parameter.requires_grad and not self.holds(parameter):
+                shape = tuple(parameter.shape)
                 new_variables.append(parameter)
-                new_specs.append(VariableSpec(name, tuple(parameter.shape), parameter.dtype))
+                new_specs.append(VariableSpec(name, shape, parameter.dtype))
         if not new_variables:
             return
         self.require_unwritten()
         first = len(self._specs)
         specs = [*self._specs, *new_specs]
         with self._world.agreed(self._world.role_comm):
-            shards = place(specs, self.client.n_servers, self._partitioner, self._is_by_bytes)
+            shards = place(
+                specs,
+                self.client.n_servers,
+                self._partitioner,
+                self._is_by_bytes,
+            )
         self._add_variables(new_specs, new_variables)
         sparse_ids = set(map(id, sparse))
         sparse_numbers = frozenset(
             number for number, variable in enumerate(self._variables) if id(variable) in sparse_ids
         )
         new_shards = [shard for shard in shards if shard.variable >= first]
-        specs_by_server = specs_of(specs, new_shards, sparse_numbers, self.client.chunk_bytes)
+        specs_by_server = specs_of(
+            specs,
+            new_shards,
+            sparse_numbers,
+            self.client.chunk_bytes,
+        )
         self.client.adopt(specs_by_server, self._variables, self._world.is_chief)
         self.layouts.append(Layout(tuple(new_specs), specs_by_server))
         self._meet()
@@ -167,7 +178,9 @@ class ServedParameters:
 
     def variable_number(self, parameter: Any) -> int | None:
         """Return the number of a variable; None for anything else."""
-        return self._numbers.get(id(parameter)) if self.holds(parameter) else None
+        if not self.holds(parameter):
+            return None
+        return self._numbers[id(parameter)]
 
     def pull(self, is_whole: bool = False) -> None:
         """Write the servers' values into the variables. Not collective.
@@ -233,7 +246,9 @@ class ServedParameters:
         self._check_step(parameters)
         gradients = [parameter.grad for parameter in parameters]
         requester = self._world.step_flags.requester
-        request = Request.NONE if requester is None else requester.requested()
+        request = Request.NONE
+        if requester is not None:
+            request = requester.requested()
         due = self._push(optimizer, parameters, request)
         self._world.step_flags.record(encode(due))
         self._hidden = gradients

@@ -223,7 +223,8 @@ class Server:
             self._counts["duplicates"] += 1
             return self._repeat(message)
         except Exception as error:  # noqa: BLE001  what an optimizer raises ends the job at the worker that it is for
-            return [answer(message, Kind.ERROR, text=f"{type(error).__name__}: {error}")]
+            text = f"{type(error).__name__}: {error}"
+            return [answer(message, Kind.ERROR, text=text)]
 
     def _take(self, message: Message) -> list[Message]:
         if message.kind is Kind.STEP:
@@ -233,7 +234,8 @@ class Server:
         if message.kind is Kind.STATE:
             return [self._state(message)]
         if message.kind is Kind.STATISTICS:
-            return [answer(message, Kind.DONE, text=json.dumps(self.statistics()))]
+            text = json.dumps(self.statistics())
+            return [answer(message, Kind.DONE, text=text)]
         if message.kind is Kind.ADOPT:
             self._adopt(message)
         elif message.kind is Kind.OPTIMIZER:
@@ -265,9 +267,12 @@ class Server:
     def _adopt(self, message: Message) -> None:
         specs = specs_of_text(message.text)
         tensors = Unpacker(message.payload).take_all(specs)
-        for spec, values in zip(specs, self._stored_tensors(specs, tensors), strict=True):
-            rows = np.zeros(spec.shape[0], np.int64) if spec.is_sparse else None
-            self._shards.append(_Served(spec, nn.Parameter(values), row_versions=rows))
+        stored_tensors = self._stored_tensors(specs, tensors)
+        for spec, values in zip(specs, stored_tensors, strict=True):
+            shard = _Served(spec, nn.Parameter(values))
+            if spec.is_sparse:
+                shard.row_versions = np.zeros(spec.shape[0], np.int64)
+            self._shards.append(shard)
 
     def _stored_tensors(
         self,
@@ -300,12 +305,12 @@ class Server:
 
     def _add_optimizer(self, message: Message) -> None:
         number = int(message.numbers[0])
-        if (
-            number in self._updaters
-        ):  # another worker has sent it, and both have checked that it is the same
+        # another worker may have sent it, and both have checked that it is the same
+        if number in self._updaters:
             return
         payload = Unpacker(message.payload)
-        pickle = payload.take((int(message.numbers[1]),), torch.uint8)
+        n_pickled = int(message.numbers[1])
+        pickle = payload.take((n_pickled,), torch.uint8)
         kind, defaults, groups = pickles.loads(pickle.numpy())
         own_groups = [(settings, self._parameters_of(kind, shards)) for settings, shards in groups]
         self._updaters[number] = Updater.of(kind, defaults, own_groups)
@@ -328,11 +333,13 @@ class Server:
     def _joined(self, chunks: Sequence[int]) -> nn.Parameter:
         """Return the values of a whole shard, in the memory of its chunks."""
         first = self._shards[chunks[0]]
-        last = self._shards[chunks[-1]].spec
+        last = self._shards[chunks[-1]]
         if len(chunks) == 1:
             return first.values
-        shape = (last.stop - first.spec.start, *last.row_shape)
-        return nn.Parameter(first.values.detach().as_strided(shape, first.values.stride()))
+        n_rows = last.spec.stop - first.spec.start
+        shape = (n_rows, *last.spec.row_shape)
+        values = first.values.detach()
+        return nn.Parameter(values.as_strided(shape, values.stride()))
 
     def _set_states(self, states: States) -> None:
         states_of_optimizers: dict[int, dict[int, State]] = {}
@@ -348,7 +355,8 @@ class Server:
         with torch.no_grad(), self._writing():
             for number in numbers[:n_shards]:
                 shard = self._shards[number]
-                shard.values.copy_(payload.take(shard.spec.shape, shard.spec.torch_dtype))
+                values = payload.take(shard.spec.shape, shard.spec.torch_dtype)
+                shard.values.copy_(values)
                 shard.count_update(None)
         for number in numbers[n_shards:]:
             self._updaters[number].optimizer.state.clear()
@@ -358,7 +366,8 @@ class Server:
         number = int(message.numbers[0])
         states: States = {}
         if number in self._updaters:
-            for shard, state in self._updaters[number].states().items():
+            updater = self._updaters[number]
+            for shard, state in updater.states().items():
                 states[number, shard] = state
         text, tensors = state_to_text(states)
         payload = self._packers[message.worker].pack(tensors)
@@ -384,9 +393,14 @@ class Server:
         if part.is_last:
             self._counts["pushes"] += 1
             self.clocks.push(message.worker, message.clock)
-            self._requests.ask(Request(message.request), message.clock, self.clocks.latest)
+            self._requests.ask(
+                Request(message.request),
+                message.clock,
+                self.clocks.latest,
+            )
         if message.text:
-            self._updaters[part.number].note_settings(message.worker, json.loads(message.text))
+            updater = self._updaters[part.number]
+            updater.note_settings(message.worker, json.loads(message.text))
         if self._rules.is_synchronous:
             key = (message.clock, part.begin)
             self._rounds.setdefault(key, {})[message.worker] = message
@@ -402,8 +416,9 @@ class Server:
             rounds: keys of the rounds that may be complete; default: all rounds.
         """
         due: list[Message] = []
-        keys = sorted(self._rounds) if rounds is None else rounds
-        for key in keys:
+        if rounds is None:
+            rounds = sorted(self._rounds)
+        for key in rounds:
             pushes = self._rounds[key]
             if pushes.keys() >= set(self.clocks.live):
                 del self._rounds[key]
@@ -422,7 +437,8 @@ class Server:
         """Return errors for all pushes that wait, naming the workers they wait for: they have waited too long."""
         errors: list[Message] = []
         for message in self._parked.values():
-            errors.append(_lateness(message, self._awaited(message), timeout_s))
+            awaited = self._awaited(message)
+            errors.append(_lateness(message, awaited, timeout_s))
         for pushes in self._rounds.values():
             missing = [worker for worker in self.clocks.live if worker not in pushes]
             for message in pushes.values():
@@ -509,8 +525,11 @@ class Server:
         """
         part = _Part.of(message)
         is_here = self._is_neighbour(message)
-        kind_of_whole = WHOLE_HERE if is_here else WHOLE
-        kind_of_rows = ROWS_HERE if is_here else ROWS
+        kind_of_whole = WHOLE
+        kind_of_rows = ROWS
+        if is_here:
+            kind_of_whole = WHOLE_HERE
+            kind_of_rows = ROWS_HERE
         numbers = [part.begin]
         tensors: list[Tensor] = []
         for shard, (_, _, version) in zip(self._shards[part.begin :], part.entries, strict=False):

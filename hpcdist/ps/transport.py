@@ -71,15 +71,20 @@ class Mailbox:
     def packer(self, rank: int) -> Packer:
         """Return the packer of payloads for another rank: into the memory that both share, where they share memory."""
         outbox = self._outboxes.get(rank)
-        return Packer() if outbox is None else Packer(outbox.allocate)
+        if outbox is None:
+            return Packer()
+        return Packer(outbox.allocate)
 
     def send(self, rank: int, message: Message) -> None:
         """Start to send a message. Its payload must not change until it has left; to a neighbour, until it replies."""
-        path = self._outboxes[rank].path_of(message.payload) if rank in self._outboxes else ""
+        path = ""
+        if rank in self._outboxes:
+            path = self._outboxes[rank].path_of(message.payload)
         envelope = message.envelope(path)
         requests = [self._comm.Isend(envelope, rank, _ENVELOPE)]
         if not path:
-            requests += [self._comm.Isend(piece, rank, _PIECE) for piece in message.pieces()]
+            for piece in message.pieces():
+                requests.append(self._comm.Isend(piece, rank, _PIECE))
         self._sending.append((requests, message, envelope))
 
     @property
@@ -97,9 +102,11 @@ class Mailbox:
         """
         status = MPI.Status()
         while self._comm.Iprobe(tag=_ENVELOPE, status=status):
-            envelope = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self._comm.Recv(envelope, status.Get_source(), _ENVELOPE)
-            self._begin(status.Get_source(), envelope)
+            n_bytes = status.Get_count(MPI.BYTE)
+            envelope = np.empty(n_bytes, np.uint8)
+            rank = status.Get_source()
+            self._comm.Recv(envelope, rank, _ENVELOPE)
+            self._begin(rank, envelope)
         coming = self._coming
         self._coming = []
         done = []
@@ -128,7 +135,8 @@ class Mailbox:
         message = Message.of_envelope(envelope, memory_for)
         requests: list[MPI.Request] = []
         if not is_here:
-            requests = [self._comm.Irecv(piece, rank, _PIECE) for piece in message.pieces()]
+            for piece in message.pieces():
+                requests.append(self._comm.Irecv(piece, rank, _PIECE))
         self._coming.append((rank, requests, message))
 
     def _map(self, rank: int, path: str) -> Bytes:
@@ -179,20 +187,22 @@ def find_neighbours(comm: MPI.Comm) -> list[int]:
     Collective over `comm`, of which no rank may be missing; blocking.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    probe = None
-    error = None
+    probe_path = ""
+    can_map = True
     try:
-        probe = OwnMemory(8)
+        probe = OwnMemory(8)  # lives until this function returns, so that all ranks can map it
         probe.memory.cast("q")[0] = comm.rank + 1
-    except CollectiveError as caught:
-        error = caught
-    paths = node.allgather((comm.rank, "" if probe is None else probe.path))
+        probe_path = probe.path
+    except CollectiveError:
+        can_map = False
+    paths = node.allgather((comm.rank, probe_path))
     try:
-        is_right = all(map_memory(path).cast("q")[0] == rank + 1 for rank, path in paths)
-    except CollectiveError as caught:
-        is_right = False
-        error = caught
-    can_share = node.allreduce(int(is_right and error is None), MPI.MIN)
+        for rank, path in paths:
+            number = map_memory(path).cast("q")[0]
+            can_map = can_map and number == rank + 1
+    except CollectiveError:
+        can_map = False
+    can_share = node.allreduce(int(can_map), MPI.MIN)
     node.Free()
     if not can_share:
         return []

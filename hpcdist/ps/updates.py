@@ -172,7 +172,10 @@ class Updater:
                     total = totals[chunk]
                     if total is not None:
                         parts.append(total)
-                parameter.grad = parts[0] if len(chunks) == 1 else torch.cat(parts)
+                if len(chunks) == 1:
+                    parameter.grad = parts[0]
+                else:
+                    parameter.grad = torch.cat(parts)
                 rows = None
                 if parameter.grad.is_sparse and self._changes_rows_alone:
                     rows = parts[0]._indices()[0]
@@ -204,7 +207,8 @@ def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
     if not gradients:
         return None
     if len(gradients) == 1:
-        return gradients[0].coalesce() if gradients[0].is_sparse else gradients[0]
+        only_gradient = gradients[0]
+        return only_gradient.coalesce() if only_gradient.is_sparse else only_gradient
     indices: list[Tensor] = []
     values: list[Tensor] = []
     for gradient in gradients:
@@ -219,8 +223,9 @@ def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
             check_invariants=False,
         )
         return joined.coalesce()
-    is_half = like.dtype in (torch.float16, torch.bfloat16)
-    sum_dtype = torch.float32 if is_half else like.dtype
+    sum_dtype = like.dtype
+    if sum_dtype in (torch.float16, torch.bfloat16):
+        sum_dtype = torch.float32
     rows: list[Tensor] = []
     for pushed_gradient in pushed:
         if pushed_gradient is None:
@@ -238,7 +243,9 @@ def _with_tuples(settings: Settings) -> Settings:
     """Return settings as an optimizer has them, given settings of JSON, which has lists in place of tuples."""
     restored: Settings = {}
     for name, value in settings.items():
-        restored[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = tuple(value)
+        restored[name] = value
     return restored
 
 
@@ -250,5 +257,8 @@ def _join(states: Sequence[State]) -> State:
     joined: State = {}
     for name in states[0]:
         values = [state[name] for state in states if name in state]
-        joined[name] = torch.cat(values) if len(values) == len(states) else values[0]
+        if len(values) == len(states):
+            joined[name] = torch.cat(values)
+        else:
+            joined[name] = values[0]
     return joined
