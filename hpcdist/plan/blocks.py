@@ -1,7 +1,10 @@
 """Bounds of contiguous blocks: how n elements are divided over p parts."""
 
+#: (start, stop) of consecutive elements, rows or ranks.
+Bounds = tuple[int, int]
 
-def block_bounds(n_elements: int, n_parts: int, part: int) -> tuple[int, int]:
+
+def block_bounds(n_elements: int, n_parts: int, part: int) -> Bounds:
     """Return (start, stop) of a part when sizes differ by at most one and longer parts come first.
 
     >>> [block_bounds(13, 5, part) for part in range(5)]
@@ -15,7 +18,7 @@ def block_bounds(n_elements: int, n_parts: int, part: int) -> tuple[int, int]:
     return start, stop
 
 
-def ceiling_bounds(n_rows: int, n_parts: int, part: int) -> tuple[int, int]:
+def ceiling_bounds(n_rows: int, n_parts: int, part: int) -> Bounds:
     """Return (start, stop) of a part when every part has ceil(n/p) rows as long as there are any.
 
     The rule of tf.distribute for a global batch over its replicas: the last parts may be short or empty.

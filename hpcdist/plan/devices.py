@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from hpcdist.plan.blocks import Bounds
+
 
 def plan_devices(n_local: int, n_devices: int) -> list[int]:
     """Return the device index of each rank of a host: one after another, from the first one again after the last.
@@ -45,7 +47,7 @@ def equal_part(n_elements: int, n_parts: int, multiple: int = 1) -> int:
     return -(-part // multiple) * multiple
 
 
-def piece_bounds(n_elements: int, n_piece: int) -> list[tuple[int, int]]:
+def piece_bounds(n_elements: int, n_piece: int) -> list[Bounds]:
     """Return (start, stop) of pieces of at most `n_piece` elements, in order.
 
     >>> piece_bounds(5, 2)

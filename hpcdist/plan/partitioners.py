@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist.errors import UsageError
-from hpcdist.plan.blocks import block_bounds
+from hpcdist.plan.blocks import Bounds, block_bounds
 
 
 class Partitioner:
@@ -218,7 +218,7 @@ def place(
 def rows_of_shards(
     variable: VariableSpec,
     partitioner: Callable[..., Any] | None,
-) -> list[tuple[int, int]]:
+) -> list[Bounds]:
     """Return (start, stop) of each shard of a variable: sizes are equal, or the first shards are a row longer."""
     if partitioner is None or not variable.shape:
         return [(0, _n_rows(variable))]

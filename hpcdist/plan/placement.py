@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpcdist.plan.replicas import (
+    Addition,
     Subtree,
     is_subtree,
     plan_additions,
@@ -17,8 +18,7 @@ from hpcdist.plan.replicas import (
     plan_subtrees,
 )
 
-#: (into, row) pairs: each adds a row to another one.
-Additions = tuple[tuple[int, int], ...]
+Additions = tuple[Addition, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ def plan_placement(lowest: Sequence[int]) -> Placement:
     ranks_of_hosts: dict[int, list[int]] = {}
     for rank, host in enumerate(lowest):
         ranks_of_hosts.setdefault(host, []).append(rank)
-    hosts = [tuple(ranks_of_hosts[host]) for host in sorted(ranks_of_hosts)]
+    hosts: list[tuple[int, ...]] = []
+    for _, ranks in sorted(ranks_of_hosts.items()):
+        hosts.append(tuple(ranks))
     return Placement(tuple(hosts))
 
 
@@ -111,16 +113,19 @@ def plan_lanes(placement: Placement, host: int, is_ordered: bool) -> LanePlan:
         subtrees = _subtrees_of_hosts(placement)
         groups = [_positions(ranks, subtree) for subtree in subtrees[host]]
     else:
-        subtrees = [[(number, number + 1)] for number in range(len(placement.hosts))]
+        n_hosts = len(placement.hosts)
+        subtrees = [[(number, number + 1)] for number in range(n_hosts)]
         groups = [list(range(len(ranks)))]
-    local_additions: list[tuple[int, int]] = []
+    local_additions: list[Addition] = []
+    retained_rows: list[int] = []
     for group in groups:
         local_additions += _tree(group)
+        retained_rows.append(group[0])
     arriving = list(itertools.chain.from_iterable(subtrees))
     starts = [start for start, _ in arriving]
     return LanePlan(
         local_additions=tuple(local_additions),
-        retained_rows=tuple(group[0] for group in groups),
+        retained_rows=tuple(retained_rows),
         arriving=tuple(map(len, subtrees)),
         additions=tuple(plan_additions(arriving)),
         root=starts.index(min(starts)),
@@ -131,12 +136,15 @@ def _subtrees_of_hosts(placement: Placement) -> list[list[Subtree]]:
     """Return the subtrees that each host can sum by itself."""
     if placement.is_aligned:
         return [[_span(ranks)] for ranks in placement.hosts]
-    return list(map(placement.subtrees, range(len(placement.hosts))))
+    numbers = range(len(placement.hosts))
+    return list(map(placement.subtrees, numbers))
 
 
 def _span(ranks: Sequence[int]) -> Subtree:
-    """Return (start, stop) of ascending ranks."""
-    return ranks[0], ranks[-1] + 1
+    """Return the subtree from the first to the last of ascending ranks."""
+    start = ranks[0]
+    stop = ranks[-1] + 1
+    return start, stop
 
 
 def _positions(ranks: Sequence[int], subtree: Subtree) -> list[int]:
@@ -145,7 +153,7 @@ def _positions(ranks: Sequence[int], subtree: Subtree) -> list[int]:
     return [ranks.index(replica) for replica in range(start, stop)]
 
 
-def _tree(positions: list[int]) -> list[tuple[int, int]]:
+def _tree(positions: list[int]) -> list[Addition]:
     """Return the (into, row) pairs of the tree over consecutive replicas at these positions on their host."""
     pairs = plan_row_additions(len(positions))
     return [(positions[into], positions[row]) for into, row in pairs]

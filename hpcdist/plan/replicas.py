@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpcdist.plan.blocks import block_bounds
+from hpcdist.plan.blocks import Bounds, block_bounds
 
-#: (start, stop) of the replicas of a subtree.
-Subtree = tuple[int, int]
+#: The replicas of a subtree.
+Subtree = Bounds
+#: (into, row): adds a row to another row.
+Addition = tuple[int, int]
 
 
 def plan_subtrees(replicas: Iterable[int], n_replicas: int) -> list[Subtree]:
@@ -24,7 +26,9 @@ def plan_subtrees(replicas: Iterable[int], n_replicas: int) -> list[Subtree]:
     >>> plan_subtrees([4, 5, 6], 7)
     [(4, 7)]
     """
-    parts = {replica: replica + 1 for replica in replicas}
+    parts: dict[int, int] = {}
+    for replica in replicas:
+        parts[replica] = replica + 1
     # no larger subtree consists of these replicas
     largest = min(n_replicas, 2 * len(parts))
     for distance in _distances(largest):
@@ -33,7 +37,9 @@ def plan_subtrees(replicas: Iterable[int], n_replicas: int) -> list[Subtree]:
                 continue
             middle = min(start + distance, n_replicas)
             stop = min(start + 2 * distance, n_replicas)
-            if middle < stop and parts.get(start) == middle and parts.get(middle) == stop:
+            has_left = parts.get(start) == middle
+            has_right = parts.get(middle) == stop
+            if middle < stop and has_left and has_right:
                 parts[start] = parts.pop(middle)
     return sorted(parts.items())
 
@@ -50,7 +56,7 @@ def is_subtree(start: int, stop: int, n_replicas: int) -> bool:
     return stop == start + distance or stop == n_replicas
 
 
-def plan_additions(subtrees: Sequence[Subtree]) -> list[tuple[int, int]]:
+def plan_additions(subtrees: Sequence[Subtree]) -> list[Addition]:
     """Return (into, row) pairs: adding rows in this order leaves the sum of all replicas in the row of replica 0.
 
     Args:
@@ -64,7 +70,7 @@ def plan_additions(subtrees: Sequence[Subtree]) -> list[tuple[int, int]]:
     for row, (start, stop) in enumerate(subtrees):
         rows[start] = row
         n_replicas = max(n_replicas, stop)
-    additions = []
+    additions: list[Addition] = []
     for distance in _distances(n_replicas):
         for start in range(0, n_replicas, 2 * distance):
             middle = start + distance
@@ -79,7 +85,7 @@ def _distances(n_replicas: int) -> list[int]:
     return [1 << level for level in range(n_levels)]
 
 
-def plan_row_additions(n_rows: int) -> list[tuple[int, int]]:
+def plan_row_additions(n_rows: int) -> list[Addition]:
     """Return the (into, row) pairs of the tree over consecutive rows; the sum is left in row 0."""
     if n_rows == 0:
         return []
@@ -110,14 +116,14 @@ class ReplicaPlan:
     @cached_property
     def subtrees(self) -> tuple[tuple[Subtree, ...], ...]:
         """The subtrees that each rank sums by itself."""
-        subtrees = []
+        subtrees: list[tuple[Subtree, ...]] = []
         for rank in range(self.n_ranks):
             replicas = self.of_rank(rank)
             subtrees.append(tuple(plan_subtrees(replicas, self.n_replicas)))
         return tuple(subtrees)
 
     @cached_property
-    def additions(self) -> tuple[tuple[int, int], ...]:
+    def additions(self) -> tuple[Addition, ...]:
         """(into, row) pairs over the subtrees of all ranks, rank by rank; the sum is left in row 0."""
         all_subtrees = list(itertools.chain.from_iterable(self.subtrees))
         return tuple(plan_additions(all_subtrees))
@@ -129,7 +135,7 @@ class ReplicaPlan:
         >>> [ReplicaPlan(8, 4).is_one_tree_of_ranks, ReplicaPlan(8, 3).is_one_tree_of_ranks]
         [True, False]
         """
-        if any(len(of_rank) != 1 for of_rank in self.subtrees):
+        if set(map(len, self.subtrees)) != {1}:
             return False
         return self.additions == tuple(plan_row_additions(self.n_ranks))
 
@@ -142,7 +148,7 @@ def is_joint(left_subtree: Subtree, right: Subtree, n_replicas: int) -> bool:
     """
     start, middle = left_subtree
     right_start, stop = right
-    distance = middle - start
-    if right_start != middle or start % (2 * distance) != 0:
+    size = 2 * (middle - start)
+    if right_start != middle or start % size != 0:
         return False
-    return stop == min(start + 2 * distance, n_replicas)
+    return stop == min(start + size, n_replicas)

@@ -6,6 +6,8 @@ A step of many small tensors costs mostly calls, and elementwise optimizers do n
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpcdist.plan.blocks import Bounds
+
 #: Parameters of whole multiples of this are joined: an optimizer's vector instructions treat each element as they would
 #: in the parameter alone, no last few elements of which are left to scalar code.
 JOINED_ELEMENTS = 64
@@ -28,7 +30,7 @@ class Place:
     address: int
     n_elements: int
     item_bytes: int
-    ranges: Sequence[tuple[int, int]]
+    ranges: Sequence[Bounds]
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class Run:
     members: tuple[int, ...]
     starts: tuple[int, ...]
     n_elements: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[Bounds, ...]
 
-    def owned_range(self, owner: int) -> tuple[int, int]:
+    def owned_range(self, owner: int) -> Bounds:
         """Return (start, stop) of an owner's share; (0, 0) for a rank that owns no share."""
         if owner >= len(self.ranges):
             return (0, 0)
@@ -68,7 +70,10 @@ def plan_runs(places: Sequence[Place], joins: bool) -> list[Run]:
         places: place of each parameter.
         joins: whether parameters are joined at all.
     """
-    order = sorted(range(len(places)), key=lambda number: _order_of(number, places[number]))
+    order = sorted(
+        range(len(places)),
+        key=lambda number: _order_of(number, places[number]),
+    )
     runs: list[Run] = []
     for number in order:
         place = places[number]
@@ -105,7 +110,8 @@ def _order_of(
 
 def _may_follow(last: Place, place: Place) -> bool:
     """Return whether a parameter lies right behind another one of its kind, and both have no odd elements."""
-    is_adjacent = last.address + last.n_elements * last.item_bytes == place.address
+    last_nbytes = last.n_elements * last.item_bytes
+    is_adjacent = last.address + last_nbytes == place.address
     has_elements = last.n_elements > 0 and place.n_elements > 0
     is_whole = last.n_elements % JOINED_ELEMENTS == 0 and place.n_elements % JOINED_ELEMENTS == 0
     return (
@@ -119,8 +125,9 @@ def _may_follow(last: Place, place: Place) -> bool:
 
 def _joined(run: Run, number: int, place: Place) -> Run | None:
     """Return a run with one more parameter; None if an owner's share would be two pieces then."""
-    ranges: list[tuple[int, int]] = []
-    for (start, stop), (new_start, new_stop) in zip(run.ranges, place.ranges, strict=True):
+    ranges: list[Bounds] = []
+    all_ranges = zip(run.ranges, place.ranges, strict=True)
+    for (start, stop), (new_start, new_stop) in all_ranges:
         if new_start == new_stop:
             ranges.append((start, stop))
         elif start == stop:

@@ -11,6 +11,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from hpcdist.plan.blocks import Bounds
+
 Rows = npt.NDArray[np.int64]
 #: The number of rows of a source that has no known end.
 UNKNOWN = -1
@@ -131,8 +133,8 @@ class SampleOrder:
             rows = self.batch_rows or 1
             return -(-int(self.n_samples) // rows)
         n_runs, remaining_rows = divmod(self.n_samples, run)
-        n_full_runs = int(n_runs)
-        return n_full_runs * self._n_batches_of(run) + self._n_batches_of(remaining_rows)
+        n_in_runs = int(n_runs) * self._n_batches_of(run)
+        return n_in_runs + self._n_batches_of(remaining_rows)
 
     def _n_batches_of(self, n_rows: float) -> int:
         """Return the number of batches in the first rows of a run."""
@@ -148,8 +150,10 @@ class SampleOrder:
                 return replace(self, run_limit=min(self.run_limit, count))
             return replace(self, epoch_limit=min(self.epoch_limit, count))
         if self.outer_epochs == 1:
-            return replace(self, run_limit=min(self.run_limit, count * self.batch_rows))
-        return replace(self, pass_limit=min(self.pass_limit, self._samples_of(count)))
+            n_samples = count * self.batch_rows
+            return replace(self, run_limit=min(self.run_limit, n_samples))
+        n_samples_of_pass = self._samples_of(count)
+        return replace(self, pass_limit=min(self.pass_limit, n_samples_of_pass))
 
     def _samples_of(self, n_batches: int) -> float:
         """Return how many samples of a pass lie before the end of its batch number `n_batches`."""
@@ -159,7 +163,8 @@ class SampleOrder:
             return n_batches * rows
         n_per_run = max(self._n_batches_of(run), 1)
         n_runs, n_further_batches = divmod(n_batches, n_per_run)
-        return n_runs * run + min(n_further_batches * rows, run)
+        n_further_rows = min(n_further_batches * rows, run)
+        return n_runs * run + n_further_rows
 
     def next_run(self, position: int) -> int:
         """Return the start of the first run at or after `position`; in an endless run, the start of the first epoch."""
@@ -179,7 +184,7 @@ class SampleOrder:
         n_epochs_of_run = -(-run // epoch)
         return n_runs * n_epochs_of_run + offset // epoch
 
-    def next_batch(self, position: int, end: float) -> tuple[int, int] | None:
+    def next_batch(self, position: int, end: float) -> Bounds | None:
         """Return (start, stop) of the batch that begins at or after `position`, or None when `end` is reached."""
         rows = self.batch_rows or 1
         run = self.run_rows
@@ -195,7 +200,7 @@ class SampleOrder:
             position = int(run_end)
         return None
 
-    def batches(self, position: int, end: float) -> Iterator[tuple[int, int]]:
+    def batches(self, position: int, end: float) -> Iterator[Bounds]:
         """Yield (start, stop) of every batch from `position` to `end`."""
         while (batch := self.next_batch(position, end)) is not None:
             position = batch[1]
@@ -203,13 +208,15 @@ class SampleOrder:
 
     def rows(self, start: int, stop: int) -> Rows:
         """Return the source rows at positions [start, stop), an (n,) int64 array."""
-        epochs, rows = self._epochs_and_rows(np.arange(start, stop, dtype=np.int64))
+        positions = np.arange(start, stop, dtype=np.int64)
+        epochs, rows = self._epochs_and_rows(positions)
         if self.seed is None:
             return rows
         parts: list[Rows] = []
         for epoch in np.unique(epochs):
             offsets = rows[epochs == epoch]
-            parts.append(self._permutation(int(epoch))[offsets])
+            order = self._permutation(int(epoch))
+            parts.append(order[offsets])
         if not parts:
             return rows
         return np.concatenate(parts)

@@ -6,7 +6,7 @@ A schedule is data, so that it can be tested for any number of ranks in one proc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hpcdist.plan.blocks import block_bounds
+from hpcdist.plan.blocks import Bounds, block_bounds
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,13 @@ def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
         return [Message(before, start, stop)]
 
     for k in range(size - 1):
-        yield make_round(to(rank - k), of(rank - k - 1), is_sum=True)
+        sends = to(rank - k)
+        receives = of(rank - k - 1)
+        yield make_round(sends, receives, is_sum=True)
     for k in range(size - 1):
-        yield make_round(to(rank + 1 - k), of(rank - k), is_sum=False)
+        sends = to(rank - k + 1)
+        receives = of(rank - k)
+        yield make_round(sends, receives, is_sum=False)
 
 
 def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
@@ -130,8 +134,8 @@ def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
 
 
 def _shared_with(
-    subtree: tuple[int, int],
-    owned: Iterable[tuple[int, int]],
+    subtree: Bounds,
+    owned: Iterable[Bounds],
     n_elements: int,
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (rank of the subtree, start, stop) for the parts of owned elements that one rank of it has summed."""
@@ -145,7 +149,7 @@ def _shared_with(
 
 
 def _owner(
-    subtree: tuple[int, int],
+    subtree: Bounds,
     element: int,
     n_elements: int,
 ) -> tuple[int, int, int]:

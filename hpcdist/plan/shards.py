@@ -4,6 +4,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from hpcdist.plan.blocks import Bounds
+
 #: Shares begin at multiples of this in a tensor. So an optimizer's vector instructions treat each element as they would
 #: in the whole tensor, whose last few elements alone are left to scalar code; and norms are sums of the same blocks.
 BLOCK_ELEMENTS = 1024
@@ -12,7 +14,7 @@ BLOCK_ELEMENTS = 1024
 def plan_shards(
     sizes: Sequence[int],
     n_owners: int,
-) -> list[dict[int, tuple[int, int]]]:
+) -> list[dict[int, Bounds]]:
     """Return each owner's share of some tensors: tensor -> (start, stop), where it is not empty.
 
     Args:
@@ -29,9 +31,9 @@ def plan_shards(
     starts = [0, *accumulate(sizes)]
     n_elements = starts[-1]
     cuts = [_cut(starts, number * n_elements / n_owners) for number in range(n_owners)]
-    shares: list[dict[int, tuple[int, int]]] = []
+    shares: list[dict[int, Bounds]] = []
     for first, last in pairwise([*cuts, n_elements]):
-        share: dict[int, tuple[int, int]] = {}
+        share: dict[int, Bounds] = {}
         for tensor, (start, stop) in enumerate(pairwise(starts)):
             owned_start = max(first, start) - start
             owned_stop = min(last, stop) - start
@@ -44,8 +46,8 @@ def plan_shards(
 def _cut(starts: Sequence[int], ideal: float) -> int:
     """Return the allowed place nearest to the ideal place; the earlier one of two that are equally near."""
     last_tensor = len(starts) - 2
-    tensor = min(bisect_right(starts, ideal) - 1, last_tensor)
-    tensor = max(0, tensor)
+    tensor = bisect_right(starts, ideal) - 1
+    tensor = max(0, min(tensor, last_tensor))
     start = starts[tensor]
     stop = starts[tensor + 1]
     n_blocks = int(ideal - start) // BLOCK_ELEMENTS
