@@ -4,7 +4,11 @@
 Bounds = tuple[int, int]
 
 
-def block_bounds(n_elements: int, n_parts: int, part: int) -> Bounds:
+def block_bounds(
+    n_elements: int,
+    n_parts: int,
+    part: int,
+) -> Bounds:
     """Return (start, stop) of a part when sizes differ by at most one and longer parts come first.
 
     >>> [block_bounds(13, 5, part) for part in range(5)]
@@ -18,7 +22,11 @@ def block_bounds(n_elements: int, n_parts: int, part: int) -> Bounds:
     return start, stop
 
 
-def ceiling_bounds(n_rows: int, n_parts: int, part: int) -> Bounds:
+def ceiling_bounds(
+    n_rows: int,
+    n_parts: int,
+    part: int,
+) -> Bounds:
     """Return (start, stop) of a part when every part has ceil(n/p) rows as long as there are any.
 
     The rule of tf.distribute for a global batch over its replicas: the last parts may be short or empty.

@@ -32,10 +32,18 @@ def shared_devices(devices_of_ranks: Sequence[str]) -> dict[str, list[int]]:
     ranks_of_devices: dict[str, list[int]] = {}
     for rank, device in enumerate(devices_of_ranks):
         ranks_of_devices.setdefault(device, []).append(rank)
-    return {device: ranks for device, ranks in ranks_of_devices.items() if len(ranks) > 1}
+    shared: dict[str, list[int]] = {}
+    for device, ranks in ranks_of_devices.items():
+        if len(ranks) > 1:
+            shared[device] = ranks
+    return shared
 
 
-def equal_part(n_elements: int, n_parts: int, multiple: int = 1) -> int:
+def equal_part(
+    n_elements: int,
+    n_parts: int,
+    multiple: int = 1,
+) -> int:
     """Return the elements per part when all parts are equal, a multiple of `multiple`, and hold `n_elements` together.
 
     NCCL's reduce-scatter and all-gather take one count for all ranks. Elements beyond `n_elements` are padding.

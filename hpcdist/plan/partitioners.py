@@ -250,7 +250,11 @@ def _n_rows(variable: VariableSpec) -> int:
     return variable.shape[0]
 
 
-def _along(shape: Sequence[int], axis: int, n_shards: int) -> list[int]:
+def _along(
+    shape: Sequence[int],
+    axis: int,
+    n_shards: int,
+) -> list[int]:
     """Return the number of shards along each dimension, if one dimension is split."""
     counts = [1] * len(shape)
     counts[axis % len(shape)] = n_shards

@@ -99,7 +99,11 @@ class LanePlan:
     root: int
 
 
-def plan_lanes(placement: Placement, host: int, is_ordered: bool) -> LanePlan:
+def plan_lanes(
+    placement: Placement,
+    host: int,
+    is_ordered: bool,
+) -> LanePlan:
     """Return what one host's ranks do.
 
     Args:

@@ -44,7 +44,11 @@ def plan_subtrees(replicas: Iterable[int], n_replicas: int) -> list[Subtree]:
     return sorted(parts.items())
 
 
-def is_subtree(start: int, stop: int, n_replicas: int) -> bool:
+def is_subtree(
+    start: int,
+    stop: int,
+    n_replicas: int,
+) -> bool:
     """Return whether consecutive replicas are one subtree.
 
     >>> is_subtree(4, 6, 8), is_subtree(3, 5, 8), is_subtree(4, 7, 7)
@@ -140,7 +144,11 @@ class ReplicaPlan:
         return self.additions == tuple(plan_row_additions(self.n_ranks))
 
 
-def is_joint(left_subtree: Subtree, right: Subtree, n_replicas: int) -> bool:
+def is_joint(
+    left_subtree: Subtree,
+    right: Subtree,
+    n_replicas: int,
+) -> bool:
     """Return whether two neighbouring subtrees are the two halves of one.
 
     >>> is_joint((0, 2), (2, 4), 8), is_joint((2, 4), (4, 6), 8), is_joint((4, 6), (6, 7), 7)

@@ -123,7 +123,11 @@ def _may_follow(last: Place, place: Place) -> bool:
     )
 
 
-def _joined(run: Run, number: int, place: Place) -> Run | None:
+def _joined(
+    run: Run,
+    number: int,
+    place: Place,
+) -> Run | None:
     """Return a run with one more parameter; None if an owner's share would be two pieces then."""
     ranges: list[Bounds] = []
     all_ranges = zip(run.ranges, place.ranges, strict=True)

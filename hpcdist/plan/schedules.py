@@ -60,7 +60,11 @@ def n_elements_sent(schedule: Schedule) -> int:
     return n_elements
 
 
-def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
+def plan_ring(
+    size: int,
+    rank: int,
+    n_elements: int,
+) -> Iterator[Round]:
     """Yield the rounds of one rank: 2(P-1) rounds, in which it sends all chunks but one, twice.
 
     In round k of the reduce-scatter rank r passes on the running sum of chunk r-k; at its end rank r holds the sum of
@@ -90,7 +94,11 @@ def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
         yield make_round(sends, receives, is_sum=False)
 
 
-def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
+def plan_halving(
+    size: int,
+    rank: int,
+    n_elements: int,
+) -> tuple[Round, ...]:
     """Return the schedule of one rank, in which every element is summed in the binary tree over the ranks.
 
     Two subtrees of ranks join in each round, those at distance 1 first. The elements that one rank of each has summed
@@ -117,7 +125,8 @@ def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
             retained_parts: list[Message] = []
             ceded_parts: list[Message] = []
             for peer, first, last in _shared_with(other_subtree, owned, n_elements):
-                cut = first + (last - first) * distance // (stop - start)
+                n_shared = last - first
+                cut = first + n_shared * distance // (stop - start)
                 left_part = Message(peer, first, cut)
                 right_part = Message(peer, cut, last)
                 if is_left:
@@ -176,7 +185,8 @@ def _owner(
     right_rank, right_start, right_stop = _owner((middle_rank, end), element, n_elements)
     start = max(left_start, right_start)
     stop = min(left_stop, right_stop)
-    cut = start + (stop - start) * n_left // size
+    n_shared = stop - start
+    cut = start + n_shared * n_left // size
     if element < cut:
         return left_rank, start, cut
     return right_rank, cut, stop
