@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hpcdist.plan.blocks import Bounds
 
 Rows = npt.NDArray[np.int64]
-#: The number of rows of a source that has no known end.
+#: The number of rows of a source that does not know it before it has run out of rows.
 UNKNOWN = -1
 
 
@@ -23,7 +23,7 @@ class Mixing:
     """How far rows are mixed that are read a chunk at a time.
 
     The chunks of a file come in random order; `n_rows` rows of them, a window, are mixed at a time. So a reader that
-    keeps a window reads each chunk once in an epoch, while a row may come anywhere in its window.
+    keeps a window reads each chunk once in an epoch, while a row may come anywhere in the epoch.
 
     Attributes:
         chunk_rows: number of rows of a chunk.
@@ -202,9 +202,11 @@ class SampleOrder:
 
     def batches(self, position: int, end: float) -> Iterator[Bounds]:
         """Yield (start, stop) of every batch from `position` to `end`."""
-        while (batch := self.next_batch(position, end)) is not None:
-            position = batch[1]
+        batch = self.next_batch(position, end)
+        while batch is not None:
             yield batch
+            _, position = batch
+            batch = self.next_batch(position, end)
 
     def rows(self, start: int, stop: int) -> Rows:
         """Return the source rows at positions [start, stop), an (n,) int64 array."""
