@@ -85,7 +85,9 @@ def _wait_for_members(store: Any, rank: int, size: int, limit_s: float) -> None:
 
 
 def _rendezvous(
-    url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
+    url: str,
+    timeout: timedelta = timedelta(minutes=30),
+    **_: Any,
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield store, rank and number of ranks, of MPI or of torchrun. Collective over all ranks."""
     if torchrun_sizes(read_environment()) is not None:

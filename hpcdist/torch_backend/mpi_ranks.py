@@ -95,7 +95,12 @@ class MPIRanks(Ranks):
             with self.recorded(op.title, tensor):
                 library.all_reduce(tensor.numpy(), self._group, op)
 
-    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
+    def reduce_scatter(
+        self,
+        contribution: Array,
+        counts: Sequence[int],
+        op: Op,
+    ) -> Array:
         received = np.empty(counts[self.rank], contribution.dtype)
         self._comm.Reduce_scatter(contribution, received, counts, library.mpi_op(op))
         return received
@@ -103,17 +108,38 @@ class MPIRanks(Ranks):
     def broadcast(self, data: Array, root: int) -> None:
         library.broadcast(data, self._comm, root)
 
-    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
+    def all_gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+    ) -> None:
         library.all_gather(local_bytes, counts, joined, self._group)
 
-    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
+    def gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+        root: int,
+    ) -> None:
         self._comm.Gatherv(local_bytes, [joined, counts] if self.rank == root else None, root)
 
-    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
+    def scatter(
+        self,
+        joined: Array,
+        counts: Sequence[int],
+        local_part: Array,
+        root: int,
+    ) -> None:
         self._comm.Scatterv([joined, counts] if self.rank == root else None, local_part, root)
 
     def all_to_all(
-        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+        self,
+        sent: Array,
+        sent_counts: Sequence[int],
+        received: Array,
+        counts: Sequence[int],
     ) -> None:
         self._comm.Alltoallv([sent, sent_counts], [received, counts])
 
@@ -176,7 +202,12 @@ class _MPIMessage(Message):
     """
 
     def __init__(
-        self, title: str, group: Group, request: MPI.Request, data: Array, tensor: Tensor | None
+        self,
+        title: str,
+        group: Group,
+        request: MPI.Request,
+        data: Array,
+        tensor: Tensor | None,
     ) -> None:
         super().__init__(title, group.world, data, tensor, group.timeout_s)
         self._request = request

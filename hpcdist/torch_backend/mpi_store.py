@@ -223,7 +223,12 @@ class MPIStore(dist.Store):  # type: ignore[name-defined, misc]
         """Append to the value of a key."""
         self._ask("append", key, _bytes_of(value))
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+    def compare_set(
+        self,
+        key: str,
+        expected: str | bytes,
+        desired: str | bytes,
+    ) -> bytes:
         """Set a key if it has the expected value, or if it is absent and none is expected; return its value then."""
         return bytes(self._ask("compare_set", key, _bytes_of(expected), _bytes_of(desired)))
 
@@ -287,7 +292,12 @@ class MPIStore(dist.Store):  # type: ignore[name-defined, misc]
             raise dist.DistStoreError(f"{operation}: {result}")
         return result
 
-    def _ask_holder(self, operation: str, arguments: Sequence[Any], limit_s: float) -> Any:
+    def _ask_holder(
+        self,
+        operation: str,
+        arguments: Sequence[Any],
+        limit_s: float,
+    ) -> Any:
         self._number += 1
         request = self._comm.isend((self._number, operation, arguments), 0, _REQUEST_TAG)
         until_s = time.monotonic() + limit_s

@@ -65,7 +65,12 @@ class NodeRanks(Ranks):
     largest_tag = 2**31 - 1
 
     def __init__(
-        self, store: Store, rank: int, names: Sequence[str], timeout_s: float, is_crowded: bool
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        timeout_s: float,
+        is_crowded: bool,
     ) -> None:
         self.store = store
         self.rank = rank
@@ -136,18 +141,35 @@ class NodeRanks(Ranks):
         else:
             self._exchange(no_bytes(), [(root, 0, data)])
 
-    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
+    def all_gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+    ) -> None:
         parts = np.split(joined, np.cumsum(counts)[:-1])
         self._exchange(local_bytes, [(rank, 0, part) for rank, part in enumerate(parts)])
 
-    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
+    def gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+        root: int,
+    ) -> None:
         reads: list[_Read] = []
         if self.rank == root:
             for rank, part in enumerate(np.split(joined, np.cumsum(counts)[:-1])):
                 reads.append((rank, 0, part))
         self._exchange(local_bytes, reads)
 
-    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
+    def scatter(
+        self,
+        joined: Array,
+        counts: Sequence[int],
+        local_part: Array,
+        root: int,
+    ) -> None:
         starts = np.zeros(self.size, np.int64)
         if self.rank == root:
             starts[1:] = np.cumsum(counts)[:-1]
@@ -157,7 +179,11 @@ class NodeRanks(Ranks):
         self._exchange(sent, [(root, first, local_part)])
 
     def all_to_all(
-        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+        self,
+        sent: Array,
+        sent_counts: Sequence[int],
+        received: Array,
+        counts: Sequence[int],
     ) -> None:
         # starts[sender, receiver]: the first of the sender's bytes that are for the receiver
         starts = np.empty((self.size, self.size), np.int64)
@@ -185,7 +211,12 @@ class NodeRanks(Ranks):
         with host_array(tensor) as array:
             self._sums.all_reduce(array, op, divisor)
 
-    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
+    def reduce_scatter(
+        self,
+        contribution: Array,
+        counts: Sequence[int],
+        op: Op,
+    ) -> Array:
         first = sum(counts[: self.rank]) * contribution.itemsize
         n_own = counts[self.rank]
         rows = np.empty((self.size, n_own), contribution.dtype)
@@ -334,7 +365,14 @@ class _Receiver(Message):
         tag: tag of the message.
     """
 
-    def __init__(self, title: str, ranks: NodeRanks, tensor: Tensor, source: int, tag: int) -> None:
+    def __init__(
+        self,
+        title: str,
+        ranks: NodeRanks,
+        tensor: Tensor,
+        source: int,
+        tag: int,
+    ) -> None:
         super().__init__(title, ranks.name, no_bytes(tensor.nbytes), tensor, ranks.timeout_s)
         self._ranks = ranks
         self.source = source
@@ -361,7 +399,13 @@ def _key(source: int, target: int, tag: int, number: int) -> str:
     return f"message/{source}/{target}/{tag}/{number}"
 
 
-def _share(store: Store, rank: int, size: int, nbytes: int, timeout_s: float) -> list[memoryview]:
+def _share(
+    store: Store,
+    rank: int,
+    size: int,
+    nbytes: int,
+    timeout_s: float,
+) -> list[memoryview]:
     """Return memory that the ranks of a group share, a piece for each rank. Collective over these ranks.
 
     Raises:

@@ -189,7 +189,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         _reduce(self._ranks, "reduce", tensor, kind, factor)
         return _done(tensors)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def reduce_scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: Any,
+    ) -> Work:
         """Put the reduction of this rank's tensor of each rank's list into the output."""
         (output,) = outputs
         (parts,) = inputs
@@ -202,7 +207,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         counts = [part.numel() for part in parts]
         return self._reduce_rows(output, joined, counts, opts, outputs)
 
-    def reduce_scatter_single(self, output: Tensor, input_tensor: Tensor, opts: Any) -> Work:
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input_tensor: Tensor,
+        opts: Any,
+    ) -> Work:
         """Put this rank's part of the reduction of a tensor that is as large as all outputs into the output."""
         n_elements = output.numel() * self.size()
         if input_tensor.numel() != n_elements or input_tensor.dtype != output.dtype:
@@ -219,7 +229,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any,
     ) -> Work:
         """Do reduce_scatter_single of each output and input."""
         for output, input_tensor in zip(outputs, inputs, strict=True):
@@ -229,7 +242,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_rows(
-        self, output: Tensor, joined: Tensor, counts: list[int], opts: Any, result: list[Tensor]
+        self,
+        output: Tensor,
+        joined: Tensor,
+        counts: list[int],
+        opts: Any,
+        result: list[Tensor],
     ) -> Work:
         """Put this rank's part of a reduction into the output.
 
@@ -271,7 +289,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any = None,
     ) -> Work:
         """Put each rank's tensor into its place of the list."""
         (parts,) = outputs
@@ -286,7 +307,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any = None,
     ) -> Work:
         """Do allgather of each input; outputs are a list for each rank."""
         list_lengths = list(map(len, outputs))
@@ -298,7 +322,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             self.allgather([parts], [input_tensor])
         return _done(outputs)
 
-    def all_gather_single(self, output: Tensor, input_tensor: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self,
+        output: Tensor,
+        input_tensor: Tensor,
+        opts: Any = None,
+    ) -> Work:
         """Put all ranks' tensors into one, one after the other."""
         n_elements = input_tensor.numel() * self.size()
         if output.numel() != n_elements or output.dtype != input_tensor.dtype:
@@ -311,7 +340,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any = None,
     ) -> Work:
         """Do all_gather_single of each output and input."""
         for output, input_tensor in zip(outputs, inputs, strict=True):
@@ -328,7 +360,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             self._ranks.all_gather(_bytes_of(local_tensor), counts, joined)
         return joined
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def gather(
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any,
+    ) -> Work:
         """Put each rank's tensor into its place of root's list."""
         (input_tensor,) = inputs
         parts: list[Tensor] = []
@@ -343,7 +380,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         deal(joined, parts)
         return _done(outputs)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: Any,
+    ) -> Work:
         """Put this rank's tensor of root's list into the output."""
         (output,) = outputs
         _require_host("scatter", output)
@@ -360,7 +402,11 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def _require_counts(
-        self, call: str, counts: list[int], root: int, local_tensor: Tensor
+        self,
+        call: str,
+        counts: list[int],
+        root: int,
+        local_tensor: Tensor,
     ) -> None:
         """Raise DesyncError on every rank unless each has a tensor of the bytes that root expects.
 
@@ -376,7 +422,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             f"{local_tensor.nbytes} bytes, {expected_bytes} on root",
         )
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def alltoall(
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any = None,
+    ) -> Work:
         """Put each rank's tensor for this one into its place of the list."""
         self._require("all_to_all", inputs)
         self._require("all_to_all", outputs)
@@ -467,7 +518,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             raise mismatch(call, f"a tag from 0 to {self._ranks.largest_tag}", tag)
 
     def _require(
-        self, call: str, parts: Sequence[Tensor], local_tensor: Tensor | None = None
+        self,
+        call: str,
+        parts: Sequence[Tensor],
+        local_tensor: Tensor | None = None,
     ) -> None:
         """Raise CollectiveError unless there is a tensor for each rank; on this rank, before anything is sent."""
         if len(parts) != self.size():

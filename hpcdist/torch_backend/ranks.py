@@ -75,7 +75,12 @@ class Ranks(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
+    def reduce_scatter(
+        self,
+        contribution: Array,
+        counts: Sequence[int],
+        op: Op,
+    ) -> Array:
         """Return this rank's part of the reduction; `counts` are the elements of each rank's part."""
 
     @abc.abstractmethod
@@ -83,20 +88,41 @@ class Ranks(abc.ABC):
         """Replace bytes by root's."""
 
     @abc.abstractmethod
-    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
+    def all_gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+    ) -> None:
         """Put the bytes of all ranks into `joined`; `counts` are the bytes of each."""
 
     @abc.abstractmethod
-    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
+    def gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+        root: int,
+    ) -> None:
         """Put the bytes of all ranks into root's `joined`; `counts` are read on root only."""
 
     @abc.abstractmethod
-    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
+    def scatter(
+        self,
+        joined: Array,
+        counts: Sequence[int],
+        local_part: Array,
+        root: int,
+    ) -> None:
         """Put this rank's part of root's `joined` into `local_part`; `counts` are read on root only."""
 
     @abc.abstractmethod
     def all_to_all(
-        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+        self,
+        sent: Array,
+        sent_counts: Sequence[int],
+        received: Array,
+        counts: Sequence[int],
     ) -> None:
         """Send bytes to each rank, and put the bytes that each rank sends here into `received`."""
 
@@ -125,7 +151,12 @@ class Message(Work):
     """
 
     def __init__(
-        self, title: str, rank: object, data: Array, tensor: Tensor | None, timeout_s: float
+        self,
+        title: str,
+        rank: object,
+        data: Array,
+        tensor: Tensor | None,
+        timeout_s: float,
     ) -> None:
         super().__init__()
         self._title = title
