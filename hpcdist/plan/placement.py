@@ -104,7 +104,7 @@ def plan_lanes(
     host: int,
     is_ordered: bool,
 ) -> LanePlan:
-    """Return what one host's ranks do.
+    """Return the plan of one host's ranks.
 
     Args:
         placement: which ranks share a host.

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer of shares steps as one: those that lie one after another in memory.
+"""Which parameters an optimizer of shares steps as one: parameters that lie one after another in memory.
 
 A step of many small tensors costs mostly calls, and elementwise optimizers do not see where one tensor ends.
 """

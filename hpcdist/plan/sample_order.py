@@ -78,7 +78,7 @@ def permutation(
 class SampleOrder:
     """The order in which a dataset's rows are visited, and where batches end.
 
-    Rows form an epoch, epochs a run, and runs a pass. A batch may cross the end of an epoch, but not that of a run.
+    Rows form an epoch, epochs a run, and runs a pass. A batch may cross the end of an epoch, but not of a run.
 
     Attributes:
         n_rows: number of rows of the source; UNKNOWN for a stream.
@@ -193,7 +193,8 @@ class SampleOrder:
         while position < end:
             run_end = end
             if not math.isinf(run):
-                run_end = min(end, (position // run + 1) * run)
+                n_runs = position // run + 1
+                run_end = min(end, n_runs * run)
             stop = int(min(position + rows, run_end))
             if stop - position == rows or not self.drop_remainder:
                 return position, stop

@@ -101,10 +101,11 @@ def plan_halving(
 ) -> tuple[Round, ...]:
     """Return the schedule of one rank, in which every element is summed in the binary tree over the ranks.
 
-    Two subtrees of ranks join in each round, those at distance 1 first. The elements that one rank of each has summed
-    are divided between the two by the numbers of ranks in their subtrees. With P a power of two these are halves, and a
-    rank sends 2(P-1)/P * n elements, to one peer in each of 2 log2 P rounds. Else the ranks of the shorter subtree, at
-    the right end, own more each and have more peers: with P = 2^k + 1 the last rank exchanges n elements with all.
+    Two subtrees of ranks join in each round, subtrees at distance 1 first. The elements that one rank of each subtree
+    has summed are divided between the two ranks by the numbers of ranks in their subtrees. With P a power of two these
+    are halves, and a rank sends 2(P-1)/P * n elements, to one peer in each of 2 log2 P rounds. Else the ranks of the
+    shorter subtree, at the right end, own more each and have more peers: with P = 2^k + 1 the last rank exchanges n
+    elements with all other ranks.
 
     Source: Rabenseifner, Optimization of collective reduction operations, ICCS 2004, doi 10.1007/978-3-540-24685-5_1;
         ours begins at distance 1 instead of P/2, and divides unequally instead of folding ranks before.
@@ -147,7 +148,7 @@ def _shared_with(
     owned: Iterable[Bounds],
     n_elements: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank of the subtree, start, stop) for the parts of owned elements that one rank of it has summed."""
+    """Yield (rank, start, stop) for the parts of owned elements that one rank of a subtree has summed."""
     for start, stop in owned:
         first = start
         while first < stop:

@@ -51,7 +51,7 @@ _N_READS = 4
 Groups = list[tuple[Settings, list[int]]]
 #: A request: the number of its server, and the fields of its message.
 _ServerRequest = tuple[int, dict[str, Any]]
-#: What a push has of one shard: its kind, the number of rows, and the tensors.
+#: The gradient of one shard in a push: its kind, the number of rows, and the tensors.
 _Gradient = tuple[int, int, list[Tensor]]
 
 
@@ -315,10 +315,10 @@ class Client:
         Args:
             number: number of the optimizer.
             settings: settings of the optimizer's groups now.
-            request: what this worker requests of all workers.
+            request: request of this worker to all workers.
 
         Returns:
-            What all workers act on after this step.
+            The requests that all workers act on after this step.
         """
         known_optimizer = self._optimizers[number]
         optimizer = known_optimizer.optimizer
@@ -406,7 +406,7 @@ class Client:
                 shard.version = -1
 
     def _take(self, answers: Iterable[tuple[int, Message]]) -> Request:
-        """Write values into the variables as they come; return what is due."""
+        """Write values into the variables as they come; return the requests that are due."""
         due = Request.NONE
         has_torn_read = False
         for server_number, message in answers:
@@ -448,7 +448,7 @@ class Client:
     # -- states -----------------------------------------------------------------------------------------------------
 
     def fetch_state(self, optimizer: Optimizer) -> None:
-        """Fill an optimizer's state with that of the servers, of whole variables. Nothing before its first step."""
+        """Fill an optimizer's state, of whole variables, from the servers; do nothing before its first step."""
         number = self._number_of_known(optimizer)
         if number is None:
             return
@@ -482,7 +482,7 @@ class Client:
         variables: Collection[int],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        """Make the values of some variables, and the states of some optimizers, those of the servers.
+        """Give servers the values of some variables, and the states of some optimizers.
 
         Args:
             variables: numbers of the variables.
@@ -649,7 +649,7 @@ def _unpack(
 
 
 def _gradient_of(shard: _KnownShard) -> _Gradient:
-    """Return what a push has of a shard: its kind, the number of rows, and the tensors."""
+    """Return the gradient of a shard for a push: its kind, the number of rows, and the tensors."""
     gradient = shard.variable.grad
     if gradient is None:
         return NOTHING, 0, []

@@ -34,12 +34,12 @@ class Clocks:
 
     @property
     def latest(self) -> int:
-        """The clock of the worker that is ahead of all others."""
+        """Clock of the worker that is ahead of all other workers."""
         return max(self._pushed.values(), default=0)
 
     @property
     def earliest(self) -> int:
-        """The clock of the worker that all others are ahead of."""
+        """Clock of the worker that all other workers are ahead of."""
         return min(self._pushed.values(), default=0)
 
     def push(self, worker: int, clock: int) -> None:
@@ -68,8 +68,8 @@ class Clocks:
 class RequestClock:
     """After which step all workers act on a request to stop or to save.
 
-    A worker that asks cannot know how far the others are. The server that all of them push to sets a step that none has
-    pushed yet, and each acts on the request after that step, so that all are at the same one.
+    A worker that asks cannot know how far the other workers are. The server that all workers push to sets a step that
+    none has pushed yet. Each acts on the request after that step, so that all workers are at the same step.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class RequestClock:
         Args:
             requests: requests, as flags.
             clock: clock of the worker that asks.
-            latest: clock of the worker that is ahead of all others.
+            latest: clock of the worker that is ahead of all other workers.
         """
         for kind in (Request.STOP, Request.SAVE):
             # otherwise all workers will act on an earlier request, or have just done so
@@ -89,7 +89,7 @@ class RequestClock:
                 self._due[kind] = latest + 1
 
     def due(self, clock: int) -> Request:
-        """Return what a worker acts on after the push that brings it to this clock."""
+        """Return the requests that a worker acts on after the push that brings it to this clock."""
         due_requests = Request.NONE
         for kind, step in self._due.items():
             if step == clock:

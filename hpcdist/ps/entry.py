@@ -198,7 +198,7 @@ class EntryParameters(ServedParameters):
         """Take the first replica's values of the variables that it has new values of.
 
         Returns:
-            What is due on the first replica.
+            The requests that are due on the first replica.
         """
         local_news = [int(due)]
         for number, variable in enumerate(self._variables):

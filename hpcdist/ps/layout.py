@@ -17,10 +17,10 @@ from hpcdist.runtime.node_memory import fence
 
 #: Tensors in a payload begin at multiples of this number of bytes.
 _ALIGNMENT = 64
-#: What a message has of a shard: nothing, all of it, or some of its rows. With the last two kinds the values are in
+#: The part of a shard that a message has: nothing, all rows, or some rows. With the last two kinds the values are in
 #: memory that worker and server share.
 NOTHING, WHOLE, ROWS, WHOLE_HERE, ROWS_HERE = range(5)
-#: What a message says of each shard or chunk in it: kind, number of rows, and version.
+#: The entry of each shard or chunk in a message: kind, number of rows, and version.
 Entries = list[list[int]]
 
 

@@ -119,7 +119,7 @@ def serve(
                 waiting_since = time.monotonic()
             elif time.monotonic() - waiting_since > world.timeout_s:
                 _send(mailbox, workers, server.late(world.timeout_s))
-            _ = mailbox.is_sent  # forgets what has left
+            _ = mailbox.is_sent  # forgets messages that have left
         return wait_for_end(world, mailbox, server.exit_code)
 
 

@@ -271,7 +271,7 @@ class ServedParameters:
         parameters: Sequence[nn.Parameter],
         request: Request,
     ) -> Request:
-        """Push gradients, and the request of this rank; return what all workers act on after this step."""
+        """Push gradients and the request of this rank; return the requests that all workers act on after this step."""
         number = self.number_of(optimizer)
         if not self._has_finite_gradients(parameters):
             for parameter in parameters:
@@ -384,7 +384,7 @@ class ServedParameters:
         ]
 
     def changing(self) -> AbstractContextManager[bool]:
-        """Let each worker change its copies of the variables; the next step refuses what it finds changed."""
+        """Let each worker change its copies of the variables; the next step refuses variables that have changed."""
         return nullcontext(True)
 
 

@@ -1,7 +1,7 @@
 """A parameter server as a state machine: a request comes in, answers go out. It moves no messages and reads no clock.
 
-What holds for each push: it is applied exactly once, however often it comes; a worker's answer contains what it pushed;
-versions of a shard only grow. What is in one message changes together: all shards of a server, or a part of them.
+Each push is applied exactly once, however often it comes; a worker's answer contains its push; versions of a shard only
+grow. The shards in one message change together: all shards of a server, or a part of them.
 """
 
 import collections
@@ -47,7 +47,7 @@ COPY = -1
 
 @dataclass(frozen=True)
 class Rules:
-    """What workers may expect of each other.
+    """The order in which the server applies and answers the pushes of several workers.
 
     Attributes:
         max_staleness: number of steps that a worker may be ahead of the slowest one; see `Clocks`. None sets no limit.
@@ -165,7 +165,7 @@ class Server:
 
     Args:
         packers: packers of answers, by the number of the worker.
-        rules: what workers may expect of each other.
+        rules: order in which pushes of several workers are applied and answered.
         neighbours: workers of this node. None if all workers get values in messages.
 
     Attributes:

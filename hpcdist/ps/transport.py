@@ -48,7 +48,7 @@ class _Outbox:
 
 
 class Mailbox:
-    """Sends messages to other ranks of a communicator, and receives theirs.
+    """Sends messages to other ranks of a communicator, and receives their messages.
 
     Not collective. For one thread.
 
@@ -173,7 +173,7 @@ class Mailbox:
         while awaited or not self.is_sent:
             if not wait_until(has_some, timeout_s, yields):
                 return
-            yields = 0  # parts come one after another: what serves them may need the core
+            yields = 0  # parts come one after another: the server may need the core
             for rank, message in received:
                 request_number = awaited.pop((rank, message.sequence), None)
                 if request_number is not None:  # else it answers a request that was given up

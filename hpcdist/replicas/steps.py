@@ -73,6 +73,6 @@ class ReplicaSteps:
         self._scheduler.release()
 
     def stop(self) -> None:
-        """Forget what replicas had begun before an error stopped them."""
+        """Forget steps that replicas had begun before an error stopped them."""
         self._hidden.clear()
         self._brought.clear()

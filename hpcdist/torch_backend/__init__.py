@@ -3,8 +3,8 @@
 >>> import hpcdist.torch_backend
 >>> torch.distributed.init_process_group("hpcdist", init_method="hpcdist://")
 
-The ranks are those that mpirun or srun started; under torchrun they are its processes, on one host, and share memory
-without MPI. Tensors on the host only: others are refused, also with "cpu:hpcdist,cuda:nccl".
+The ranks are the processes that mpirun or srun started. Under torchrun they are the processes of torchrun, on one host,
+and share memory without MPI. Tensors must be on the host; other tensors are refused, also with "cpu:hpcdist,cuda:nccl".
 """
 
 import os

@@ -38,7 +38,7 @@ from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Ranks, no_byte
 SLOT_BYTES = 512 << 10
 #: Messages of up to this size travel in torch's store; larger messages in separate memory, which the store names.
 INLINE_BYTES = 16 << 10
-#: What a rank reads of another rank's bytes: the rank, the first of its bytes, and the memory for them.
+#: Bytes to read of another rank: the rank, the first of its bytes, and the memory for them.
 _Read = tuple[int, int, Array]
 
 
@@ -298,7 +298,7 @@ class NodeRanks(Ranks):
         wait_until(self._have_all_ended, self.timeout_s, yields=0)
 
     def _has_sent_all(self) -> bool:
-        """Return whether all messages of this rank are received; receive what has come."""
+        """Return whether all messages of this rank are received; receive the messages that have come."""
         self.deliver()
         self._sent = [message for message in self._sent if not message.is_received()]
         return not self._sent

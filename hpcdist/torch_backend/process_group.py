@@ -62,7 +62,7 @@ _REDUCED = {
 
 
 def leave_uncompiled() -> None:
-    """Let torch.compile call the methods of process groups as they are, as it does those that are written in C++.
+    """Let torch.compile call the methods of process groups as they are, as it calls methods that are written in C++.
 
     Cost: a second at the first call, in which torch's compiler is imported. DDP imports it, too.
     """
@@ -109,7 +109,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     group_name = property(getGroupName)
 
     def shutdown(self) -> None:
-        """Free what the ranks share, once messages have arrived; later calls do nothing. Collective over the group.
+        """Free the ranks, once messages have arrived; later calls do nothing. Collective over the group.
 
         Raises:
             CollectiveTimeoutError: when nobody receives a message that was sent.

@@ -136,7 +136,7 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Free what the ranks share, once all messages of this rank are received."""
+        """Free the memory and communicators that the ranks share, once all messages of this rank are received."""
 
 
 class Message(Work):
