@@ -14,8 +14,9 @@ class Entry:
     """A tensor to be placed.
 
     Attributes:
-        n_elements: of the tensor. dtype: "float32" or "float64", in which it is summed.
-        is_direct: whether it is summed in its own memory, without a copy, if it is large.
+        n_elements: number of elements of the tensor.
+        dtype: name of the dtype in which the tensor is summed, "float32" or "float64".
+        is_direct: whether the tensor is summed in its own memory, without a copy, if it is large.
     """
 
     n_elements: int
@@ -35,8 +36,8 @@ class Limits:
     Attributes:
         bucket_bytes: size above which a new bucket is begun.
         direct_bytes: size from which a tensor with `is_direct` is summed in its own memory.
-        last_bytes: the first tensors, up to this size, are kept apart from the others, so that little is left to do
-            when the last gradient is there; 0: they are not.
+        last_bytes: size up to which the first tensors have separate buckets, so that little remains to be done when
+            the last gradient has come. With 0 they have not.
     """
 
     bucket_bytes: int
@@ -67,8 +68,8 @@ class BucketPlan:
     """All buckets and the slot of every tensor.
 
     Attributes:
-        buckets: in the order in which they are reduced.
-        slots: one for each tensor, in the order of the tensors.
+        buckets: shapes of the buckets, in the order in which they are reduced.
+        slots: slot of each tensor, in the order of the tensors.
     """
 
     buckets: tuple[BucketShape, ...]
@@ -82,16 +83,14 @@ def plan_buckets(entries: Sequence[Entry], limits: Limits) -> BucketPlan:
     """
     n_last = _n_within(entries, limits.last_bytes)
     buckets: list[BucketShape] = []
-    slots = [
-        slot
-        for part in (entries[n_last:], entries[:n_last])
-        for slot in _fill(list(reversed(part)), limits, buckets)
-    ]
+    slots: list[Slot] = []
+    for part in (entries[n_last:], entries[:n_last]):
+        slots += _fill(list(reversed(part)), limits, buckets)
     return BucketPlan(tuple(buckets), tuple(reversed(slots)))
 
 
 def _n_within(entries: Sequence[Entry], limit_bytes: int) -> int:
-    """Return how many tensors at the start are kept apart: what fits, at least one, or none without a limit."""
+    """Return how many tensors at the start have separate buckets: all that fit, at least one; none without a limit."""
     if limit_bytes == 0:
         return 0
     total_bytes = 0
@@ -103,7 +102,11 @@ def _n_within(entries: Sequence[Entry], limit_bytes: int) -> int:
     return number + 1
 
 
-def _fill(entries: Sequence[Entry], limits: Limits, buckets: list[BucketShape]) -> list[Slot]:
+def _fill(
+    entries: Sequence[Entry],
+    limits: Limits,
+    buckets: list[BucketShape],
+) -> list[Slot]:
     """Append buckets for these tensors, in their order; return their slots."""
     open_buckets: dict[str, int] = {}
     slots = []
@@ -115,26 +118,33 @@ def _fill(entries: Sequence[Entry], limits: Limits, buckets: list[BucketShape]) 
         padded = _padded(entry)
         item_bytes = _ITEM_BYTES[entry.dtype]
         bucket = open_buckets.get(entry.dtype)
-        if (
-            bucket is None
-            or (buckets[bucket].n_elements + padded) * item_bytes > limits.bucket_bytes
-        ):
-            bucket = open_buckets[entry.dtype] = len(buckets)
+        offset = 0
+        if bucket is not None:
+            offset = buckets[bucket].n_elements
+        if bucket is None or (offset + padded) * item_bytes > limits.bucket_bytes:
+            bucket = len(buckets)
+            offset = 0
+            open_buckets[entry.dtype] = bucket
             buckets.append(BucketShape(entry.dtype, 0))
-        slots.append(Slot(bucket, buckets[bucket].n_elements, entry.n_elements))
-        buckets[bucket] = BucketShape(entry.dtype, buckets[bucket].n_elements + padded)
+        slots.append(Slot(bucket, offset, entry.n_elements))
+        buckets[bucket] = BucketShape(entry.dtype, offset + padded)
     return slots
 
 
 def _padded(entry: Entry) -> int:
+    """Return the elements that a tensor takes in a bucket."""
     unit = ALIGNMENT_BYTES // _ITEM_BYTES[entry.dtype]
     return -(-entry.n_elements // unit) * unit
 
 
-def best_bucket_bytes(total_bytes: int, latency_s: float, seconds_per_byte: float) -> int:
+def best_bucket_bytes(
+    total_bytes: int,
+    latency_s: float,
+    seconds_per_byte: float,
+) -> int:
     """Return the bucket size that leaves the least communication after the last gradient.
 
-    With k buckets, each call costs its latency a, and what is left when backward ends is one bucket's transfer: in all
+    With k buckets, each call costs its latency a, and the transfer of one bucket remains when backward ends: in all
     k a + n b / k, which is least for k = sqrt(n b / a).
 
     >>> best_bucket_bytes(100_000_000, 1e-3, 8e-9)

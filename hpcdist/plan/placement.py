@@ -1,16 +1,24 @@
-"""Which ranks share a host, and what follows from it: lanes between hosts, subtrees of hosts, who sends what.
+"""Which ranks share a host, and the plans that follow: lanes between hosts, subtrees of hosts, rows that hosts send.
 
 A lane is one rank of each host. The ranks of a host sum what they can in shared memory; each then carries its slice
 across hosts in its lane.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpcdist.plan.replicas import Subtree, is_subtree, plan_additions, plan_subtrees
+from hpcdist.plan.replicas import (
+    Addition,
+    Subtree,
+    is_subtree,
+    plan_additions,
+    plan_row_additions,
+    plan_subtrees,
+)
 
-Additions = tuple[tuple[int, int], ...]
+Additions = tuple[Addition, ...]
 
 
 @dataclass(frozen=True)
@@ -18,24 +26,24 @@ class Placement:
     """Ranks of a communicator by host.
 
     Attributes:
-        hosts: the ranks of each host, ascending; hosts in the order of their lowest rank.
+        hosts: ranks of each host, ascending; hosts are in the order of their lowest ranks.
     """
 
     hosts: tuple[tuple[int, ...], ...]
 
     @cached_property
     def size(self) -> int:
-        """All ranks."""
-        return sum(len(ranks) for ranks in self.hosts)
+        """Number of ranks."""
+        return sum(map(len, self.hosts))
 
     @cached_property
     def n_lanes(self) -> int:
-        """Ranks of each host that carry a slice across hosts: as many as the smallest host has."""
-        return min(len(ranks) for ranks in self.hosts)
+        """Number of ranks of each host that carry a slice across hosts: the number of ranks of the smallest host."""
+        return min(map(len, self.hosts))
 
     @property
     def is_even(self) -> bool:
-        """Whether every host has as many ranks, so that every rank has a lane."""
+        """Whether all hosts have the same number of ranks, so that every rank has a lane."""
         return self.n_lanes * len(self.hosts) == self.size
 
     def host_of(self, rank: int) -> int:
@@ -53,18 +61,23 @@ class Placement:
         >>> Placement(((0, 1), (2, 3), (4, 5))).is_aligned, Placement(((0, 1, 2), (3, 4, 5))).is_aligned
         (True, False)
         """
-        blocks = [(ranks[0], ranks[-1] + 1, len(ranks)) for ranks in self.hosts]
-        return all(
-            stop - start == n and is_subtree(start, stop, self.size) for start, stop, n in blocks
-        )
+        for ranks in self.hosts:
+            start, stop = _span(ranks)
+            is_block = stop - start == len(ranks)
+            if not is_block or not is_subtree(start, stop, self.size):
+                return False
+        return True
 
 
 def plan_placement(lowest: Sequence[int]) -> Placement:
     """Return the placement of ranks, given for each rank the lowest rank on its host."""
-    hosts: dict[int, list[int]] = {}
+    ranks_of_hosts: dict[int, list[int]] = {}
     for rank, host in enumerate(lowest):
-        hosts.setdefault(host, []).append(rank)
-    return Placement(tuple(tuple(hosts[host]) for host in sorted(hosts)))
+        ranks_of_hosts.setdefault(host, []).append(rank)
+    hosts: list[tuple[int, ...]] = []
+    for _, ranks in sorted(ranks_of_hosts.items()):
+        hosts.append(tuple(ranks))
+    return Placement(tuple(hosts))
 
 
 @dataclass(frozen=True)
@@ -72,11 +85,11 @@ class LanePlan:
     """How the rows of one host become one sum; a row is one rank's slice, or a partial sum of several.
 
     Attributes:
-        local_additions: (into, row) over the host's ranks.
-        retained_rows: the ranks of the host whose rows then hold its partial sums; the first is rank 0 of the host.
-        arriving: for each host how many rows it sends to the owner of a part.
-        additions: (into, row) over all arriving rows, host by host; the sum is left in row `root`.
-        root: see `additions`.
+        local_additions: (into, row) pairs over the host's ranks.
+        retained_rows: ranks of the host whose rows then hold its partial sums; the first is rank 0 of the host.
+        arriving: number of rows that each host sends to the owner of a part.
+        additions: (into, row) pairs over all arriving rows, host by host.
+        root: arriving row that holds the sum after these additions.
     """
 
     local_additions: Additions
@@ -86,41 +99,65 @@ class LanePlan:
     root: int
 
 
-def plan_lanes(placement: Placement, host: int, is_ordered: bool) -> LanePlan:
-    """Return what one host's ranks do.
+def plan_lanes(
+    placement: Placement,
+    host: int,
+    is_ordered: bool,
+) -> LanePlan:
+    """Return the plan of one host's ranks.
 
     Args:
         placement: which ranks share a host.
         host: the host.
-        is_ordered: sum in the tree over the replicas, for which unaligned hosts send several subtrees; else each host
-            sums all its rows in the tree over its own ranks, and hosts are summed in the tree over hosts.
+        is_ordered: whether to sum in the tree over the replicas, for which unaligned hosts send several subtrees. If
+            not, each host sums all its rows in the tree over its ranks, and hosts are summed in the tree over hosts.
     """
+    ranks = placement.hosts[host]
     if is_ordered:
         subtrees = _subtrees_of_hosts(placement)
-        groups = [range(start, stop) for start, stop in subtrees[host]]
-        positions = [
-            [placement.hosts[host].index(replica) for replica in group] for group in groups
-        ]
+        groups = [_positions(ranks, subtree) for subtree in subtrees[host]]
     else:
-        subtrees = [[(number, number + 1)] for number in range(len(placement.hosts))]
-        positions = [list(range(len(placement.hosts[host])))]
-    arriving = [subtree for rows in subtrees for subtree in rows]
+        n_hosts = len(placement.hosts)
+        subtrees = [[(number, number + 1)] for number in range(n_hosts)]
+        groups = [list(range(len(ranks)))]
+    local_additions: list[Addition] = []
+    retained_rows: list[int] = []
+    for group in groups:
+        local_additions += _tree(group)
+        retained_rows.append(group[0])
+    arriving = list(itertools.chain.from_iterable(subtrees))
+    starts = [start for start, _ in arriving]
     return LanePlan(
-        tuple(pair for group in positions for pair in _tree(group)),
-        tuple(group[0] for group in positions),
-        tuple(len(rows) for rows in subtrees),
-        tuple(plan_additions(arriving)),
-        min(range(len(arriving)), key=lambda row: arriving[row][0]),
+        local_additions=tuple(local_additions),
+        retained_rows=tuple(retained_rows),
+        arriving=tuple(map(len, subtrees)),
+        additions=tuple(plan_additions(arriving)),
+        root=starts.index(min(starts)),
     )
 
 
 def _subtrees_of_hosts(placement: Placement) -> list[list[Subtree]]:
+    """Return the subtrees that each host can sum by itself."""
     if placement.is_aligned:
-        return [[(ranks[0], ranks[-1] + 1)] for ranks in placement.hosts]
-    return [placement.subtrees(number) for number in range(len(placement.hosts))]
+        return [[_span(ranks)] for ranks in placement.hosts]
+    numbers = range(len(placement.hosts))
+    return list(map(placement.subtrees, numbers))
 
 
-def _tree(positions: list[int]) -> list[tuple[int, int]]:
+def _span(ranks: Sequence[int]) -> Subtree:
+    """Return the subtree from the first to the last of ascending ranks."""
+    start = ranks[0]
+    stop = ranks[-1] + 1
+    return start, stop
+
+
+def _positions(ranks: Sequence[int], subtree: Subtree) -> list[int]:
+    """Return the positions of a subtree's replicas among the ranks of their host."""
+    start, stop = subtree
+    return [ranks.index(replica) for replica in range(start, stop)]
+
+
+def _tree(positions: list[int]) -> list[Addition]:
     """Return the (into, row) pairs of the tree over consecutive replicas at these positions on their host."""
-    pairs = plan_additions([(number, number + 1) for number in range(len(positions))])
+    pairs = plan_row_additions(len(positions))
     return [(positions[into], positions[row]) for into, row in pairs]

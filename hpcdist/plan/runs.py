@@ -1,10 +1,12 @@
-"""Which parameters an optimizer of shares steps as one: those that lie one after another in memory.
+"""Which parameters an optimizer of shares steps as one: parameters that lie one after another in memory.
 
 A step of many small tensors costs mostly calls, and elementwise optimizers do not see where one tensor ends.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from hpcdist.plan.blocks import Bounds
 
 #: Parameters of whole multiples of this are joined: an optimizer's vector instructions treat each element as they would
 #: in the parameter alone, no last few elements of which are left to scalar code.
@@ -13,12 +15,12 @@ JOINED_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter, and who owns it.
+    """A parameter in memory, and the shares of its owners.
 
     Attributes:
-        kind: what is equal for parameters that may be joined: group of the optimizer, dtype, bucket of the gradient,
-            and which piece of memory they are in. None for a parameter that is joined with no other.
-        address: where its memory begins, in bytes.
+        kind: group of the optimizer, dtype, bucket of the gradient, and piece of memory: equal for parameters that may
+            be joined. None for a parameter that is joined with no other.
+        address: address of its memory, in bytes.
         n_elements: number of its elements.
         item_bytes: bytes of an element.
         ranges: (start, stop) of each owner's share, in elements.
@@ -28,7 +30,7 @@ class Place:
     address: int
     n_elements: int
     item_bytes: int
-    ranges: Sequence[tuple[int, int]]
+    ranges: Sequence[Bounds]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Run:
 
     Attributes:
         members: numbers of the parameters, in the order of their memory.
-        starts: where each member begins, in elements of the run.
+        starts: first element of each member in the run.
         n_elements: number of elements of all members.
         ranges: (start, stop) of each owner's share, in elements of the run.
     """
@@ -45,14 +47,16 @@ class Run:
     members: tuple[int, ...]
     starts: tuple[int, ...]
     n_elements: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[Bounds, ...]
 
-    def owned_range(self, owner: int) -> tuple[int, int]:
-        """Return (start, stop) of an owner's share; nothing for a rank that owns none."""
-        return self.ranges[owner] if owner < len(self.ranges) else (0, 0)
+    def owned_range(self, owner: int) -> Bounds:
+        """Return (start, stop) of an owner's share; (0, 0) for a rank that owns no share."""
+        if owner >= len(self.ranges):
+            return (0, 0)
+        return self.ranges[owner]
 
     def is_owner(self, owner: int) -> bool:
-        """Return whether an owner steps a part of the run. One without elements is the first owner's."""
+        """Return whether an owner steps a part of the run. The first owner steps a run without elements."""
         start, stop = self.owned_range(owner)
         return start < stop or (self.n_elements == 0 and owner == 0)
 
@@ -63,25 +67,39 @@ def plan_runs(places: Sequence[Place], joins: bool) -> list[Run]:
     Each owner's share of a run is one piece.
 
     Args:
-        places: one for each parameter.
+        places: place of each parameter.
         joins: whether parameters are joined at all.
     """
-    order = sorted(range(len(places)), key=lambda number: _order_of(number, places[number]))
+    order = sorted(
+        range(len(places)),
+        key=lambda number: _order_of(number, places[number]),
+    )
     runs: list[Run] = []
     for number in order:
-        last = runs[-1] if runs and joins else None
-        if last is not None and _may_follow(places[last.members[-1]], places[number]):
-            joined = _joined(last, number, places[number])
-            if joined is not None:
-                runs[-1] = joined
-                continue
         place = places[number]
-        runs.append(Run((number,), (0,), place.n_elements, tuple(place.ranges)))
+        if joins and runs:
+            last_run = runs[-1]
+            last_place = places[last_run.members[-1]]
+            if _may_follow(last_place, place):
+                joined = _joined(last_run, number, place)
+                if joined is not None:
+                    runs[-1] = joined
+                    continue
+        run = Run(
+            members=(number,),
+            starts=(0,),
+            n_elements=place.n_elements,
+            ranges=tuple(place.ranges),
+        )
+        runs.append(run)
     return runs
 
 
-def _order_of(number: int, place: Place) -> tuple[tuple[int, str, int, int], int]:
-    """Return by what parameters are sorted: addresses count inside a piece of memory only.
+def _order_of(
+    number: int,
+    place: Place,
+) -> tuple[tuple[int, str, int, int], int]:
+    """Return the key by which parameters are sorted: addresses count inside a piece of memory only.
 
     Pieces may lie in another order on other ranks, where runs must be the same.
     """
@@ -92,7 +110,8 @@ def _order_of(number: int, place: Place) -> tuple[tuple[int, str, int, int], int
 
 def _may_follow(last: Place, place: Place) -> bool:
     """Return whether a parameter lies right behind another one of its kind, and both have no odd elements."""
-    is_adjacent = last.address + last.n_elements * last.item_bytes == place.address
+    last_nbytes = last.n_elements * last.item_bytes
+    is_adjacent = last.address + last_nbytes == place.address
     has_elements = last.n_elements > 0 and place.n_elements > 0
     is_whole = last.n_elements % JOINED_ELEMENTS == 0 and place.n_elements % JOINED_ELEMENTS == 0
     return (
@@ -104,10 +123,15 @@ def _may_follow(last: Place, place: Place) -> bool:
     )
 
 
-def _joined(run: Run, number: int, place: Place) -> Run | None:
-    """Return a run with one more parameter; None if an owner's share of it would be two pieces."""
-    ranges: list[tuple[int, int]] = []
-    for (start, stop), (new_start, new_stop) in zip(run.ranges, place.ranges, strict=True):
+def _joined(
+    run: Run,
+    number: int,
+    place: Place,
+) -> Run | None:
+    """Return a run with one more parameter; None if an owner's share would be two pieces then."""
+    ranges: list[Bounds] = []
+    all_ranges = zip(run.ranges, place.ranges, strict=True)
+    for (start, stop), (new_start, new_stop) in all_ranges:
         if new_start == new_stop:
             ranges.append((start, stop))
         elif start == stop:
@@ -116,6 +140,9 @@ def _joined(run: Run, number: int, place: Place) -> Run | None:
             ranges.append((start, run.n_elements + new_stop))
         else:
             return None
-    members = (*run.members, number)
-    starts = (*run.starts, run.n_elements)
-    return Run(members, starts, run.n_elements + place.n_elements, tuple(ranges))
+    return Run(
+        members=(*run.members, number),
+        starts=(*run.starts, run.n_elements),
+        n_elements=run.n_elements + place.n_elements,
+        ranges=tuple(ranges),
+    )

@@ -6,7 +6,7 @@ A schedule is data, so that it can be tested for any number of ranks in one proc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hpcdist.plan.blocks import block_bounds
+from hpcdist.plan.blocks import Bounds, block_bounds
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank sends and receives before the next round begins.
+    """Messages that one rank sends and receives before the next round begins.
 
     Attributes:
         sends: messages to other ranks, of the buffer as it is when the round begins.
         receives: messages from other ranks.
-        is_sum: whether received elements are added to the buffer's; else they replace them.
+        is_sum: whether received elements are added to the elements of the buffer; else they replace them.
     """
 
     sends: tuple[Message, ...] = ()
@@ -37,25 +37,34 @@ class Round:
 Schedule = Iterable[Round]
 
 
-def make_round(sends: Iterable[Message], receives: Iterable[Message], is_sum: bool) -> Round:
+def make_round(
+    sends: Iterable[Message],
+    receives: Iterable[Message],
+    is_sum: bool,
+) -> Round:
     """Return a round without its empty messages."""
     return Round(_full(sends), _full(receives), is_sum)
 
 
 def _full(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return the messages that have elements."""
     return tuple(message for message in messages if message.start < message.stop)
 
 
 def n_elements_sent(schedule: Schedule) -> int:
     """Return the elements that a rank sends in a schedule."""
-    return sum(
-        message.stop - message.start
-        for planned_round in schedule
-        for message in planned_round.sends
-    )
+    n_elements = 0
+    for planned_round in schedule:
+        for message in planned_round.sends:
+            n_elements += message.stop - message.start
+    return n_elements
 
 
-def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
+def plan_ring(
+    size: int,
+    rank: int,
+    n_elements: int,
+) -> Iterator[Round]:
     """Yield the rounds of one rank: 2(P-1) rounds, in which it sends all chunks but one, twice.
 
     In round k of the reduce-scatter rank r passes on the running sum of chunk r-k; at its end rank r holds the sum of
@@ -68,30 +77,41 @@ def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
     before = (rank - 1) % size
 
     def to(chunk: int) -> list[Message]:
-        return [Message(after, *block_bounds(n_elements, size, chunk % size))]
+        start, stop = block_bounds(n_elements, size, chunk % size)
+        return [Message(after, start, stop)]
 
     def of(chunk: int) -> list[Message]:
-        return [Message(before, *block_bounds(n_elements, size, chunk % size))]
+        start, stop = block_bounds(n_elements, size, chunk % size)
+        return [Message(before, start, stop)]
 
     for k in range(size - 1):
-        yield make_round(to(rank - k), of(rank - k - 1), is_sum=True)
+        sends = to(rank - k)
+        receives = of(rank - k - 1)
+        yield make_round(sends, receives, is_sum=True)
     for k in range(size - 1):
-        yield make_round(to(rank + 1 - k), of(rank - k), is_sum=False)
+        sends = to(rank - k + 1)
+        receives = of(rank - k)
+        yield make_round(sends, receives, is_sum=False)
 
 
-def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
+def plan_halving(
+    size: int,
+    rank: int,
+    n_elements: int,
+) -> tuple[Round, ...]:
     """Return the schedule of one rank, in which every element is summed in the binary tree over the ranks.
 
-    Two subtrees of ranks join in each round, those at distance 1 first. The elements that one rank of each has summed
-    are divided between the two by the numbers of ranks in their subtrees. With P a power of two these are halves, and a
-    rank sends 2(P-1)/P * n elements, to one peer in each of 2 log2 P rounds. Else the ranks of the shorter subtree, at
-    the right end, own more each and have more peers: with P = 2^k + 1 the last rank exchanges n elements with all.
+    Two subtrees of ranks join in each round, subtrees at distance 1 first. The elements that one rank of each subtree
+    has summed are divided between the two ranks by the numbers of ranks in their subtrees. With P a power of two these
+    are halves, and a rank sends 2(P-1)/P * n elements, to one peer in each of 2 log2 P rounds. Else the ranks of the
+    shorter subtree, at the right end, own more each and have more peers: with P = 2^k + 1 the last rank exchanges n
+    elements with all other ranks.
 
     Source: Rabenseifner, Optimization of collective reduction operations, ICCS 2004, doi 10.1007/978-3-540-24685-5_1;
         ours begins at distance 1 instead of P/2, and divides unequally instead of folding ranks before.
     """
-    summing = []
-    spreading = []
+    summing: list[Round] = []
+    spreading: list[Round] = []
     owned = [(0, n_elements)]
     distance = 1
     while distance < size:
@@ -100,53 +120,74 @@ def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
         stop = min(start + 2 * distance, size)
         if middle < stop:
             is_left = rank < middle
-            other_subtree = (middle, stop) if is_left else (start, middle)
-            retained_parts = []
-            ceded_parts = []
+            other_subtree = (start, middle)
+            if is_left:
+                other_subtree = (middle, stop)
+            retained_parts: list[Message] = []
+            ceded_parts: list[Message] = []
             for peer, first, last in _shared_with(other_subtree, owned, n_elements):
-                cut = first + (last - first) * distance // (stop - start)
-                of_left = Message(peer, first, cut)
-                of_right = Message(peer, cut, last)
-                retained_parts.append(of_left if is_left else of_right)
-                ceded_parts.append(of_right if is_left else of_left)
+                n_shared = last - first
+                cut = first + n_shared * distance // (stop - start)
+                left_part = Message(peer, first, cut)
+                right_part = Message(peer, cut, last)
+                if is_left:
+                    retained_parts.append(left_part)
+                    ceded_parts.append(right_part)
+                else:
+                    retained_parts.append(right_part)
+                    ceded_parts.append(left_part)
             summing.append(make_round(ceded_parts, retained_parts, is_sum=True))
             spreading.append(make_round(retained_parts, ceded_parts, is_sum=False))
-            owned = [(part.start, part.stop) for part in retained_parts if part.start < part.stop]
+            owned = [(part.start, part.stop) for part in _full(retained_parts)]
         distance *= 2
     return (*summing, *reversed(spreading))
 
 
 def _shared_with(
-    subtree: tuple[int, int], owned: Iterable[tuple[int, int]], n_elements: int
+    subtree: Bounds,
+    owned: Iterable[Bounds],
+    n_elements: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank of the subtree, start, stop) for the parts of owned elements that one rank of it has summed."""
+    """Yield (rank, start, stop) for the parts of owned elements that one rank of a subtree has summed."""
     for start, stop in owned:
         first = start
         while first < stop:
-            peer, _, last = _owner(subtree, first, n_elements)
-            yield peer, first, min(last, stop)
-            first = min(last, stop)
+            peer, _, peer_stop = _owner(subtree, first, n_elements)
+            last = min(peer_stop, stop)
+            yield peer, first, last
+            first = last
 
 
-def _owner(subtree: tuple[int, int], element: int, n_elements: int) -> tuple[int, int, int]:
-    """Return (rank, start, stop): who has summed an element over its subtree, with the elements around it."""
+def _owner(
+    subtree: Bounds,
+    element: int,
+    n_elements: int,
+) -> tuple[int, int, int]:
+    """Return the rank that has summed an element over its subtree, and (start, stop) of the elements around it."""
     first, end = subtree
     size = end - first
-    if size & (size - 1) == 0:
+    is_power_of_two = size & (size - 1) == 0
+    if is_power_of_two:
         start = 0
         stop = n_elements
         distance = 1
         while distance < size:
             middle = (start + stop) // 2
-            start, stop, first = (
-                (start, middle, first) if element < middle else (middle, stop, first + distance)
-            )
+            if element < middle:
+                stop = middle
+            else:
+                start = middle
+                first += distance
             distance *= 2
         return first, start, stop
     n_left = 1 << (size.bit_length() - 1)
-    left_rank, left_start, left_stop = _owner((first, first + n_left), element, n_elements)
-    right, right_start, right_stop = _owner((first + n_left, end), element, n_elements)
+    middle_rank = first + n_left
+    left_rank, left_start, left_stop = _owner((first, middle_rank), element, n_elements)
+    right_rank, right_start, right_stop = _owner((middle_rank, end), element, n_elements)
     start = max(left_start, right_start)
     stop = min(left_stop, right_stop)
-    cut = start + (stop - start) * n_left // size
-    return (left_rank, start, cut) if element < cut else (right, cut, stop)
+    n_shared = stop - start
+    cut = start + n_shared * n_left // size
+    if element < cut:
+        return left_rank, start, cut
+    return right_rank, cut, stop

@@ -1,1 +1,1 @@
-"""Parameter servers: ranks that hold the parameters in shards, apply what workers push, and answer what they pull."""
+"""Parameter servers: ranks that hold the parameters in shards, apply gradients of workers, and answer with values."""

@@ -3,8 +3,8 @@
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from hpcdist.ps.layout import (
     ROWS_HERE,
     WHOLE,
     WHOLE_HERE,
+    Entries,
+    Packer,
     ShardSpec,
     States,
     Unpacker,
@@ -39,19 +41,29 @@ from hpcdist.ps.layout import (
 from hpcdist.ps.messages import Kind, Message
 from hpcdist.ps.server import COPY
 from hpcdist.ps.transport import Mailbox
-from hpcdist.ps.updates import check_optimizer, is_elementwise
+from hpcdist.ps.updates import Settings, check_optimizer, is_elementwise
 from hpcdist.runtime.node_memory import map_memory
 from hpcdist.runtime.step_flags import Request
 
 #: How often values of a server of this node are read while it writes, before they are asked for in a message.
 _N_READS = 4
-#: What is sent of an optimizer for each of its groups: its settings, and the numbers of its variables.
-Groups = list[tuple[dict[str, Any], list[int]]]
+#: The groups of an optimizer, as servers get them: the settings of each group, and the numbers of its variables.
+Groups = list[tuple[Settings, list[int]]]
+#: A request: the number of its server, and the fields of its message.
+_ServerRequest = tuple[int, dict[str, Any]]
+#: The gradient of one shard in a push: its kind, the number of rows, and the tensors.
+_Gradient = tuple[int, int, list[Tensor]]
 
 
 @dataclass
-class _Known:
-    """A shard as this worker knows it: the variable that it is a part of, and the version of its values here."""
+class _KnownShard:
+    """A shard as this worker knows it.
+
+    Attributes:
+        spec: rows of the variable that the shard consists of.
+        variable: the variable that the shard is a part of.
+        version: version of the shard's values in the variable.
+    """
 
     spec: ShardSpec
     variable: nn.Parameter
@@ -71,7 +83,74 @@ class _Known:
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the rows of a tensor of the variable's shape that are this shard's."""
-        return tensor[self.spec.start : self.spec.stop] if tensor.dim() else tensor
+        if not tensor.dim():
+            return tensor
+        return tensor[self.spec.start : self.spec.stop]
+
+    def values(self) -> Tensor:
+        """Return the rows of the variable that are this shard's."""
+        return self.part_of(self.variable.detach())
+
+
+@dataclass
+class _KnownServer:
+    """A server as this worker knows it.
+
+    Attributes:
+        rank: rank of the server.
+        packer: packs the payloads of requests to the server.
+        shards: shards that the server holds, in its order.
+        n_adopted: number of shards of each adoption.
+        paths: paths of the memory in which a server of this node has the values of each adoption, as far as it has
+            announced them.
+        mapped_values: values of the first adoptions, in that memory.
+    """
+
+    rank: int
+    packer: Packer
+    shards: list[_KnownShard] = field(default_factory=list)
+    n_adopted: list[int] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    mapped_values: list[Values] = field(default_factory=list)
+
+    def indices_of(self, variables: Collection[int]) -> list[int]:
+        """Return the indices of the shards that are parts of some variables, given by their numbers."""
+        return [
+            index for index, shard in enumerate(self.shards) if shard.spec.variable in variables
+        ]
+
+    def map_values(self) -> list[Values]:
+        """Return the values that a server of this node has announced, mapped at their first use."""
+        n_announced = min(len(self.paths), len(self.n_adopted))
+        for adoption in range(len(self.mapped_values), n_announced):
+            begin = sum(self.n_adopted[:adoption])
+            shards = self.shards[begin : begin + self.n_adopted[adoption]]
+            specs = [shard.spec for shard in shards]
+            memory = map_memory(self.paths[adoption])
+            self.mapped_values.append(Values(memory, specs))
+        return self.mapped_values
+
+
+@dataclass
+class _KnownOptimizer:
+    """An optimizer that servers have.
+
+    Attributes:
+        optimizer: this worker's optimizer.
+        members: numbers of the variables of each of its groups.
+        sent_settings: settings of its groups that servers have; none before the first push, which brings them.
+    """
+
+    optimizer: Optimizer
+    members: list[list[int]]
+    sent_settings: list[Settings] = field(default_factory=list)
+
+
+class _ShardState(NamedTuple):
+    """The state that an optimizer has for one shard."""
+
+    shard: _KnownShard
+    state: dict[str, Any]
 
 
 class Client:
@@ -79,19 +158,20 @@ class Client:
 
     Args:
         mailbox: moves messages.
-        servers: their ranks.
+        servers: ranks of the servers.
         worker: number of this worker.
-        name: of this rank, for messages.
-        timeout_s: longest wait for an answer, beyond what servers allow each other.
-        chunk_bytes: about the size of the parts in which a push goes to each server, which answers them one by one, so
-            that new values come while gradients go; None: in one, as inside a node.
+        name: name of this rank in error messages.
+        timeout_s: longest wait for an answer. It is longer than servers wait for a worker.
+        chunk_bytes: approximate size of the parts in which a push goes to each server, which answers them one by one,
+            so that new values come while gradients go. None sends a push as one part, as inside a node.
 
     Attributes:
-        chunk_bytes: as given.
-        clock: steps pushed so far.
-        signal: the name of a signal that a server got and sent to this worker; empty before.
-        n_missed: how many pushes of others servers applied between the values that the last push was computed from and
-            that push.
+        chunk_bytes: the argument `chunk_bytes`.
+        clock: number of steps pushed so far.
+        signal: name of a signal that a server got and sent to this worker; empty before.
+        n_missed: number of pushes of other workers that servers applied between the values that the last push was
+            computed from and that push.
+        has_left: whether this worker has left the servers.
     """
 
     def __init__(
@@ -104,20 +184,14 @@ class Client:
         chunk_bytes: int | None = None,
     ) -> None:
         self._mailbox = mailbox
-        self._servers = list(servers)
+        self._servers = [_KnownServer(rank, mailbox.packer(rank)) for rank in servers]
         self._worker = worker
         self._name = name
         self._timeout_s = timeout_s
         self.chunk_bytes = chunk_bytes
-        self._shards: list[list[_Known]] = [[] for _ in servers]
-        self._sequence = self.clock = 0
-        self._packers = [mailbox.packer(rank) for rank in servers]
-        self._batches: list[list[int]] = [[] for _ in servers]  # shards of each adoption
-        # of the memory where a server has them
-        self._paths: list[list[str]] = [[] for _ in servers]
-        self._values: list[list[Values]] = [[] for _ in servers]
-        self._optimizers: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
-        self._members: dict[int, list[list[int]]] = {}
+        self._sequence = 0
+        self.clock = 0
+        self._optimizers: dict[int, _KnownOptimizer] = {}
         self.signal = ""
         self.n_missed = 0
         self.has_left = False
@@ -125,396 +199,457 @@ class Client:
 
     @property
     def n_servers(self) -> int:
-        """How many servers there are."""
+        """Number of servers."""
         return len(self._servers)
 
     # -- variables and optimizers ---------------------------------------------------------------------------------
 
     def adopt(
-        self, specs: dict[int, list[ShardSpec]], variables: Sequence[nn.Parameter], is_first: bool
+        self,
+        specs: dict[int, list[ShardSpec]],
+        variables: Sequence[nn.Parameter],
+        is_first: bool,
     ) -> None:
         """Let servers hold variables from now on; all workers have the same values.
 
         Args:
-            specs: the new shards, by server.
-            variables: all of the strategy's.
-            is_first: whether this worker sends the values. The others come when it has returned.
+            specs: new shards of each server.
+            variables: all variables of the strategy.
+            is_first: whether this worker sends the values. The other workers use the servers once it has returned.
         """
-        requests = {}
-        for server, new in specs.items():
-            shards = [_Known(spec, variables[spec.variable]) for spec in new]
-            self._shards[server] += shards
-            self._batches[server].append(len(shards))
+        requests: list[_ServerRequest] = []
+        for number, new_specs in specs.items():
+            server = self._servers[number]
+            new_shards: list[_KnownShard] = []
+            values: list[Tensor] = []
+            for spec in new_specs:
+                shard = _KnownShard(spec, variables[spec.variable])
+                new_shards.append(shard)
+                values.append(shard.values())
+            server.shards += new_shards
+            server.n_adopted.append(len(new_shards))
             if is_first:
-                payload = self._packers[server].pack(
-                    [shard.part_of(shard.variable.detach()) for shard in shards]
-                )
-                requests[server] = {"text": specs_to_text(new), "payload": payload}
+                payload = server.packer.pack(values)
+                fields = {"text": specs_to_text(new_specs), "payload": payload}
+                requests.append((number, fields))
         if requests:
-            self._ask("adopt", Kind.ADOPT, list(requests.items()))
+            self._ask("adopt", Kind.ADOPT, requests)
 
     def number_of(self, optimizer: Optimizer, groups: Groups) -> int:
         """Return the number of an optimizer; at its first step servers get it. All workers step in the same order."""
         members_now = [members for _, members in groups]
-        for number, (candidate, _) in self._optimizers.items():
-            if candidate is optimizer and self._members[number] == members_now:
-                return number
-            if candidate is optimizer:
+        for number, known_optimizer in self._optimizers.items():
+            if known_optimizer.optimizer is not optimizer:
+                continue
+            if known_optimizer.members != members_now:
                 raise UsageError(
                     f"step: expected the parameters that {type(optimizer).__name__} had at its first step, got others "
                     f"on {self._name}; make a new optimizer after adding or unfreezing parameters."
                 )
+            return number
         number = max(self._optimizers, default=-1) + 1
-        numbers = {variable for _, members in groups for variable in members}
-        shards = {
-            shard.spec.key
-            for server in self._shards
-            for shard in server
-            if shard.spec.variable in numbers
-        }
-        check_optimizer(type(optimizer), is_split=len(shards) > len(numbers))
-        requests = {}
-        for server, server_shards in enumerate(self._shards):
-            server_groups = [
-                (
-                    settings,
-                    [
-                        index
-                        for index, shard in enumerate(server_shards)
-                        if shard.spec.variable in members
-                    ],
-                )
-                for settings, members in groups
-            ]
-            pickle = pickles.dumps((type(optimizer), optimizer.defaults, server_groups))
-            # of a checkpoint that every worker has loaded
-            text, tensors = self._states_on(server, {number: optimizer})
-            payload = self._packers[server].pack([torch.from_numpy(pickle.copy()), *tensors])
-            requests[server] = {
-                "numbers": np.array([number, len(pickle)], np.int64),
-                "text": text,
-                "payload": payload,
-            }
-        self._ask("step", Kind.OPTIMIZER, list(requests.items()))
+        self._send_optimizer(number, optimizer, groups)
         self.note_optimizer(number, optimizer, members_now)
         return number
 
-    def note_optimizer(self, number: int, optimizer: Optimizer, members: list[list[int]]) -> None:
+    def _send_optimizer(
+        self,
+        number: int,
+        optimizer: Optimizer,
+        groups: Groups,
+    ) -> None:
+        """Give servers an optimizer, and the states that it has from a checkpoint that every worker has loaded.
+
+        Raises:
+            UsageError: for an optimizer that cannot run on servers.
+        """
+        variables: set[int] = set()
+        for _, members in groups:
+            variables.update(members)
+        shard_keys: set[tuple[int, ...]] = set()
+        for server in self._servers:
+            for index in server.indices_of(variables):
+                shard_keys.add(server.shards[index].spec.key)
+        check_optimizer(type(optimizer), is_split=len(shard_keys) > len(variables))
+        requests: list[_ServerRequest] = []
+        for server_number, server in enumerate(self._servers):
+            server_groups: Groups = []
+            for settings, members in groups:
+                server_groups.append((settings, server.indices_of(members)))
+            pickle = pickles.dumps((type(optimizer), optimizer.defaults, server_groups))
+            pickle_tensor = torch.from_numpy(pickle.copy())
+            text, tensors = _states_of(server, {number: optimizer})
+            fields = {
+                "numbers": np.array([number, len(pickle)], np.int64),
+                "text": text,
+                "payload": server.packer.pack([pickle_tensor, *tensors]),
+            }
+            requests.append((server_number, fields))
+        self._ask("step", Kind.OPTIMIZER, requests)
+
+    def note_optimizer(
+        self,
+        number: int,
+        optimizer: Optimizer,
+        members: list[list[int]],
+    ) -> None:
         """Note an optimizer that servers have.
 
         Args:
-            number: its number there.
-            optimizer: of this worker.
-            members: the numbers of the variables of each of its groups.
+            number: number of the optimizer on the servers.
+            optimizer: this worker's optimizer.
+            members: numbers of the variables of each of its groups.
         """
-        self._optimizers[number] = (optimizer, [])  # its settings go with the first push
-        self._members[number] = members
+        self._optimizers[number] = _KnownOptimizer(optimizer, members)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def step(self, number: int, settings: list[dict[str, Any]], request: Request) -> Request:
-        """Push the gradients of an optimizer's variables, and write what servers answer into the variables.
+    def step(
+        self,
+        number: int,
+        settings: list[Settings],
+        request: Request,
+    ) -> Request:
+        """Push the gradients of an optimizer's variables, and write the servers' answers into the variables.
 
         Args:
-            number: of the optimizer.
-            settings: of its groups, as they are now.
-            request: what this worker asks of all.
+            number: number of the optimizer.
+            settings: settings of the optimizer's groups now.
+            request: request of this worker to all workers.
 
         Returns:
-            What all workers act on after this step.
+            The requests that all workers act on after this step.
         """
-        optimizer, sent = self._optimizers[number]
-        has_new_settings = settings != sent
-        self._optimizers[number] = (optimizer, settings)
+        known_optimizer = self._optimizers[number]
+        optimizer = known_optimizer.optimizer
+        has_new_settings = settings != known_optimizer.sent_settings
+        known_optimizer.sent_settings = settings
         self.clock += 1
-        parameter_ids = {
-            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        }
-        part_bytes = self.chunk_bytes if is_elementwise(type(optimizer)) else None
-        text = json.dumps(settings) if has_new_settings else ""
-        requests: list[tuple[int, dict[str, Any]]] = []
-        for server, shards in enumerate(self._shards):
-            gradients = [
-                _gradient_of(shard) if id(shard.variable) in parameter_ids else (NOTHING, 0, [])
-                for shard in shards
-            ]
-            payload = self._packers[server].pack(
-                [tensor for _, _, tensors in gradients for tensor in tensors]
-            )
-            offset = 0
+        parameter_ids: set[int] = set()
+        for group in optimizer.param_groups:
+            parameter_ids.update(map(id, group["params"]))
+        part_bytes = None
+        if is_elementwise(type(optimizer)):
+            part_bytes = self.chunk_bytes
+        text = ""
+        if has_new_settings:
+            text = json.dumps(settings)
+        requests: list[_ServerRequest] = []
+        for server_number, server in enumerate(self._servers):
+            shards = server.shards
+            gradients: list[_Gradient] = []
+            pushed_tensors: list[Tensor] = []
+            for shard in shards:
+                if id(shard.variable) in parameter_ids:
+                    gradient = _gradient_of(shard)
+                    gradients.append(gradient)
+                    pushed_tensors += gradient[2]
+                else:
+                    gradients.append((NOTHING, 0, []))
+            payload = server.packer.pack(pushed_tensors)
+            stop = 0
             for begin, end in parts_of([shard.spec for shard in shards], part_bytes):
-                numbers = [number, begin, int(end == len(shards))]
-                first = offset
-                for shard, (kind, n_rows, tensors) in zip(
-                    shards[begin:end], gradients[begin:end], strict=True
-                ):
+                is_last = end == len(shards)
+                numbers = [number, begin, int(is_last)]
+                start = stop
+                part = zip(shards[begin:end], gradients[begin:end], strict=True)
+                for shard, (kind, n_rows, tensors) in part:
                     numbers += [kind, n_rows, shard.version]
-                    offset += sum(padded(tensor.numel() * tensor.itemsize) for tensor in tensors)
+                    for tensor in tensors:
+                        stop += padded(tensor.numel() * tensor.itemsize)
                 fields = {
                     "numbers": np.array(numbers, np.int64),
                     "text": text,
-                    "payload": payload[first:offset],
+                    "payload": payload[start:stop],
+                    "request": int(Request.NONE),
                 }
-                asks = server == 0 and end == len(shards)
-                requests.append(
-                    (server, {**fields, "request": int(request if asks else Request.NONE)})
-                )
+                # the first server alone decides after which step all act on a request
+                if server_number == 0 and is_last:
+                    fields["request"] = int(request)
+                requests.append((server_number, fields))
         # all servers have something to do at once
-        requests.sort(key=lambda request: int(request[1]["numbers"][1]))
-        before = [shards[0].version for shards in self._shards if shards]
-        due = self._take(self._answers("step", Kind.STEP, requests))
-        after = [shards[0].version for shards in self._shards if shards]
-        newer = [now - was for now, was in zip(after, before, strict=True) if was >= 0]
-        self.n_missed = max(0, *newer, 1) - 1  # one of the versions is this push's own
+        requests.sort(key=_first_shard_of)
+        first_shards: list[tuple[_KnownShard, int]] = []
+        for server in self._servers:
+            if server.shards:
+                shard = server.shards[0]
+                first_shards.append((shard, shard.version))
+        answers = self._answers("step", Kind.STEP, requests)
+        due = self._take(answers)
+        n_updates = 1  # this push is one of them
+        for shard, version_before in first_shards:
+            if version_before >= 0:
+                n_updates = max(n_updates, shard.version - version_before)
+        self.n_missed = n_updates - 1
         return due
 
     def pull(self, number: int = 0) -> None:
         """Write the values that servers have now into the variables.
 
         Args:
-            number: COPY: values come in messages, also inside a node.
+            number: COPY requests the values in messages, also inside a node.
         """
-        all_numbers = [
-            [number, 0, 1, *(n for shard in shards for n in (NOTHING, 0, shard.version))]
-            for shards in self._shards
-        ]
-        requests = [
-            (server, {"numbers": np.array(numbers, np.int64)})
-            for server, numbers in enumerate(all_numbers)
-        ]
-        self._take(self._answers("pull", Kind.PULL, requests))
+        requests: list[_ServerRequest] = []
+        for server_number, server in enumerate(self._servers):
+            numbers = [number, 0, 1]
+            for shard in server.shards:
+                numbers += (NOTHING, 0, shard.version)
+            fields = {"numbers": np.array(numbers, np.int64)}
+            requests.append((server_number, fields))
+        answers = self._answers("pull", Kind.PULL, requests)
+        self._take(answers)
 
     def forget_values(self) -> None:
         """Let the next pull bring all values, as this worker has overwritten its own."""
-        for shards in self._shards:
-            for shard in shards:
+        for server in self._servers:
+            for shard in server.shards:
                 shard.version = -1
 
     def _take(self, answers: Iterable[tuple[int, Message]]) -> Request:
-        """Write values into the variables as they come; return what is due."""
+        """Write values into the variables as they come; return the requests that are due."""
         due = Request.NONE
-        torn = False
-        for server, message in answers:
+        has_torn_read = False
+        for server_number, message in answers:
+            server = self._servers[server_number]
             due |= Request(message.request)
             if message.text:
-                self._hear(server, json.loads(message.text))
+                news = json.loads(message.text)
+                self.signal = self.signal or news["signal"]
+                server.paths += news["paths"]
             begin = int(message.numbers[0])
-            rows = message.numbers[1:].reshape(-1, 3).tolist()
-            shards = self._shards[server][begin : begin + len(rows)]
-            self._require_later(shards, rows)
-            if any(kind in (WHOLE_HERE, ROWS_HERE) for kind, _, _ in rows):
-                if not self._read(server, message, begin, rows):
-                    torn = True
+            entries: Entries = message.numbers[1:].reshape(-1, 3).tolist()
+            shards = server.shards[begin : begin + len(entries)]
+            self._require_later(shards, entries)
+            if any(kind in (WHOLE_HERE, ROWS_HERE) for kind, _, _ in entries):
+                if not _read(server, message, begin, entries):
+                    has_torn_read = True
                     continue
             else:
-                _unpack(message, shards, rows)
-            for shard, (_, _, version) in zip(shards, rows, strict=True):
+                _unpack(message, shards, entries)
+            for shard, (_, _, version) in zip(shards, entries, strict=True):
                 shard.version = version
-        if torn:
+        if has_torn_read:
             self.pull(COPY)
         return due
 
-    def _hear(self, server: int, news: dict[str, Any]) -> None:
-        """Note a signal that a server got, and the memory where it has values."""
-        self.signal = self.signal or news["signal"]
-        self._paths[server] += news["paths"]
-
-    def _values_here(self, server: int) -> list[Values]:
-        """Return the values that a server of this node has, mapped at their first use, as far as they are known."""
-        mapped_values = self._values[server]
-        for path, n_shards in list(zip(self._paths[server], self._batches[server], strict=False))[
-            len(mapped_values) :
-        ]:
-            begin = sum(len(values.tensors) for values in mapped_values)
-            specs = [shard.spec for shard in self._shards[server][begin : begin + n_shards]]
-            mapped_values.append(Values(map_memory(path), specs))
-        return mapped_values
-
-    def _require_later(self, shards: list[_Known], rows: list[list[int]]) -> None:
-        for shard, (_, _, version) in zip(shards, rows, strict=True):
+    def _require_later(
+        self,
+        shards: list[_KnownShard],
+        entries: Entries,
+    ) -> None:
+        """Raise DesyncError if a server has older values of a shard than it had before."""
+        for shard, (_, _, version) in zip(shards, entries, strict=True):
             if version < shard.version:
                 raise DesyncError(
                     f"pull: expected version {shard.version} of {shard.spec.name!r} or a later one, got {version} on "
                     f"{self._name}; servers must not be replaced in a job."
                 )
 
-    def _read(self, server: int, message: Message, begin: int, rows: list[list[int]]) -> bool:
-        """Copy values from where a server of this node has them; return whether it did not write meanwhile."""
-        all_values = self._values_here(server)
-        stop = begin + len(rows)
-        tensors = [tensor for values in all_values for tensor in values.tensors][begin:stop]
-        for _ in range(_N_READS):
-            before = [values.counter for values in all_values]
-            if any(count & 1 for count in before):
-                os.sched_yield()
-                continue
-            payload = Unpacker(message.payload)
-            shards = self._shards[server][begin:stop]
-            for shard, tensor, (kind, n_rows, _) in zip(shards, tensors, rows, strict=True):
-                if kind == WHOLE_HERE:
-                    shard.write(tensor)
-                elif kind == ROWS_HERE:
-                    indices = payload.take((n_rows,), torch.int64)
-                    shard.write(tensor[indices], indices)
-            if before == [values.counter for values in all_values]:
-                return True
-        return False
-
     # -- states -----------------------------------------------------------------------------------------------------
 
     def fetch_state(self, optimizer: Optimizer) -> None:
-        """Fill an optimizer's state with that of the servers, of whole variables. Nothing before its first step."""
-        number = next(
-            (
-                number
-                for number, (candidate, _) in self._optimizers.items()
-                if candidate is optimizer
-            ),
-            None,
-        )
+        """Fill an optimizer's state, of whole variables, from the servers; do nothing before its first step."""
+        number = self._number_of_known(optimizer)
         if number is None:
             return
-        requests = [
-            (server, {"numbers": np.array([number], np.int64)}) for server in range(self.n_servers)
-        ]
-        answers = self._ask("save", Kind.STATE, requests)
-        parts: dict[int, list[tuple[_Known, dict[str, Any]]]] = {}
-        for server, message in answers:
-            for (_, index), state in state_of_text(message.text, Unpacker(message.payload)).items():
-                shard = self._shards[server][index]
-                parts.setdefault(id(shard.variable), []).append((shard, state))
-        for owned in parts.values():
-            owned.sort(key=lambda pair: pair[0].spec.start)
-            variable = owned[0][0].variable
-            optimizer.state[variable] = {
-                name: _joined(owned, name, variable) for name in owned[0][1]
-            }
+        numbers = np.array([number], np.int64)
+        answers = self._ask_all("save", Kind.STATE, numbers=numbers)
+        states_by_variable: dict[int, list[_ShardState]] = {}
+        for server_number, message in answers:
+            shards = self._servers[server_number].shards
+            states = state_of_text(message.text, Unpacker(message.payload))
+            for (_, index), state in states.items():
+                shard = shards[index]
+                shard_states = states_by_variable.setdefault(id(shard.variable), [])
+                shard_states.append(_ShardState(shard, state))
+        for shard_states in states_by_variable.values():
+            shard_states.sort(key=lambda shard_state: shard_state.shard.spec.start)
+            first = shard_states[0]
+            state_of_variable: dict[str, Any] = {}
+            for name in first.state:
+                state_of_variable[name] = _joined(shard_states, name)
+            optimizer.state[first.shard.variable] = state_of_variable
 
-    def assign(self, variables: Collection[int], optimizers: Sequence[Optimizer]) -> None:
-        """Make the values of some variables, and the states of some optimizers, those of the servers.
+    def _number_of_known(self, optimizer: Optimizer) -> int | None:
+        """Return the number of an optimizer that servers have; None for another one."""
+        for number, known_optimizer in self._optimizers.items():
+            if known_optimizer.optimizer is optimizer:
+                return number
+        return None
+
+    def assign(
+        self,
+        variables: Collection[int],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """Give servers the values of some variables, and the states of some optimizers.
 
         Args:
-            variables: their numbers.
-            optimizers: that servers have.
+            variables: numbers of the variables.
+            optimizers: optimizers that servers have.
         """
-        numbered = {
-            number: candidate
-            for number, (candidate, _) in self._optimizers.items()
-            if any(candidate is optimizer for optimizer in optimizers)
-        }
-        requests: dict[int, dict[str, Any]] = {}
-        for server, shards in enumerate(self._shards):
-            chosen = [
-                index for index, shard in enumerate(shards) if shard.spec.variable in variables
-            ]
-            values = [shards[index].part_of(shards[index].variable.detach()) for index in chosen]
-            text, tensors = self._states_on(server, numbered)
-            requests[server] = {
-                "numbers": np.array([len(chosen), *chosen, *numbered], np.int64),
+        optimizer_ids = set(map(id, optimizers))
+        numbered: dict[int, Optimizer] = {}
+        for number, known_optimizer in self._optimizers.items():
+            if id(known_optimizer.optimizer) in optimizer_ids:
+                numbered[number] = known_optimizer.optimizer
+        requests: list[_ServerRequest] = []
+        for server_number, server in enumerate(self._servers):
+            indices = server.indices_of(variables)
+            values = [server.shards[index].values() for index in indices]
+            text, tensors = _states_of(server, numbered)
+            fields = {
+                "numbers": np.array([len(indices), *indices, *numbered], np.int64),
                 "text": text,
-                "payload": self._packers[server].pack([*values, *tensors]),
+                "payload": server.packer.pack([*values, *tensors]),
             }
-        self._ask("restore", Kind.ASSIGN, list(requests.items()))
-
-    def _states_on(
-        self, server: int, optimizers: Mapping[int, Optimizer]
-    ) -> tuple[str, list[Tensor]]:
-        """Return the states of optimizers, as far as they have any, for the shards of a server."""
-        states: States = {}
-        for number, optimizer in optimizers.items():
-            firsts: set[tuple[int, ...]] = set()
-            for index, shard in enumerate(self._shards[server]):
-                is_first = shard.spec.key not in firsts or is_elementwise(type(optimizer))
-                firsts.add(shard.spec.key)
-                for name, value in optimizer.state.get(shard.variable, {}).items():
-                    is_of_rows = isinstance(value, Tensor) and value.shape == shard.variable.shape
-                    # of chunks that servers have as a whole the first one has the rest
-                    if is_of_rows or is_first:
-                        states.setdefault((number, index), {})[name] = (
-                            shard.part_of(value) if is_of_rows else value
-                        )
-        return state_to_text(states)
+            requests.append((server_number, fields))
+        self._ask("restore", Kind.ASSIGN, requests)
 
     def statistics(self) -> list[dict[str, Any]]:
         """Return the statistics of each server."""
-        answers = self._ask(
-            "statistics", Kind.STATISTICS, [(server, {}) for server in range(self.n_servers)]
-        )
+        answers = self._ask_all("statistics", Kind.STATISTICS)
         return [json.loads(message.text) for _, message in answers]
 
     def leave(self, code: int = -1) -> None:
         """Leave: the servers do not wait for this worker any more. Later calls do nothing.
 
         Args:
-            code: with which servers leave once all workers have; -1: with that of the chief's program.
+            code: exit code of the servers once all workers have left. -1 is the exit code of the chief's program.
         """
-        if not self.has_left and os.getpid() == self._pid:  # a forked child is no worker
-            self.has_left = True
-            numbers = np.array([code], np.int64)
-            self._ask(
-                "leave",
-                Kind.LEAVE,
-                [(server, {"numbers": numbers}) for server in range(self.n_servers)],
-            )
-            for shards in self._shards:
-                shards.clear()  # so that the strategy, which variables keep alive, can go
-            self._optimizers.clear()
+        # a forked child is no worker
+        if self.has_left or os.getpid() != self._pid:
+            return
+        self.has_left = True
+        numbers = np.array([code], np.int64)
+        self._ask_all("leave", Kind.LEAVE, numbers=numbers)
+        for server in self._servers:
+            server.shards.clear()  # so that the strategy, which variables keep alive, can go
+        self._optimizers.clear()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def _ask_all(
+        self,
+        call: str,
+        kind: Kind,
+        **fields: Any,
+    ) -> list[tuple[int, Message]]:
+        """Send one request to all servers and return their answers; see `_ask`."""
+        requests = [(server_number, fields) for server_number in range(self.n_servers)]
+        return self._ask(call, kind, requests)
 
     def _ask(
-        self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]
+        self,
+        call: str,
+        kind: Kind,
+        requests: Sequence[_ServerRequest],
     ) -> list[tuple[int, Message]]:
-        """Send requests to servers and return their answers, each with its server; raises as `_answers`."""
+        """Send requests to servers and return their answers, each with the number of its server.
+
+        Raises the errors of `_answers`.
+        """
         return list(self._answers(call, kind, requests))
 
     def _answers(
-        self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]
+        self,
+        call: str,
+        kind: Kind,
+        requests: Sequence[_ServerRequest],
     ) -> Iterator[tuple[int, Message]]:
-        """Send requests to servers and yield their answers as they come, each with its server.
+        """Send requests to servers and yield their answers as they come, each with the number of its server.
 
         Raises:
             PSUnavailable: when an answer is late; on this rank.
-            HpcdistError: that a server answers; on this rank.
+            HpcdistError: when a server answers with an error, which this is; on this rank.
         """
-        messages = []
-        for server, fields in requests:
+        messages: list[tuple[int, Message]] = []
+        for server_number, fields in requests:
             self._sequence += 1
             message = Message(
-                kind, self._worker, sequence=self._sequence, clock=self.clock, **fields
+                kind,
+                self._worker,
+                sequence=self._sequence,
+                clock=self.clock,
+                **fields,
             )
-            messages.append((self._servers[server], message))
+            rank = self._servers[server_number].rank
+            messages.append((rank, message))
         n_answers = 0
         error = None
         for number, answer in self._mailbox.exchange(messages, self._timeout_s):
             n_answers += 1
-            server = requests[number][0]
+            server_number = requests[number][0]
             if answer.kind is Kind.ERROR:
-                error = error or _error_of(answer.text, server)
+                error = error or _error_of(answer.text, server_number)
             elif error is None:
-                yield server, answer
+                yield server_number, answer
         if error is not None:  # once nothing is under way any more
             raise error
         if n_answers < len(messages):
+            n_asked = len({rank for rank, _ in messages})
             raise PSUnavailable(
-                f"{call}: expected answers of {len({rank for rank, _ in messages})} parameter servers within "
-                f"{self._timeout_s:g} s, got fewer on {self._name}; look for a server that has stopped."
+                f"{call}: expected answers of {n_asked} parameter servers within {self._timeout_s:g} s, got fewer on "
+                f"{self._name}; look for a server that has stopped."
             )
 
 
-def _unpack(message: Message, shards: list[_Known], rows: list[list[int]]) -> None:
+def _first_shard_of(request: _ServerRequest) -> int:
+    """Return the number of the first shard in a part of a push."""
+    _, fields = request
+    return int(fields["numbers"][1])
+
+
+def _read(
+    server: _KnownServer,
+    message: Message,
+    begin: int,
+    entries: Entries,
+) -> bool:
+    """Copy values from where a server of this node has them; return whether it did not write meanwhile."""
+    stop = begin + len(entries)
+    shards = server.shards[begin:stop]
+    all_values = server.map_values()
+    all_tensors: list[Tensor] = []
+    for values in all_values:
+        all_tensors += values.tensors
+    tensors = all_tensors[begin:stop]
+    for _ in range(_N_READS):
+        counters = [values.counter for values in all_values]
+        if any(counter & 1 for counter in counters):
+            os.sched_yield()
+            continue
+        payload = Unpacker(message.payload)
+        for shard, tensor, (kind, n_rows, _) in zip(shards, tensors, entries, strict=True):
+            if kind == WHOLE_HERE:
+                shard.write(tensor)
+            elif kind == ROWS_HERE:
+                indices = payload.take((n_rows,), torch.int64)
+                shard.write(tensor[indices], indices)
+        if counters == [values.counter for values in all_values]:
+            return True
+    return False
+
+
+def _unpack(
+    message: Message,
+    shards: list[_KnownShard],
+    entries: Entries,
+) -> None:
     """Write values that came in a message into the variables."""
     payload = Unpacker(message.payload)
-    for shard, (kind, n_rows, _) in zip(shards, rows, strict=True):
+    for shard, (kind, n_rows, _) in zip(shards, entries, strict=True):
+        dtype = shard.spec.torch_dtype
         if kind == WHOLE:
-            shard.write(payload.take(shard.spec.shape, shard.spec.torch_dtype))
+            shard.write(payload.take(shard.spec.shape, dtype))
         elif kind == ROWS:
             indices = payload.take((n_rows,), torch.int64)
-            shard.write(
-                payload.take((n_rows, *shard.spec.row_shape), shard.spec.torch_dtype), indices
-            )
+            values = payload.take((n_rows, *shard.spec.row_shape), dtype)
+            shard.write(values, indices)
 
 
-def _gradient_of(shard: _Known) -> tuple[int, int, list[Tensor]]:
-    """Return what a push has of a shard: its kind, the number of rows, and the tensors."""
+def _gradient_of(shard: _KnownShard) -> _Gradient:
+    """Return the gradient of a shard for a push: its kind, the number of rows, and the tensors."""
     gradient = shard.variable.grad
     if gradient is None:
         return NOTHING, 0, []
@@ -528,21 +663,47 @@ def _gradient_of(shard: _Known) -> tuple[int, int, list[Tensor]]:
     gradient = gradient.coalesce()
     indices = gradient._indices()[0]
     is_own = (indices >= shard.spec.start) & (indices < shard.spec.stop)
-    return ROWS, int(is_own.sum()), [indices[is_own] - shard.spec.start, gradient._values()[is_own]]
+    rows = indices[is_own] - shard.spec.start
+    return ROWS, len(rows), [rows, gradient._values()[is_own]]
 
 
-def _joined(owned: list[tuple[_Known, dict[str, Any]]], name: str, variable: Tensor) -> Any:
-    """Return one value of an optimizer's state for a whole variable, given those of its shards in order."""
-    parts = [state[name] for _, state in owned]
-    shapes = [tuple(shard.spec.shape) for shard, _ in owned]
-    is_of_rows = len(parts) > 1 and all(
-        isinstance(part, Tensor) and tuple(part.shape) == shape
-        for part, shape in zip(parts, shapes, strict=True)
-    )
-    return torch.cat(parts).to(variable.device) if is_of_rows else parts[0]
+def _states_of(
+    server: _KnownServer,
+    optimizers: Mapping[int, Optimizer],
+) -> tuple[str, list[Tensor]]:
+    """Return the states of optimizers, as far as they have any, for the shards of a server."""
+    states: States = {}
+    for number, optimizer in optimizers.items():
+        # of chunks that servers have as a whole the first one has all values that are not of rows
+        takes_each_chunk = is_elementwise(type(optimizer))
+        seen_keys: set[tuple[int, ...]] = set()
+        for index, shard in enumerate(server.shards):
+            is_first = takes_each_chunk or shard.spec.key not in seen_keys
+            seen_keys.add(shard.spec.key)
+            for name, value in optimizer.state.get(shard.variable, {}).items():
+                if isinstance(value, Tensor) and value.shape == shard.variable.shape:
+                    states.setdefault((number, index), {})[name] = shard.part_of(value)
+                elif is_first:
+                    states.setdefault((number, index), {})[name] = value
+    return state_to_text(states)
 
 
-def _error_of(text: str, server: int) -> HpcdistError:
+def _joined(shard_states: list[_ShardState], name: str) -> Any:
+    """Return one value of an optimizer's state for a whole variable, given the states of its shards in order."""
+    parts = [shard_state.state[name] for shard_state in shard_states]
+    if len(parts) == 1:
+        return parts[0]
+    for part, (shard, _) in zip(parts, shard_states, strict=True):
+        is_of_rows = isinstance(part, Tensor) and tuple(part.shape) == tuple(shard.spec.shape)
+        if not is_of_rows:
+            return parts[0]
+    return torch.cat(parts).to(shard_states[0].shard.variable.device)
+
+
+def _error_of(text: str, server_number: int) -> HpcdistError:
+    """Return the error that a server has answered, as it names its class."""
     name, _, detail = text.partition(": ")
     kind = error_class(name)
-    return kind(f"{detail if kind.__name__ == name else text} [parameter server {server}]")
+    if kind.__name__ != name:
+        detail = text
+    return kind(f"{detail} [parameter server {server_number}]")

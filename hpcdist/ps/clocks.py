@@ -12,14 +12,18 @@ class Clocks:
     """The clocks of all workers, as one server has seen their pushes.
 
     Args:
-        workers: their numbers.
-        max_staleness: a worker begins step c (from 0) only when every other live worker has pushed step
-            c - 1 - max_staleness; None: at once.
+        workers: numbers of the workers.
+        max_staleness: number s such that a worker begins step c (from 0) only when every other live worker has pushed
+            step c - 1 - s. With None every step begins at once.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server (NIPS 2013).
     """
 
-    def __init__(self, workers: Iterable[int], max_staleness: int | None = None) -> None:
+    def __init__(
+        self,
+        workers: Iterable[int],
+        max_staleness: int | None = None,
+    ) -> None:
         self._pushed = dict.fromkeys(workers, 0)
         self._max_staleness = max_staleness
 
@@ -30,12 +34,12 @@ class Clocks:
 
     @property
     def latest(self) -> int:
-        """The clock of the worker that is ahead of all others."""
+        """Clock of the worker that is ahead of all other workers."""
         return max(self._pushed.values(), default=0)
 
     @property
     def earliest(self) -> int:
-        """The clock of the worker that all others are ahead of."""
+        """Clock of the worker that all other workers are ahead of."""
         return min(self._pushed.values(), default=0)
 
     def push(self, worker: int, clock: int) -> None:
@@ -57,37 +61,37 @@ class Clocks:
         """
         if self._max_staleness is None:
             return []
-        return [
-            worker for worker, pushed in self._pushed.items() if pushed < step - self._max_staleness
-        ]
+        required_clock = step - self._max_staleness
+        return [worker for worker, clock in self._pushed.items() if clock < required_clock]
 
 
 class RequestClock:
     """After which step all workers act on a request to stop or to save.
 
-    A worker that asks cannot know how far the others are. The server that all of them push to sets a step that none has
-    pushed yet, and each acts on the request after that step, so that all are at the same one.
+    A worker that asks cannot know how far the other workers are. The server that all workers push to sets a step that
+    none has pushed yet. Each acts on the request after that step, so that all workers are at the same step.
     """
 
     def __init__(self) -> None:
         self._due: dict[Request, int] = {}
 
     def ask(self, requests: Request, clock: int, latest: int) -> None:
-        """Take the requests of a worker, or of the server itself.
+        """Take the requests of a worker.
 
         Args:
-            requests: what is asked for.
-            clock: of the worker that asks.
-            latest: of the worker that is ahead.
+            requests: requests, as flags.
+            clock: clock of the worker that asks.
+            latest: clock of the worker that is ahead of all other workers.
         """
         for kind in (Request.STOP, Request.SAVE):
-            # else it is what all will do, or have just done
+            # otherwise all workers will act on an earlier request, or have just done so
             if kind in requests and clock > self._due.get(kind, -1):
                 self._due[kind] = latest + 1
 
     def due(self, clock: int) -> Request:
-        """Return what a worker acts on after the push that brings it to this clock."""
+        """Return the requests that a worker acts on after the push that brings it to this clock."""
         due_requests = Request.NONE
         for kind, step in self._due.items():
-            due_requests |= kind if clock == step else Request.NONE
+            if step == clock:
+                due_requests |= kind
         return due_requests

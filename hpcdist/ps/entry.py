@@ -25,19 +25,27 @@ _LATE_S = 60.0
 
 
 class SilentClient(Client):
-    """Of a replica that is not the first of its entry: it notes what that one's client does, and asks nobody."""
+    """Client of a replica that is not the first of its entry. It counts steps, and asks no server."""
 
     def number_of(self, optimizer: Optimizer, groups: Groups) -> int:
         """Return 0: no server is asked."""
         return 0
 
-    def step(self, number: int, settings: list[dict[str, Any]], request: Request) -> Request:
+    def step(
+        self,
+        number: int,
+        settings: list[dict[str, Any]],
+        request: Request,
+    ) -> Request:
         """Count a step."""
         self.clock += 1
         return Request.NONE
 
     def _answers(
-        self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]
+        self,
+        call: str,
+        kind: Kind,
+        requests: Sequence[tuple[int, dict[str, Any]]],
     ) -> Iterator[tuple[int, Message]]:
         return iter(())
 
@@ -46,14 +54,15 @@ class EntryParameters(ServedParameters):
     """A replica's view of variables on servers, where its worker entry has several replicas, each on a rank.
 
     A step is one of the entry: its replicas' gradients are summed, the first replica pushes the sum and pulls values,
-    and all of them take these. What `ServedParameters` does alone is collective here: the ranks of the entry.
+    and all of them take these. Methods that are not collective in `ServedParameters` are collective here, over the
+    ranks of the entry.
 
-    Cost of a step, beyond the first replica's: an all-reduce of the gradients, and a broadcast of the variables that
-    have changed, whole.
+    Cost of a step, beyond the cost for the first replica: an all-reduce of the gradients, and a broadcast of the
+    variables that have changed, whole.
 
     Args:
-        comm: the ranks of the entry.
-        world, client, partitioner, is_by_bytes, skips_non_finite: as `ServedParameters`.
+        comm: communicator of the ranks of the entry.
+        world, client, partitioner, is_by_bytes, skips_non_finite: arguments of `ServedParameters`.
     """
 
     def __init__(
@@ -65,13 +74,24 @@ class EntryParameters(ServedParameters):
         is_by_bytes: bool,
         skips_non_finite: bool,
     ) -> None:
-        super().__init__(world, client, partitioner, is_by_bytes, skips_non_finite, needs_sum=True)
+        super().__init__(
+            world,
+            client,
+            partitioner,
+            is_by_bytes,
+            skips_non_finite,
+            needs_sum=True,
+        )
         self._comm = comm
-        group_of(comm, None, world)  # which the collectives below find by the communicator
+        group_of(comm, None, world)  # the collectives below find the group by the communicator
         # version counters of the variables when all replicas last had the same values
         self._shared: list[int] = []
 
-    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    def begin_step(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         """Make one step of the entry on the servers, and hide the gradients from the optimizer here."""
         with self._world.agreed(self._comm):
             self._check_step(parameters)
@@ -87,15 +107,16 @@ class EntryParameters(ServedParameters):
         self._hidden = local_gradients
 
     def _summed(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Return the sum of the replicas' gradients of each parameter, in memory of its own; None where all have none.
+        """Return the sum of the replicas' gradients of each parameter, in separate memory.
 
-        Sparse where any is; its rows follow each other in the order of the replicas.
+        A sum is None where no replica has a gradient. It is sparse where a replica's gradient is; its rows follow each
+        other in the order of the replicas.
         """
-        kinds = np.array(
-            [_kind_of(local_parameter.grad) for local_parameter in parameters], np.int64
-        )
+        local_kinds = [_kind_of(parameter.grad) for parameter in parameters]
+        kinds = np.array(local_kinds, np.int64)
         all_reduce(kinds, "max", comm=self._comm)
         totals: list[Tensor | None] = []
+        dense_totals: list[Tensor] = []
         for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
             gradient = parameter.grad
             if kind == _NONE:
@@ -103,49 +124,68 @@ class EntryParameters(ServedParameters):
             elif kind == _SPARSE:
                 totals.append(self._joined(parameter, gradient))
             else:
-                blank = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-                totals.append(blank if gradient is None else blank.copy_(gradient))
-        grouped_all_reduce(
-            [total for total in totals if total is not None and not total.is_sparse],
-            comm=self._comm,
-        )
+                total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                if gradient is not None:
+                    total.copy_(gradient)
+                totals.append(total)
+                dense_totals.append(total)
+        grouped_all_reduce(dense_totals, comm=self._comm)
         return totals
 
-    def _joined(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
+    def _joined(
+        self,
+        parameter: nn.Parameter,
+        gradient: Tensor | None,
+    ) -> Tensor:
         """Return the rows of all replicas' gradients as one sparse gradient."""
         if gradient is None:
-            none = torch.empty((1, 0), dtype=torch.int64)
-            rows = parameter.new_empty((0, *parameter.shape[1:]))
+            no_rows = parameter.new_empty((0, *parameter.shape[1:]))
+            no_indices = torch.empty((1, 0), dtype=torch.int64).to(no_rows.device)
             gradient = torch.sparse_coo_tensor(
-                none.to(rows.device), rows, parameter.shape, check_invariants=False
+                no_indices,
+                no_rows,
+                parameter.shape,
+                check_invariants=False,
             )
-        gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+        elif not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)
+        gradient = gradient.coalesce()
         indices = all_gather(gradient._indices()[0], comm=self._comm)
         values = all_gather(gradient._values(), comm=self._comm)
         return torch.sparse_coo_tensor(
-            indices[None], values, parameter.shape, check_invariants=False
+            indices[None],
+            values,
+            parameter.shape,
+            check_invariants=False,
         )
 
     def _push(
-        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        request: Request,
     ) -> Request:
         requests = np.array([request], np.int64)
         all_reduce(requests, "max", comm=self._comm)
+        entry_request = Request(int(requests[0]))
         due = Request.NONE
         with self._world.agreed(self._comm):
             try:
-                due = super()._push(optimizer, parameters, Request(int(requests[0])))
+                due = super()._push(optimizer, parameters, entry_request)
             finally:
                 self._await_first()
         return self._share(due)
 
     def _await_first(self) -> None:
-        """Wait for the first replica's push, longer than that one waits: its error says what is late."""
+        """Wait for the first replica's push, for longer than the first replica waits: its error says what is late."""
         request = self._comm.Ibarrier()
         limit_s = self._world.timeout_s + _LATE_S
         if not wait_until(request.Test, limit_s):
             raise late(
-                "step", limit_s, "the first rank of this worker entry", self._world.describe()
+                "step",
+                limit_s,
+                "the first rank of this worker entry",
+                self._world.describe(),
             )
 
     def _pull(self) -> None:
@@ -155,36 +195,29 @@ class EntryParameters(ServedParameters):
 
     @torch.no_grad()
     def _share(self, due: Request) -> Request:
-        """Take the first replica's values of the variables that it has new ones of; return what is due there."""
-        before = [*self._shared, *([-1] * len(self._variables))]
-        news = np.array(
-            [
-                due,
-                *(
-                    variable._version != count
-                    for variable, count in zip(self._variables, before, strict=False)
-                ),
-            ],
-            np.int64,
-        )
+        """Take the first replica's values of the variables that it has new values of.
+
+        Returns:
+            The requests that are due on the first replica.
+        """
+        local_news = [int(due)]
+        for number, variable in enumerate(self._variables):
+            is_new = number >= len(self._shared) or variable._version != self._shared[number]
+            local_news.append(int(is_new))
+        news = np.array(local_news, np.int64)
         broadcast(news, comm=self._comm)
-        changed = [
-            variable
-            for variable, is_new in zip(self._variables, news[1:].tolist(), strict=True)
-            if is_new
-        ]
-        for kind in sorted({(str(variable.dtype), str(variable.device)) for variable in changed}):
-            bucket = [
-                variable
-                for variable in changed
-                if (str(variable.dtype), str(variable.device)) == kind
-            ]
+        buckets: dict[tuple[str, str], list[nn.Parameter]] = {}
+        for variable, is_new in zip(self._variables, news[1:].tolist(), strict=True):
+            if is_new:
+                kind = (str(variable.dtype), str(variable.device))
+                buckets.setdefault(kind, []).append(variable)
+        for kind in sorted(buckets):
+            bucket = buckets[kind]
             flat = torch.cat([variable.detach().reshape(-1) for variable in bucket])
             broadcast(flat, comm=self._comm)
-            for variable, values in zip(
-                bucket, torch.split(flat, [variable.numel() for variable in bucket]), strict=True
-            ):
-                if self._comm.rank > 0:
+            if self._comm.rank > 0:
+                sizes = [variable.numel() for variable in bucket]
+                for variable, values in zip(bucket, torch.split(flat, sizes), strict=True):
                     variable.copy_(values.view_as(variable))
         self._note_written()
         self._shared = list(self._counters)
@@ -192,6 +225,7 @@ class EntryParameters(ServedParameters):
 
 
 def _kind_of(gradient: Tensor | None) -> int:
+    """Return whether a gradient is sparse, dense or absent."""
     if gradient is None:
         return _NONE
     return _SPARSE if gradient.is_sparse else _DENSE

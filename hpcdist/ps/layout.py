@@ -15,11 +15,13 @@ from hpcdist.plan.partitioners import Shard, VariableSpec
 from hpcdist.ps.messages import Bytes
 from hpcdist.runtime.node_memory import fence
 
-#: Tensors in a payload begin at multiples of this.
+#: Tensors in a payload begin at multiples of this number of bytes.
 _ALIGNMENT = 64
-#: What a message has of a shard: nothing, all of it, or some of its rows. The last two: their values are in memory that
-#: worker and server share.
+#: The part of a shard that a message has: nothing, all rows, or some rows. With the last two kinds the values are in
+#: memory that worker and server share.
 NOTHING, WHOLE, ROWS, WHOLE_HERE, ROWS_HERE = range(5)
+#: The entry of each shard or chunk in a message: kind, number of rows, and version.
+Entries = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,13 @@ class ShardSpec:
     """The rows [start, stop) of a variable, as their server holds them: a shard, or a chunk of one.
 
     Attributes:
-        name: of the variable.
-        variable: its number among those of the strategy.
-        start, stop: rows.
-        shape: of the rows; that of the variable where it is whole.
-        dtype: its name.
+        name: name of the variable.
+        variable: number of the variable among the variables of the strategy.
+        start, stop: bounds of the rows.
+        shape: shape of the rows; the shape of the variable where it is whole.
+        dtype: name of the dtype.
         is_sparse: whether gradients come as rows.
-        shard: the rows of the shard that this is a chunk of; empty where it is all of it.
+        shard: bounds of the shard that this is a chunk of; empty where this is the whole shard.
     """
 
     name: str
@@ -47,8 +49,9 @@ class ShardSpec:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What chunks of one shard have in common."""
-        return (self.variable, *(self.shard or (self.start, self.stop)))
+        """Variable and bounds of the shard: equal for the chunks of one shard."""
+        bounds = self.shard or (self.start, self.stop)
+        return (self.variable, *bounds)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -58,12 +61,12 @@ class ShardSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its rows."""
+        """Bytes of all rows."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row."""
+        """Shape of one row."""
         return self.shape[1:]
 
 
@@ -76,30 +79,44 @@ def specs_of(
     """Return the shards of each server, in their order.
 
     Args:
-        variables: all of the strategy's.
-        shards: of those that are new, as `place` returns them.
-        sparse: numbers of variables whose gradients come as rows; these are not divided into chunks.
-        chunk_bytes: about the size of chunks that shards are divided into; None: into none.
+        variables: all variables of the strategy.
+        shards: shards of the new variables, as `place` returns them.
+        sparse: numbers of the variables whose gradients come as rows; these variables are not divided into chunks.
+        chunk_bytes: approximate size of the chunks that shards are divided into. None leaves shards whole.
     """
     specs_by_server: dict[int, list[ShardSpec]] = {}
     for shard in shards:
         variable = variables[shard.variable]
-        shape = (shard.stop - shard.start, *variable.shape[1:]) if variable.shape else ()
-        dtype = str(variable.dtype).removeprefix("torch.")
-        is_sparse = shard.variable in sparse
+        shape: tuple[int, ...] = ()
+        if variable.shape:
+            shape = (shard.stop - shard.start, *variable.shape[1:])
         spec = ShardSpec(
-            variable.name, shard.variable, shard.start, shard.stop, shape, dtype, is_sparse
+            name=variable.name,
+            variable=shard.variable,
+            start=shard.start,
+            stop=shard.stop,
+            shape=shape,
+            dtype=_name_of(variable.dtype),
+            is_sparse=shard.variable in sparse,
         )
-        chunks = [spec] if chunk_bytes is None or is_sparse else chunks_of(spec, chunk_bytes)
-        specs_by_server.setdefault(shard.server, []).extend(chunks)
+        server_specs = specs_by_server.setdefault(shard.server, [])
+        if chunk_bytes is None or spec.is_sparse:
+            server_specs.append(spec)
+        else:
+            server_specs += chunks_of(spec, chunk_bytes)
     return specs_by_server
+
+
+def _name_of(dtype: Any) -> str:
+    """Return the name of a dtype of torch, without its module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def chunks_of(spec: ShardSpec, chunk_bytes: int) -> list[ShardSpec]:
     """Return the chunks of a shard: each but the last has a multiple of the bytes that tensors are aligned to.
 
     >>> spec = ShardSpec("w", 0, 0, 100, (100, 4), "float32")
-    >>> [(one.start, one.stop) for one in chunks_of(spec, 700)]
+    >>> [(chunk.start, chunk.stop) for chunk in chunks_of(spec, 700)]
     [(0, 40), (40, 80), (80, 100)]
     """
     if not spec.shape or spec.nbytes <= chunk_bytes:
@@ -107,21 +124,29 @@ def chunks_of(spec: ShardSpec, chunk_bytes: int) -> list[ShardSpec]:
     row_bytes = spec.nbytes // spec.shape[0]
     unit = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)
     n_rows = max(unit, chunk_bytes // row_bytes // unit * unit)
-    starts = range(spec.start, spec.stop, n_rows)
-    bounds = [(start, min(start + n_rows, spec.stop)) for start in starts]
-    shard = (spec.start, spec.stop)
-    return [
-        replace(spec, start=start, stop=stop, shape=(stop - start, *spec.row_shape), shard=shard)
-        for start, stop in bounds
-    ]
+    chunks = []
+    for start in range(spec.start, spec.stop, n_rows):
+        stop = min(start + n_rows, spec.stop)
+        chunk = replace(
+            spec,
+            start=start,
+            stop=stop,
+            shape=(stop - start, *spec.row_shape),
+            shard=(spec.start, spec.stop),
+        )
+        chunks.append(chunk)
+    return chunks
 
 
-def parts_of(specs: Sequence[ShardSpec], part_bytes: int | None) -> list[tuple[int, int]]:
+def parts_of(
+    specs: Sequence[ShardSpec],
+    part_bytes: int | None,
+) -> list[tuple[int, int]]:
     """Return the parts of a push, as ranges of the shards and chunks of a server: it answers each as soon as it can.
 
     Args:
-        specs: all of the server's.
-        part_bytes: most bytes of one that has several; None: all are one part.
+        specs: all shards and chunks of the server.
+        part_bytes: most bytes of a part that has several shards or chunks. None makes one part of all.
 
     >>> parts_of([ShardSpec("w", 0, 0, 8, (8,), "float32")] * 5, 64)
     [(0, 2), (2, 4), (4, 5)]
@@ -147,15 +172,18 @@ def specs_to_text(specs: Sequence[ShardSpec]) -> str:
 
 def specs_of_text(text: str) -> list[ShardSpec]:
     """Return the shards that `specs_to_text` wrote."""
-    return [
-        ShardSpec(**{**fields, "shape": tuple(fields["shape"]), "shard": tuple(fields["shard"])})
-        for fields in json.loads(text)
-    ]
+    specs = []
+    for fields in json.loads(text):
+        fields["shape"] = tuple(fields["shape"])
+        fields["shard"] = tuple(fields["shard"])
+        specs.append(ShardSpec(**fields))
+    return specs
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
     """Return the bytes of a tensor on the host; in its own memory if it is contiguous there."""
-    raw_bytes: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    host_tensor = tensor.detach().cpu().contiguous()
+    raw_bytes: Bytes = host_tensor.reshape(-1).view(torch.uint8).numpy()
     return raw_bytes
 
 
@@ -165,17 +193,21 @@ def padded(nbytes: int) -> int:
 
 
 def _private(nbytes: int) -> Bytes:
+    """Return memory of this process alone."""
     return np.empty(nbytes, np.uint8)
 
 
 class Values:
-    """Where the values of shards are in memory that a server shares with workers of its node, under a counter.
+    """The values of shards in memory that a server shares with workers of its node, under a counter.
 
-    The counter is odd while the server writes. Who reads compares it before and after, and reads again if it changed.
+    The counter is odd while the server writes. A reader compares it before and after, and reads again if it changed.
 
     Args:
-        memory: of `nbytes_of(specs)` bytes.
-        specs: of the shards.
+        memory: memory of `nbytes_of(specs)` bytes.
+        specs: specs of the shards.
+
+    Attributes:
+        tensors: values of each shard, in this memory.
 
     Source: sequence locks, as in Linux's seqlock.h.
     """
@@ -199,7 +231,7 @@ class Values:
 
     @property
     def counter(self) -> int:
-        """The number of beginnings and ends of changes so far."""
+        """Number of beginnings and ends of changes so far."""
         fence()
         count = int(self._counter[0])
         fence()
@@ -210,7 +242,7 @@ class Packer:
     """Writes tensors one behind the other into memory that it keeps from message to message.
 
     Args:
-        allocate: returns memory of at least the bytes that it is given.
+        allocate: function that returns memory of at least a number of bytes.
     """
 
     def __init__(self, allocate: Callable[[int], Bytes] = _private) -> None:
@@ -219,10 +251,13 @@ class Packer:
 
     def pack(self, tensors: Sequence[Tensor]) -> Bytes:
         """Return a payload of tensors, which holds until the next call."""
-        arrays = [
-            bytes_of(tensor) if tensor.numel() else np.empty(0, np.uint8) for tensor in tensors
-        ]
-        total = sum(padded(len(array)) for array in arrays)
+        arrays: list[Bytes] = []
+        total = 0
+        for tensor in tensors:
+            if tensor.numel():
+                array = bytes_of(tensor)
+                arrays.append(array)
+                total += padded(len(array))
         if total > len(self._memory):
             self._memory = self._allocate(total)
         start = 0
@@ -233,7 +268,7 @@ class Packer:
 
 
 class Unpacker:
-    """Reads tensors from a payload, in whose memory they are."""
+    """Reads the tensors of a payload, in its memory, from the first to the last."""
 
     def __init__(self, payload: Bytes) -> None:
         self._payload = payload
@@ -249,49 +284,39 @@ class Unpacker:
         return torch.from_numpy(part).view(dtype).reshape(tuple(shape))
 
     def take_all(self, specs: Sequence[ShardSpec]) -> list[Tensor]:
-        """Return the tensors of shards and chunks; those of one shard are views of one tensor."""
+        """Return the tensors of shards and chunks; the tensors of chunks of one shard are views of one tensor."""
         tensors: list[Tensor] = []
         for _, group in itertools.groupby(specs, lambda spec: spec.key):
             chunks = list(group)
-            shape = (
-                (sum(chunk.shape[0] for chunk in chunks), *chunks[0].row_shape)
-                if chunks[0].shape
-                else ()
-            )
-            whole = self.take(shape, chunks[0].torch_dtype)
-            first = chunks[0].start
-            tensors += [
-                whole[chunk_spec.start - first : chunk_spec.stop - first]
-                if chunk_spec.shape
-                else whole
-                for chunk_spec in chunks
-            ]
+            first = chunks[0]
+            if not first.shape:
+                tensors.append(self.take((), first.torch_dtype))
+                continue
+            n_rows = sum(chunk.shape[0] for chunk in chunks)
+            shard_values = self.take((n_rows, *first.row_shape), first.torch_dtype)
+            for chunk in chunks:
+                start = chunk.start - first.start
+                stop = chunk.stop - first.start
+                tensors.append(shard_values[start:stop])
         return tensors
 
 
-#: The states of optimizers: by the number of the optimizer and of the shard.
+#: The states of optimizers, by the number of the optimizer and the number of the shard.
 States = dict[tuple[int, int], dict[str, Any]]
 
 
 def state_to_text(states: States) -> tuple[str, list[Tensor]]:
     """Return the states of optimizers as JSON, and the tensors that belong to it."""
     tensors: list[Tensor] = []
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for numbers, state in states.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
                 tensors.append(value)
-                rows.append(
-                    [
-                        *numbers,
-                        name,
-                        list(value.shape),
-                        str(value.dtype).removeprefix("torch."),
-                        None,
-                    ]
-                )
+                shape = list(value.shape)
+                rows.append((*numbers, name, shape, _name_of(value.dtype), None))
             else:
-                rows.append([*numbers, name, None, None, value])
+                rows.append((*numbers, name, None, None, value))
     return json.dumps(rows), tensors
 
 
@@ -299,6 +324,10 @@ def state_of_text(text: str, payload: Unpacker) -> States:
     """Return the states that `state_to_text` wrote; tensors are copies."""
     states: States = {}
     for optimizer, shard, name, shape, dtype, value in json.loads(text):
-        read = value if shape is None else payload.take(shape, getattr(torch, dtype)).clone()
-        states.setdefault((optimizer, shard), {})[name] = read
+        state = states.setdefault((optimizer, shard), {})
+        if shape is None:
+            state[name] = value
+        else:
+            tensor = payload.take(shape, getattr(torch, dtype))
+            state[name] = tensor.clone()
     return states

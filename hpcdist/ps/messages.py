@@ -16,18 +16,19 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 #: Largest piece of a payload: several requests share a server without one of them filling its memory.
 PIECE_BYTES = 4 << 20
+#: Numbers in a header, of 8 bytes each.
 _N_HEADER = 9
 
 
 class Kind(enum.IntEnum):
-    """What a message is about."""
+    """The subject of a message."""
 
-    #: To a server: variables and their first values; an optimizer; a step's gradients; a pull alone; the state of an
-    #: optimizer, or other values for it; statistics; the end of a worker.
+    #: To a server: variables and their first values; an optimizer; gradients of a step; a pull alone; a request for the
+    #: state of an optimizer; new values and states; a request for statistics; the end of a worker.
     ADOPT, OPTIMIZER, STEP, PULL, STATE, ASSIGN, STATISTICS, LEAVE = range(1, 9)
-    #: To a worker: it is done; values of shards; an error, as text.
+    #: To a worker: the request is done; values of shards; an error, as text.
     DONE, VALUES, ERROR = range(9, 12)
-    #: From a coordinator to a worker, and back: a closure; what became of it.
+    #: From a coordinator to a worker, and back: a closure; its outcome.
     CLOSURE, RESULT = range(12, 14)
 
 
@@ -36,13 +37,15 @@ class Message:
     """One request or answer.
 
     Attributes:
-        kind: of the message.
+        kind: kind of the message.
         worker: number of the worker that asks, or is answered.
-        incarnation: of that worker: it begins to count anew when it is started anew.
-        sequence: number of the request, from 1; its answer has the same.
-        clock: steps that the worker has pushed, this one included.
-        request: what the worker, or the server, asks of all workers; see `Request`.
-        numbers: (n,) int64. text: any. payload: (n,) bytes.
+        incarnation: number of the worker's process. A worker that is started anew begins to count its requests anew.
+        sequence: number of the request, from 1; its answer has the same number.
+        clock: number of steps that the worker has pushed, this step included.
+        request: request of the worker, or the server, to all workers; see `Request`.
+        numbers: (n,) int64 array.
+        text: any text.
+        payload: (n,) array of bytes.
     """
 
     kind: Kind
@@ -59,34 +62,47 @@ class Message:
         """Return all but the payload, as bytes.
 
         Args:
-            path: of the shared memory that the payload is at the beginning of; empty: it comes in pieces.
+            path: path of the shared memory where the payload is, and its place there; empty if it comes in pieces.
         """
         text = self.text.encode()
-        head = [self.kind, self.worker, self.incarnation, self.sequence, self.clock, self.request]
-        header = np.array([*head, len(self.numbers), len(self.payload), len(text)], np.int64)
-        return np.frombuffer(
-            header.tobytes() + self.numbers.tobytes() + text + path.encode(), np.uint8
-        )
+        header = [
+            self.kind,
+            self.worker,
+            self.incarnation,
+            self.sequence,
+            self.clock,
+            self.request,
+            len(self.numbers),
+            len(self.payload),
+            len(text),
+        ]
+        header_bytes = np.array(header, np.int64).tobytes()
+        envelope = header_bytes + self.numbers.tobytes() + text + path.encode()
+        return np.frombuffer(envelope, np.uint8)
 
     @classmethod
     def of_envelope(
-        cls, envelope: Bytes, memory_for: Callable[[int, str], Bytes] | None = None
+        cls,
+        envelope: Bytes,
+        memory_for: Callable[[int, str], Bytes] | None = None,
     ) -> "Message":
         """Return the message of an envelope.
 
         Args:
-            envelope: as `envelope` returns it.
-            memory_for: returns the payload's memory, given its bytes and the path in the envelope; default: new one.
+            envelope: bytes that the method `envelope` returned.
+            memory_for: function that returns the payload's memory, given its number of bytes and the path in the
+                envelope; default: new memory.
         """
-        header = envelope[: 8 * _N_HEADER].view(np.int64)
-        kind, worker, incarnation, sequence, clock, request, n_numbers, n_payload, n_text = map(
-            int, header
-        )
-        stop = 8 * (_N_HEADER + n_numbers)
-        path = envelope[stop + n_text :].tobytes().decode()
-        payload = (
-            np.empty(n_payload, np.uint8) if memory_for is None else memory_for(n_payload, path)
-        )
+        numbers_start = 8 * _N_HEADER
+        header = envelope[:numbers_start].view(np.int64).tolist()
+        *head, n_numbers, n_payload, n_text = header
+        kind, worker, incarnation, sequence, clock, request = head
+        text_start = numbers_start + 8 * n_numbers
+        path_start = text_start + n_text
+        if memory_for is None:
+            payload: Bytes = np.empty(n_payload, np.uint8)
+        else:
+            payload = memory_for(n_payload, envelope[path_start:].tobytes().decode())
         return cls(
             Kind(kind),
             worker,
@@ -94,8 +110,8 @@ class Message:
             sequence,
             clock,
             request,
-            envelope[8 * _N_HEADER : stop].view(np.int64),
-            envelope[stop : stop + n_text].tobytes().decode(),
+            envelope[numbers_start:text_start].view(np.int64),
+            envelope[text_start:path_start].tobytes().decode(),
             payload,
         )
 

@@ -1,6 +1,6 @@
 """The only door to cloudpickle: functions and objects that travel between the ranks of a job, and nowhere else.
 
-What was defined in the program itself goes by value. Objects that the receiver has already may go by a name.
+Objects that were defined in the program itself go by value. Objects that the receiver already has may go by a name.
 """
 
 import io
@@ -17,6 +17,8 @@ from hpcdist.ps.messages import Bytes
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Writes a pickle; see `dumps`."""
+
     def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any]) -> None:
         super().__init__(file)
         self._name_of = name_of
@@ -25,26 +27,39 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._name_of(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Send plain tensors of the host as arrays: quicker than torch does, and of a view its own numbers alone."""
+        """Send plain tensors of the host as arrays: quicker than torch, and of a view its own elements alone."""
         if type(obj) is Tensor and not obj.requires_grad and _is_array(obj):
             return torch.from_numpy, (np.array(obj.numpy()),)
         return super().reducer_override(obj)
 
 
-_FLOATS = (torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 #: The dtypes that numpy has.
 _ARRAYS = frozenset(
-    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_FLOATS)
+    (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
 )
 
 
 def _is_array(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in _ARRAYS
-    )
+    """Return whether numpy can view a tensor as an array."""
+    is_on_host = tensor.device.type == "cpu"
+    return is_on_host and tensor.layout is torch.strided and tensor.dtype in _ARRAYS
 
 
 class _Unpickler(pickle.Unpickler):
+    """Reads a pickle; see `loads`."""
+
     def __init__(self, file: io.BytesIO, find: Callable[[Any], Any]) -> None:
         super().__init__(file)
         self._find = find
@@ -54,6 +69,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _nameless(value: Any) -> None:
+    """Return no name: every object goes by value."""
     return None
 
 
@@ -61,8 +77,8 @@ def dumps(value: Any, name_of: Callable[[Any], Any] = _nameless) -> Bytes:
     """Return an object as bytes.
 
     Args:
-        value: the object.
-        name_of: returns the name that travels in place of an object, or None: it goes by value.
+        value: object to send.
+        name_of: function that returns the name that travels in place of an object, or None to send it by value.
     """
     file = io.BytesIO()
     _Pickler(file, name_of).dump(value)
@@ -73,7 +89,7 @@ def loads(payload: Bytes, find: Callable[[Any], Any] = _nameless) -> Any:
     """Return the object of another rank of this job.
 
     Args:
-        payload: as `dumps` returned it.
-        find: returns the object of a name.
+        payload: bytes that `dumps` returned.
+        find: function that returns the object of a name.
     """
     return _Unpickler(io.BytesIO(payload.tobytes()), find).load()

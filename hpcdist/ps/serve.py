@@ -16,7 +16,7 @@ from hpcdist.runtime.process import end_of_training
 from hpcdist.runtime.waiting import YIELDS, wait_until
 from hpcdist.runtime.world import World
 
-#: Longest sleep of a server that has nothing to do, in seconds: what a push may have to wait for it.
+#: Longest sleep of a server that has nothing to do, in seconds: a push may have to wait for so long.
 _MAX_SLEEP_S = 5e-5
 #: Times that it yields its core before it sleeps, where the node has more ranks than cores.
 CROWDED_YIELDS = 200
@@ -25,12 +25,12 @@ _LOOK_S = 0.2
 
 
 class StopSignals:
-    """Notes signals that ask a job to stop, in place of what they do to a process: its workers must save first.
+    """Notes signals that ask a job to stop, in place of their effect on a process: the workers must save first.
 
-    A context manager; at its end signals do what they did before.
+    A context manager; at its end signals have the effect that they had before.
 
     Attributes:
-        last: the name of the last one; empty before.
+        last: name of the last signal; empty before.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,11 @@ class Drain:
         clock: monotonic seconds.
     """
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit_s = min(10.0, timeout_s / 10)
         self._clock = clock
         self._since_s: float | None = None
@@ -68,26 +72,31 @@ class Drain:
         """Return whether to leave.
 
         Args:
-            code: exit code that the chief has announced; None before.
+            code: exit code that the chief has announced; None until then.
         """
         if code is not None and self._since_s is None:
             self._since_s = self._clock()
         return self._since_s is not None and self._clock() - self._since_s > self._limit_s
 
 
-def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) -> int:
+def serve(
+    world: World,
+    mailbox: Mailbox,
+    server: Server,
+    workers: list[int],
+) -> int:
     """Serve until all workers have left; return the code to exit with, which is the chief's.
 
     Not collective. In the main thread.
 
     Args:
-        world: whose rank this is.
-        mailbox: of all ranks.
-        server: the shards of this rank.
-        workers: the rank of each worker.
+        world: world of this rank.
+        mailbox: mailbox of all ranks.
+        server: server of this rank's shards.
+        workers: rank of each worker.
 
     Raises:
-        CollectiveTimeoutError: when the workers have left, and the chief does not say with which code.
+        CollectiveTimeoutError: when the workers have left, and the chief does not announce its exit code.
     """
     with StopSignals() as signals:
         waiting_since = time.monotonic()
@@ -95,7 +104,10 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
         while not server.is_done:
             received: list[tuple[int, Message]] = []
             wait_until(
-                functools.partial(_receive, mailbox, received), _LOOK_S, yields, _MAX_SLEEP_S
+                functools.partial(_receive, mailbox, received),
+                _LOOK_S,
+                yields,
+                _MAX_SLEEP_S,
             )
             if signals.last:
                 name = signals.last
@@ -107,20 +119,20 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
                 waiting_since = time.monotonic()
             elif time.monotonic() - waiting_since > world.timeout_s:
                 _send(mailbox, workers, server.late(world.timeout_s))
-            _ = mailbox.is_sent  # forgets what has left
+            _ = mailbox.is_sent  # forgets messages that have left
         return wait_for_end(world, mailbox, server.exit_code)
 
 
 def wait_for_end(world: World, mailbox: Mailbox, code: int) -> int:
-    """Wait until what was sent has left, and the chief its program; return the code to exit with.
+    """Wait until all messages have been sent and the chief has ended its program; return the code to exit with.
 
     Args:
-        world: whose rank this is.
-        mailbox: of all ranks.
-        code: with which to leave if it is not that of the chief, for which nobody waits then; -1: with the chief's.
+        world: world of this rank.
+        mailbox: mailbox of all ranks.
+        code: code to exit with, without waiting for the chief. -1 waits for the chief, and takes its exit code.
 
     Raises:
-        CollectiveTimeoutError: when the chief does not say with which code it leaves.
+        CollectiveTimeoutError: when the chief does not announce its exit code.
     """
     has_code = code >= 0
     is_over = wait_until(
@@ -134,14 +146,18 @@ def wait_for_end(world: World, mailbox: Mailbox, code: int) -> int:
             f"server: expected the chief to leave within {world.timeout_s:g} s of the last worker, got no sign of it "
             f"on {world}; look for what keeps it."
         )
-    return code if has_code else end_of_training() or 0
+    if has_code:
+        return code
+    return end_of_training() or 0
 
 
 def _receive(mailbox: Mailbox, received: list[tuple[int, Message]]) -> bool:
+    """Append the messages that have come to `received`; return whether there are any."""
     received += mailbox.receive()
     return bool(received)
 
 
 def _send(mailbox: Mailbox, workers: list[int], answers: list[Message]) -> None:
+    """Send each answer to its worker."""
     for message in answers:
         mailbox.send(workers[message.worker], message)

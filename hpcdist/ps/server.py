@@ -1,7 +1,7 @@
 """A parameter server as a state machine: a request comes in, answers go out. It moves no messages and reads no clock.
 
-What holds for each push: it is applied exactly once, however often it comes; a worker's answer contains what it pushed;
-versions of a shard only grow. What is in one message changes together: all shards of a server, or a part of them.
+Each push is applied exactly once, however often it comes; a worker's answer contains its push; versions of a shard only
+grow. The shards in one message change together: all shards of a server, or a part of them.
 """
 
 import collections
@@ -26,6 +26,7 @@ from hpcdist.ps.layout import (
     ROWS_HERE,
     WHOLE,
     WHOLE_HERE,
+    Entries,
     Packer,
     ShardSpec,
     States,
@@ -36,20 +37,20 @@ from hpcdist.ps.layout import (
     state_to_text,
 )
 from hpcdist.ps.messages import Bytes, Kind, Message, Numbers, answer
-from hpcdist.ps.updates import Parts, Updater, is_elementwise, sum_of
+from hpcdist.ps.updates import Parts, State, Updater, is_elementwise, sum_of
 from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.runtime.step_flags import Request
 
-#: In place of an optimizer's number in a pull: values are to come in the message, also inside a node.
+#: In place of an optimizer's number in a pull: the values must come in the message, also inside a node.
 COPY = -1
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What workers may expect of each other.
+    """The order in which the server applies and answers the pushes of several workers.
 
     Attributes:
-        max_staleness: see `Clocks`.
+        max_staleness: number of steps that a worker may be ahead of the slowest one; see `Clocks`. None sets no limit.
         is_synchronous: whether the gradients of all workers are summed and applied once.
     """
 
@@ -62,8 +63,8 @@ class Neighbours:
     """The workers of this server's node, which read its values where they are.
 
     Attributes:
-        workers: their numbers.
-        allocate: returns memory that they can map.
+        workers: numbers of the workers.
+        allocate: function that returns memory, of a number of bytes, that they can map.
     """
 
     workers: frozenset[int]
@@ -72,7 +73,14 @@ class Neighbours:
 
 @dataclass
 class _Served:
-    """A shard: its values, the updates it has had, and for rows at which update each was changed last."""
+    """A shard that this server holds.
+
+    Attributes:
+        spec: rows of the variable that the shard consists of.
+        values: values of these rows.
+        version: number of updates of the shard.
+        row_versions: version at which each row was changed last. None for a shard whose gradients are dense.
+    """
 
     spec: ShardSpec
     values: nn.Parameter
@@ -82,35 +90,47 @@ class _Served:
     def count_update(self, rows: Tensor | None) -> None:
         """Count an update of all rows, or of some."""
         self.version += 1
-        if self.row_versions is not None:
-            self.row_versions[slice(None) if rows is None else rows.numpy()] = self.version
+        if self.row_versions is None:
+            return
+        if rows is None:
+            self.row_versions[:] = self.version
+        else:
+            self.row_versions[rows.numpy()] = self.version
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Which part of a worker's request is in a message.
+    """The part of a worker's request that is in a message.
 
     Attributes:
-        number: of the optimizer, or COPY.
-        begin: number of the first shard or chunk in it.
+        number: number of the optimizer, or COPY.
+        begin: number of the first shard or chunk in the part.
         is_last: whether no further parts come.
-        rows: kind, number of rows and known version of each.
+        entries: kind, number of rows and known version of each shard or chunk in the part.
     """
 
     number: int
     begin: int
     is_last: bool
-    rows: list[list[int]]
+    entries: Entries
 
     @classmethod
     def of(cls, message: Message) -> "_Part":
         number, begin, is_last = map(int, message.numbers[:3])
-        return cls(number, begin, bool(is_last), message.numbers[3:].reshape(-1, 3).tolist())
+        entries: Entries = message.numbers[3:].reshape(-1, 3).tolist()
+        return cls(number, begin, bool(is_last), entries)
 
 
 @dataclass
 class _Received:
-    """Which requests of a worker have come: all up to `floor`, and `above` that parts of the step at `clock`."""
+    """Which requests of a worker have come.
+
+    Attributes:
+        incarnation: number of the worker's process, which counts its requests from the beginning.
+        floor: sequence number up to which all requests have come.
+        clock: clock of the last request.
+        above: sequence numbers above the floor that have come: parts of the step at the clock.
+    """
 
     incarnation: int = 0
     floor: int = 0
@@ -126,13 +146,17 @@ class _Received:
             self.above = set()
         if message.sequence <= self.floor or message.sequence in self.above:
             return False
-        if message.kind is Kind.STEP and message.clock == self.clock:
+        is_step = message.kind is Kind.STEP
+        if is_step and message.clock == self.clock:
             self.above.add(message.sequence)
-        else:
-            is_step = message.kind is Kind.STEP
-            self.floor = max(self.above, default=self.floor) if is_step else message.sequence
+        elif is_step:
+            self.floor = max(self.above, default=self.floor)
             self.clock = message.clock
-            self.above = {message.sequence} if is_step else set()
+            self.above = {message.sequence}
+        else:
+            self.floor = message.sequence
+            self.clock = message.clock
+            self.above = set()
         return True
 
 
@@ -140,17 +164,21 @@ class Server:
     """The shards of one ps rank.
 
     Args:
-        packers: what packs answers, for each worker by its number.
-        rules: what workers may expect of each other.
-        neighbours: the workers of this node; default: all get values in messages.
+        packers: packers of answers, by the number of the worker.
+        rules: order in which pushes of several workers are applied and answered.
+        neighbours: workers of this node. None if all workers get values in messages.
 
     Attributes:
-        clocks: of the workers, as seen here.
-        exit_code: with which to leave once all workers have, as one of them said; -1: with the chief's.
+        clocks: clocks of the workers, as this server has seen their pushes.
+        exit_code: code to exit with once all workers have left, if one of them has set it. -1 is the exit code of the
+            chief's program.
     """
 
     def __init__(
-        self, packers: Mapping[int, Packer], rules: Rules, neighbours: Neighbours | None = None
+        self,
+        packers: Mapping[int, Packer],
+        rules: Rules,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.clocks = Clocks(packers, rules.max_staleness)
         self.exit_code = -1
@@ -158,10 +186,11 @@ class Server:
         self._shards: list[_Served] = []
         self._updaters: dict[int, Updater] = {}
         self._received: dict[int, _Received] = {}
-        self._parked: dict[tuple[int, int], Message] = {}  # by worker and first shard
-        # of pushes of which parts have come, by worker and clock
+        # asynchronous pushes whose answers wait for other workers, by worker and first shard
+        self._parked: dict[tuple[int, int], Message] = {}
+        # ages of the pushes of which some parts have come, by worker and clock
         self._ages: dict[tuple[int, int], int] = {}
-        # by clock and first shard: what came of each worker
+        # synchronous pushes, by clock and first shard; in each of these rounds by worker
         self._rounds: dict[tuple[int, int], dict[int, Message]] = {}
         self._requests = RequestClock()
         self._signal = ""
@@ -183,17 +212,19 @@ class Server:
         self._signal = name
 
     def handle(self, message: Message) -> list[Message]:
-        """Take a request and return the answers that are due now: to this one, and to others that waited for it."""
+        """Take a request and return the answers that are due now: to it, and to earlier ones that waited for it."""
         received = self._received.setdefault(message.worker, _Received())
         if message.incarnation < received.incarnation:
-            return []  # of a process that another one has replaced
+            return []  # another process has replaced the one that has sent this
         is_new = received.note(message)
-        if not is_new:
-            self._counts["duplicates"] += 1
         try:
-            return self._take(message) if is_new else self._repeat(message)
+            if is_new:
+                return self._take(message)
+            self._counts["duplicates"] += 1
+            return self._repeat(message)
         except Exception as error:  # noqa: BLE001  what an optimizer raises ends the job at the worker that it is for
-            return [answer(message, Kind.ERROR, text=f"{type(error).__name__}: {error}")]
+            text = f"{type(error).__name__}: {error}"
+            return [answer(message, Kind.ERROR, text=text)]
 
     def _take(self, message: Message) -> list[Message]:
         if message.kind is Kind.STEP:
@@ -203,7 +234,8 @@ class Server:
         if message.kind is Kind.STATE:
             return [self._state(message)]
         if message.kind is Kind.STATISTICS:
-            return [answer(message, Kind.DONE, text=json.dumps(self.statistics()))]
+            text = json.dumps(self.statistics())
+            return [answer(message, Kind.DONE, text=text)]
         if message.kind is Kind.ADOPT:
             self._adopt(message)
         elif message.kind is Kind.OPTIMIZER:
@@ -218,45 +250,44 @@ class Server:
 
     def _repeat(self, message: Message) -> list[Message]:
         """Answer a request that came before, without applying it again."""
-        waiting = [
-            *self._parked.values(),
-            *(push for pushes in self._rounds.values() for push in pushes.values()),
-        ]
-        if any(
-            (push.worker, push.sequence) == (message.worker, message.sequence) for push in waiting
-        ):
-            return []  # the answer is still to come
+        waiting = list(self._parked.values())
+        for pushes in self._rounds.values():
+            waiting += pushes.values()
+        for push in waiting:
+            if push.worker == message.worker and push.sequence == message.sequence:
+                return []  # the answer is still to come
         if message.kind in (Kind.STEP, Kind.PULL):
             return [self._values(message)]
-        return (
-            self._take(message)
-            if message.kind in (Kind.STATE, Kind.STATISTICS)
-            else [answer(message, Kind.DONE)]
-        )
+        if message.kind in (Kind.STATE, Kind.STATISTICS):
+            return self._take(message)
+        return [answer(message, Kind.DONE)]
 
     # -- variables and optimizers ---------------------------------------------------------------------------------
 
     def _adopt(self, message: Message) -> None:
         specs = specs_of_text(message.text)
         tensors = Unpacker(message.payload).take_all(specs)
-        for spec, values in zip(specs, self._stored_tensors(specs, tensors), strict=True):
-            rows = np.zeros(spec.shape[0], np.int64) if spec.is_sparse else None
-            self._shards.append(_Served(spec, nn.Parameter(values), row_versions=rows))
+        stored_tensors = self._stored_tensors(specs, tensors)
+        for spec, values in zip(specs, stored_tensors, strict=True):
+            shard = _Served(spec, nn.Parameter(values))
+            if spec.is_sparse:
+                shard.row_versions = np.zeros(spec.shape[0], np.int64)
+            self._shards.append(shard)
 
     def _stored_tensors(
-        self, specs: Sequence[ShardSpec], tensors: Sequence[Tensor]
+        self,
+        specs: Sequence[ShardSpec],
+        tensors: Sequence[Tensor],
     ) -> list[Tensor]:
         """Return tensors for the values of shards, filled: in memory that neighbours can read, if there are any."""
+        nbytes = Values.nbytes_of(specs)
         if self._neighbours is None or not self._neighbours.workers:
-            memory: Bytes = np.empty(Values.nbytes_of(specs), np.uint8)
-            return self._filled(Values(memory.data, specs), tensors)
-        shared_memory = self._neighbours.allocate(Values.nbytes_of(specs))
-        values = Values(shared_memory.memory, specs)
-        self._memories.append((shared_memory, values))
-        return self._filled(values, tensors)
-
-    @staticmethod
-    def _filled(values: Values, tensors: Sequence[Tensor]) -> list[Tensor]:
+            private_memory: Bytes = np.empty(nbytes, np.uint8)
+            values = Values(private_memory.data, specs)
+        else:
+            shared_memory = self._neighbours.allocate(nbytes)
+            values = Values(shared_memory.memory, specs)
+            self._memories.append((shared_memory, values))
         for destination, tensor in zip(values.tensors, tensors, strict=True):
             destination.copy_(tensor)
         return values.tensors
@@ -274,39 +305,47 @@ class Server:
 
     def _add_optimizer(self, message: Message) -> None:
         number = int(message.numbers[0])
-        if number in self._updaters:  # of another worker, which has checked that it is the same
+        # another worker may have sent it, and both have checked that it is the same
+        if number in self._updaters:
             return
         payload = Unpacker(message.payload)
-        pickle = payload.take((int(message.numbers[1]),), torch.uint8)
+        n_pickled = int(message.numbers[1])
+        pickle = payload.take((n_pickled,), torch.uint8)
         kind, defaults, groups = pickles.loads(pickle.numpy())
-        chosen = [(settings, self._parameters_of(kind, shards)) for settings, shards in groups]
-        self._updaters[number] = Updater.of(kind, defaults, chosen)
+        own_groups = [(settings, self._parameters_of(kind, shards)) for settings, shards in groups]
+        self._updaters[number] = Updater.of(kind, defaults, own_groups)
         self._set_states(state_of_text(message.text, payload))
 
-    def _parameters_of(self, kind: type[Optimizer], shards: Sequence[int]) -> list[Parts]:
-        """Return the parameters of an optimizer of some shards, each with the numbers of what it consists of."""
+    def _parameters_of(
+        self,
+        kind: type[Optimizer],
+        shards: Sequence[int],
+    ) -> list[Parts]:
+        """Return the parameters of an optimizer of some shards, each with the shards or chunks that it consists of."""
         if is_elementwise(kind):
             return [(self._shards[number].values, [number]) for number in shards]
-        groups = [
-            list(group)
-            for _, group in itertools.groupby(shards, lambda number: self._shards[number].spec.key)
-        ]
-        return [(self._joined(group), group) for group in groups]
+        parameters: list[Parts] = []
+        for _, group in itertools.groupby(shards, lambda number: self._shards[number].spec.key):
+            chunks = list(group)
+            parameters.append((self._joined(chunks), chunks))
+        return parameters
 
     def _joined(self, chunks: Sequence[int]) -> nn.Parameter:
         """Return the values of a whole shard, in the memory of its chunks."""
         first = self._shards[chunks[0]]
-        last = self._shards[chunks[-1]].spec
+        last = self._shards[chunks[-1]]
         if len(chunks) == 1:
             return first.values
-        shape = (last.stop - first.spec.start, *last.row_shape)
-        return nn.Parameter(first.values.detach().as_strided(shape, first.values.stride()))
+        n_rows = last.spec.stop - first.spec.start
+        shape = (n_rows, *last.spec.row_shape)
+        values = first.values.detach()
+        return nn.Parameter(values.as_strided(shape, values.stride()))
 
     def _set_states(self, states: States) -> None:
-        for number in {optimizer for optimizer, _ in states}:
-            shard_states = {
-                shard: state for (optimizer, shard), state in states.items() if optimizer == number
-            }
+        states_of_optimizers: dict[int, dict[int, State]] = {}
+        for (number, shard), state in states.items():
+            states_of_optimizers.setdefault(number, {})[shard] = state
+        for number, shard_states in states_of_optimizers.items():
             self._updaters[number].set_states(shard_states)
 
     def _assign(self, message: Message) -> None:
@@ -316,7 +355,8 @@ class Server:
         with torch.no_grad(), self._writing():
             for number in numbers[:n_shards]:
                 shard = self._shards[number]
-                shard.values.copy_(payload.take(shard.spec.shape, shard.spec.torch_dtype))
+                values = payload.take(shard.spec.shape, shard.spec.torch_dtype)
+                shard.values.copy_(values)
                 shard.count_update(None)
         for number in numbers[n_shards:]:
             self._updaters[number].optimizer.state.clear()
@@ -324,21 +364,25 @@ class Server:
 
     def _state(self, message: Message) -> Message:
         number = int(message.numbers[0])
-        updater = self._updaters.get(number)
-        shard_states = {} if updater is None else updater.states()
-        states = {(number, shard): state for shard, state in shard_states.items()}
+        states: States = {}
+        if number in self._updaters:
+            updater = self._updaters[number]
+            for shard, state in updater.states().items():
+                states[number, shard] = state
         text, tensors = state_to_text(states)
-        return answer(
-            message, Kind.DONE, text=text, payload=self._packers[message.worker].pack(tensors)
-        )
+        payload = self._packers[message.worker].pack(tensors)
+        return answer(message, Kind.DONE, text=text, payload=payload)
 
     def statistics(self) -> dict[str, Any]:
         """Return counts of this server: pushes, duplicates, versions, and the staleness of pushes."""
+        staleness: dict[str, int] = {}
+        for age, n_pushes in sorted(self._staleness.items()):
+            staleness[str(age)] = n_pushes
         return {
             "pushes": self._counts["pushes"],
             "duplicates": self._counts["duplicates"],
             "versions": [shard.version for shard in self._shards],
-            "staleness": {str(age): n for age, n in sorted(self._staleness.items())},
+            "staleness": staleness,
         }
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -349,9 +393,14 @@ class Server:
         if part.is_last:
             self._counts["pushes"] += 1
             self.clocks.push(message.worker, message.clock)
-            self._requests.ask(Request(message.request), message.clock, self.clocks.latest)
+            self._requests.ask(
+                Request(message.request),
+                message.clock,
+                self.clocks.latest,
+            )
         if message.text:
-            self._updaters[part.number].note_settings(message.worker, json.loads(message.text))
+            updater = self._updaters[part.number]
+            updater.note_settings(message.worker, json.loads(message.text))
         if self._rules.is_synchronous:
             key = (message.clock, part.begin)
             self._rounds.setdefault(key, {})[message.worker] = message
@@ -364,42 +413,39 @@ class Server:
         """Return the answers that are due now; apply the rounds that are complete.
 
         Args:
-            rounds: those that may be complete; default: all.
+            rounds: keys of the rounds that may be complete; default: all rounds.
         """
         due: list[Message] = []
-        for key in sorted(self._rounds) if rounds is None else rounds:
+        if rounds is None:
+            rounds = sorted(self._rounds)
+        for key in rounds:
             pushes = self._rounds[key]
-            if all(worker in pushes for worker in self.clocks.live):
+            if pushes.keys() >= set(self.clocks.live):
                 del self._rounds[key]
                 self._apply([pushes[worker] for worker in sorted(pushes)])
                 due += pushes.values()
         for place, message in list(self._parked.items()):
             if not self._awaited(message):
                 due.append(self._parked.pop(place))
-        return [self._values(message) for message in due]
+        return list(map(self._values, due))
 
     def _awaited(self, message: Message) -> list[int]:
         """Return the other workers that the answer to an asynchronous push waits for."""
         return [worker for worker in self.clocks.awaited(message.clock) if worker != message.worker]
 
     def late(self, timeout_s: float) -> list[Message]:
-        """Return errors for all that wait, naming whom they wait for: they have waited too long."""
-        waiting = [(message, self._awaited(message)) for message in self._parked.values()]
+        """Return errors for all pushes that wait, naming the workers they wait for: they have waited too long."""
+        errors: list[Message] = []
+        for message in self._parked.values():
+            awaited = self._awaited(message)
+            errors.append(_lateness(message, awaited, timeout_s))
         for pushes in self._rounds.values():
             missing = [worker for worker in self.clocks.live if worker not in pushes]
-            waiting += [(message, missing) for message in pushes.values()]
+            for message in pushes.values():
+                errors.append(_lateness(message, missing, timeout_s))
         self._parked = {}
         self._rounds = {}
-        return [
-            answer(
-                message,
-                Kind.ERROR,
-                text=f"CollectiveTimeoutError: step: expected worker {', '.join(map(str, awaited))} to "
-                f"push step {message.clock} within {timeout_s:g} s, got nothing; look for what keeps it "
-                f"(HPCDIST_TIMEOUT_S sets the limit).",
-            )
-            for message, awaited in waiting
-        ]
+        return errors
 
     @property
     def has_parked(self) -> bool:
@@ -409,7 +455,7 @@ class Server:
     @torch.no_grad()
     def _apply(self, messages: list[Message]) -> None:
         """Make one update of the sum of some pushes, or parts of pushes, of one optimizer."""
-        parts = [_Part.of(message) for message in messages]
+        parts = list(map(_Part.of, messages))
         numbers = {part.number for part in parts}
         if len(numbers) > 1:
             raise DesyncError(
@@ -419,36 +465,32 @@ class Server:
         updater = self._updaters[numbers.pop()]
         for part, message in zip(parts, messages, strict=True):
             self._note_age(part, message)
-        gradients = [
-            self._gradients_of(part, message) for part, message in zip(parts, messages, strict=True)
-        ]
-        totals = {
-            number: sum_of(
-                [push_gradients.get(number) for push_gradients in gradients],
-                self._shards[number].values,
-            )
-            for number in sorted(
-                {number for push_gradients in gradients for number in push_gradients}
-            )
-        }
+        gradients: list[dict[int, Tensor]] = []
+        pushed_shards: set[int] = set()
+        for part, message in zip(parts, messages, strict=True):
+            part_gradients = self._gradients_of(part, message)
+            gradients.append(part_gradients)
+            pushed_shards.update(part_gradients)
+        totals: dict[int, Tensor | None] = {}
+        for number in sorted(pushed_shards):
+            pushed = [part_gradients.get(number) for part_gradients in gradients]
+            totals[number] = sum_of(pushed, self._shards[number].values)
         with self._writing():
             changed = updater.step(totals, messages[0].worker)
         for number, rows in changed.items():
             self._shards[number].count_update(rows)
 
     def _note_age(self, part: _Part, message: Message) -> None:
-        """Count with its last part how many updates the values were behind that a push was computed from.
+        """Note how many updates the values were behind from which a push was computed; count it with the last part.
 
-        That is of the oldest shard in any of its parts.
+        The age of a push is the age of the oldest shard in any of its parts.
         """
-        shards = self._shards[part.begin : part.begin + len(part.rows)]
-        pushed = [
-            (shard, known_version)
-            for shard, (kind, _, known_version) in zip(shards, part.rows, strict=True)
-            if kind != NOTHING
-        ]
+        shards = self._shards[part.begin : part.begin + len(part.entries)]
+        age = 0
+        for shard, (kind, _, known_version) in zip(shards, part.entries, strict=True):
+            if kind != NOTHING:
+                age = max(age, shard.version - known_version)
         key = (message.worker, message.clock)
-        age = max((shard.version - known_version for shard, known_version in pushed), default=0)
         age = max(age, self._ages.pop(key, 0))
         if part.is_last:
             self._staleness[age] += 1
@@ -456,51 +498,64 @@ class Server:
             self._ages[key] = age
 
     def _gradients_of(self, part: _Part, message: Message) -> dict[int, Tensor]:
-        """Return the gradients in a push, by number of shard, in its memory."""
+        """Return the gradients in a push, by the number of the shard, in the memory of the push."""
         payload = Unpacker(message.payload)
-        gradients = {}
-        for number, (kind, n_rows, _) in enumerate(part.rows, part.begin):
-            spec = self._shards[number].spec if kind != NOTHING else None
-            if spec is not None and kind == WHOLE:
+        gradients: dict[int, Tensor] = {}
+        for number, (kind, n_rows, _) in enumerate(part.entries, part.begin):
+            if kind == NOTHING:
+                continue
+            spec = self._shards[number].spec
+            if kind == WHOLE:
                 gradients[number] = payload.take(spec.shape, spec.torch_dtype)
-            elif spec is not None and kind == ROWS:
+            elif kind == ROWS:
                 indices = payload.take((1, n_rows), torch.int64)
                 values = payload.take((n_rows, *spec.row_shape), spec.torch_dtype)
                 gradients[number] = torch.sparse_coo_tensor(
-                    indices, values, spec.shape, check_invariants=False
+                    indices,
+                    values,
+                    spec.shape,
+                    check_invariants=False,
                 )
         return gradients
 
     def _values(self, message: Message) -> Message:
-        """Return the values that a worker does not know yet; to one of this node, which they are."""
+        """Return the answer with the values that a worker does not know yet.
+
+        A worker of this node learns which values these are, and reads them where they are.
+        """
         part = _Part.of(message)
         is_here = self._is_neighbour(message)
+        kind_of_whole = WHOLE
+        kind_of_rows = ROWS
+        if is_here:
+            kind_of_whole = WHOLE_HERE
+            kind_of_rows = ROWS_HERE
         numbers = [part.begin]
-        parts = []
-        for shard, (_, _, version) in zip(self._shards[part.begin :], part.rows, strict=False):
+        tensors: list[Tensor] = []
+        for shard, (_, _, version) in zip(self._shards[part.begin :], part.entries, strict=False):
             if version == shard.version:
                 numbers += [NOTHING, 0, shard.version]
             elif shard.row_versions is not None and version >= 0:
                 rows = np.flatnonzero(shard.row_versions > version)
-                numbers += [ROWS_HERE if is_here else ROWS, len(rows), shard.version]
-                parts += [
-                    torch.from_numpy(rows),
-                    *([] if is_here else [shard.values.detach()[rows]]),
-                ]
+                numbers += [kind_of_rows, len(rows), shard.version]
+                tensors.append(torch.from_numpy(rows))
+                if not is_here:
+                    tensors.append(shard.values.detach()[rows])
             else:
-                numbers += [WHOLE_HERE if is_here else WHOLE, 0, shard.version]
-                parts += [] if is_here else [shard.values.detach()]
+                numbers += [kind_of_whole, 0, shard.version]
+                if not is_here:
+                    tensors.append(shard.values.detach())
         return answer(
             message,
             Kind.VALUES,
             request=int(self._requests.due(message.clock)),
             numbers=np.array(numbers, np.int64),
             text=self._news_for(message.worker, is_here),
-            payload=self._packer_of(message.worker, part).pack(parts),
+            payload=self._packer_of(message.worker, part).pack(tensors),
         )
 
     def _packer_of(self, worker: int, part: _Part) -> Packer:
-        """Return what packs an answer: one for each part, as several may be under way."""
+        """Return the packer of an answer: one for each part, as several may be under way."""
         if part.begin == 0 and part.is_last:
             return self._packers[worker]
         return self._part_packers.setdefault((worker, part.begin), Packer())
@@ -511,15 +566,31 @@ class Server:
         return is_here and int(message.numbers[0]) != COPY
 
     def _news_for(self, worker: int, is_here: bool) -> str:
-        """Return what goes to a worker beside values, as JSON: a signal that this rank got, and where values are."""
-        # this worker asks all others to stop
+        """Return news for a worker, as JSON: a signal that this rank got, and paths of the memory where values are.
+
+        The worker that gets the signal asks all other workers to stop. Without news the text is empty.
+        """
         signal = self._signal
         self._signal = ""
-        paths = (
-            [memory.path for memory, _ in self._memories[self._n_sent.get(worker, 0) :]]
-            if is_here
-            else []
-        )
+        paths: list[str] = []
         if is_here:
+            n_sent = self._n_sent.get(worker, 0)
+            paths = [memory.path for memory, _ in self._memories[n_sent:]]
             self._n_sent[worker] = len(self._memories)
-        return json.dumps({"signal": signal, "paths": paths}) if signal or paths else ""
+        if not signal and not paths:
+            return ""
+        return json.dumps({"signal": signal, "paths": paths})
+
+
+def _lateness(
+    message: Message,
+    awaited: Sequence[int],
+    timeout_s: float,
+) -> Message:
+    """Return the error for a push that has waited too long for other workers."""
+    workers = ", ".join(map(str, awaited))
+    text = (
+        f"CollectiveTimeoutError: step: expected worker {workers} to push step {message.clock} within {timeout_s:g} s, "
+        f"got nothing; look for what keeps it (HPCDIST_TIMEOUT_S sets the limit)."
+    )
+    return answer(message, Kind.ERROR, text=text)

@@ -38,6 +38,10 @@ _CHANGES_ROWS_ALONE: dict[type[Optimizer], tuple[str, ...]] = {
 }
 #: A parameter of an optimizer, with the numbers of the shards or chunks that it consists of.
 Parts = tuple[nn.Parameter, list[int]]
+#: Settings of one group of an optimizer, such as its learning rate.
+Settings = dict[str, Any]
+#: The state that an optimizer has for one parameter.
+State = dict[str, Any]
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
@@ -49,8 +53,8 @@ def check_optimizer(kind: type[Optimizer], is_split: bool) -> None:
     """Raise UsageError for an optimizer that cannot run on servers, or not on a part of a variable.
 
     Args:
-        kind: its class.
-        is_split: whether it updates a variable that is in several shards.
+        kind: class of the optimizer.
+        is_split: whether the optimizer updates a variable that is in several shards.
     """
     if issubclass(kind, torch.optim.LBFGS):
         raise UsageError(
@@ -70,96 +74,112 @@ class Updater:
     """An optimizer of the job, as far as it is one server's.
 
     Attributes:
-        optimizer: torch's, of parameters that are each the values of a shard or a chunk; of a whole shard where the
-            optimizer does not work element by element.
-        parameters: all of its groups.
+        optimizer: optimizer of torch. Each of its parameters is the values of a shard or a chunk; of a whole shard
+            where the optimizer does not work element by element.
+        parameters: parameters of all groups.
     """
 
     optimizer: Optimizer
     parameters: list[Parts]
-    _settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    _settings: dict[int, list[Settings]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         kind: type[Optimizer],
-        defaults: dict[str, Any],
-        groups: Iterable[tuple[dict[str, Any], list[Parts]]],
+        defaults: Settings,
+        groups: Iterable[tuple[Settings, list[Parts]]],
     ) -> "Updater":
-        """Return one of a class, given its defaults, and the settings and parameters of its groups."""
-        all_groups = list(groups)
+        """Return the updater for a class of optimizers.
+
+        Args:
+            kind: class of the optimizer.
+            defaults: its default settings.
+            groups: settings and parameters of each group.
+        """
+        param_groups: list[Settings] = []
+        all_parameters: list[Parts] = []
+        for settings, parameters in groups:
+            param_groups.append({**settings, "params": [parameter for parameter, _ in parameters]})
+            all_parameters += parameters
         optimizer = kind.__new__(kind)
-        chosen = [
-            {**settings, "params": [parameter for parameter, _ in parts]}
-            for settings, parts in all_groups
-        ]
         optimizer.__setstate__(
-            {"defaults": defaults, "state": collections.defaultdict(dict), "param_groups": chosen}
+            {
+                "defaults": defaults,
+                "state": collections.defaultdict(dict),
+                "param_groups": param_groups,
+            }
         )
-        return cls(optimizer, [part for _, parts in all_groups for part in parts])
+        return cls(optimizer, all_parameters)
 
     @functools.cached_property
     def _places(self) -> dict[int, int]:
-        """The place among the parameters of the one that a shard or chunk belongs to."""
-        return {
-            number: place for place, (_, chunks) in enumerate(self.parameters) for number in chunks
-        }
+        """For each shard or chunk, the place of its parameter among the parameters."""
+        places: dict[int, int] = {}
+        for place, (_, chunks) in enumerate(self.parameters):
+            places.update(dict.fromkeys(chunks, place))
+        return places
 
-    def note_settings(self, worker: int, groups: Iterable[dict[str, Any]]) -> None:
-        """Note the settings of the groups that a worker steps with from now on: as JSON has them, without tuples."""
-        self._settings[worker] = [
-            {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in group.items()
-            }
-            for group in groups
-        ]
+    def note_settings(self, worker: int, groups: Iterable[Settings]) -> None:
+        """Note the settings that a worker steps with from now on.
 
-    def states(self) -> dict[int, dict[str, Any]]:
+        Args:
+            worker: number of the worker.
+            groups: settings of each group, as JSON has them, without tuples.
+        """
+        self._settings[worker] = list(map(_with_tuples, groups))
+
+    def states(self) -> dict[int, State]:
         """Return the state of each parameter, by the number of the first shard or chunk in it."""
-        return {
-            chunks[0]: dict(self.optimizer.state[parameter])
-            for parameter, chunks in self.parameters
-        }
+        states: dict[int, State] = {}
+        for parameter, chunks in self.parameters:
+            states[chunks[0]] = dict(self.optimizer.state[parameter])
+        return states
 
-    def set_states(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Set states; those of chunks are joined where the optimizer has their shard as a whole."""
+    def set_states(self, states: Mapping[int, State]) -> None:
+        """Set states; the states of chunks are joined where the optimizer has their shard as a whole."""
         for parameter, chunks in self.parameters:
             chunk_states = [states[chunk] for chunk in chunks if chunk in states]
-            if chunk_states:
-                self.optimizer.state[parameter] = (
-                    chunk_states[0] if len(chunk_states) == 1 else _join(chunk_states)
-                )
+            if len(chunk_states) == 1:
+                self.optimizer.state[parameter] = chunk_states[0]
+            elif chunk_states:
+                self.optimizer.state[parameter] = _join(chunk_states)
 
-    def step(self, totals: Mapping[int, Tensor | None], worker: int) -> dict[int, Tensor | None]:
+    def step(
+        self,
+        totals: Mapping[int, Tensor | None],
+        worker: int,
+    ) -> dict[int, Tensor | None]:
         """Make a step on gradients of some shards or chunks.
 
         Args:
-            totals: the gradients.
-            worker: whose settings hold.
+            totals: gradients by the number of the shard or chunk.
+            worker: number of the worker whose settings hold.
 
         Returns:
-            The rows that have changed of each; None: all.
+            The rows that have changed, by the number of the shard or chunk; None where all have changed.
         """
-        for group, settings in zip(
-            self.optimizer.param_groups, self._settings.get(worker, []), strict=False
-        ):
+        settings_of_groups = self._settings.get(worker, [])
+        for group, settings in zip(self.optimizer.param_groups, settings_of_groups, strict=False):
             group.update(settings)
-        stepped_parameters = [
-            self.parameters[place]
-            for place in sorted(
-                {self._places[number] for number in totals if number in self._places}
-            )
-        ]
+        places = {self._places[number] for number in totals if number in self._places}
+        stepped_parameters = [self.parameters[place] for place in sorted(places)]
         changed: dict[int, Tensor | None] = {}
         try:
             for parameter, chunks in stepped_parameters:
-                parts = [total for chunk in chunks if (total := totals[chunk]) is not None]
-                parameter.grad = parts[0] if len(chunks) == 1 else torch.cat(parts)
-                is_of_rows = parameter.grad.is_sparse and self._changes_rows_alone
-                changed |= {
-                    chunk: parts[0]._indices()[0] if is_of_rows else None for chunk in chunks
-                }
+                parts: list[Tensor] = []
+                for chunk in chunks:
+                    total = totals[chunk]
+                    if total is not None:
+                        parts.append(total)
+                if len(chunks) == 1:
+                    parameter.grad = parts[0]
+                else:
+                    parameter.grad = torch.cat(parts)
+                rows = None
+                if parameter.grad.is_sparse and self._changes_rows_alone:
+                    rows = parts[0]._indices()[0]
+                changed.update(dict.fromkeys(chunks, rows))
             self.optimizer.step()
         finally:
             for parameter, _ in stepped_parameters:
@@ -168,50 +188,77 @@ class Updater:
 
     @property
     def _changes_rows_alone(self) -> bool:
-        settings = _CHANGES_ROWS_ALONE.get(type(self.optimizer))
-        groups = self.optimizer.param_groups
-        return settings is not None and not any(
-            group.get(name) for name in settings for group in groups
-        )
+        """Whether the optimizer changes, for a gradient of rows, these rows alone."""
+        names = _CHANGES_ROWS_ALONE.get(type(self.optimizer))
+        if names is None:
+            return False
+        values: list[Any] = []
+        for group in self.optimizer.param_groups:
+            values += map(group.get, names)
+        return not any(values)
 
 
 def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
     """Return the sum of gradients in the order of the workers, in the tree that an all-reduce adds in.
 
-    None where nobody has one. One of a dtype of 16 bits is added in float32.
+    None where no worker has a gradient. Gradients of a dtype of 16 bits are added in float32.
     """
     gradients = [gradient for gradient in pushed if gradient is not None]
-    if len(gradients) < 2 or len(pushed) < 2:
-        return (
-            gradients[0].coalesce()
-            if gradients and gradients[0].is_sparse
-            else gradients[0]
-            if gradients
-            else None
+    if not gradients:
+        return None
+    if len(gradients) == 1:
+        only_gradient = gradients[0]
+        return only_gradient.coalesce() if only_gradient.is_sparse else only_gradient
+    indices: list[Tensor] = []
+    values: list[Tensor] = []
+    for gradient in gradients:
+        if gradient.is_sparse:
+            indices.append(gradient._indices())
+            values.append(gradient._values())
+    if len(indices) == len(gradients):
+        joined = torch.sparse_coo_tensor(
+            torch.cat(indices, 1),
+            torch.cat(values),
+            like.shape,
+            check_invariants=False,
         )
-    if all(gradient.is_sparse for gradient in gradients):
-        indices = torch.cat([gradient._indices() for gradient in gradients], 1)
-        values = torch.cat([gradient._values() for gradient in gradients])
-        return torch.sparse_coo_tensor(
-            indices, values, like.shape, check_invariants=False
-        ).coalesce()
-    wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
-    rows = [
-        torch.zeros_like(like, dtype=wide)
-        if gradient is None
-        else (gradient.to_dense() if gradient.is_sparse else gradient).to(wide)
-        for gradient in pushed
-    ]
+        return joined.coalesce()
+    sum_dtype = like.dtype
+    if sum_dtype in (torch.float16, torch.bfloat16):
+        sum_dtype = torch.float32
+    rows: list[Tensor] = []
+    for pushed_gradient in pushed:
+        if pushed_gradient is None:
+            rows.append(torch.zeros_like(like, dtype=sum_dtype))
+        elif pushed_gradient.is_sparse:
+            rows.append(pushed_gradient.to_dense().to(sum_dtype))
+        else:
+            rows.append(pushed_gradient.to(sum_dtype))
     for into, row in plan_row_additions(len(rows)):
         rows[into] = rows[into] + rows[row]
     return rows[0].to(like.dtype)
 
 
-def _join(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of a whole shard, given those of its chunks: what is not of rows, the first one alone has."""
+def _with_tuples(settings: Settings) -> Settings:
+    """Return settings as an optimizer has them, given settings of JSON, which has lists in place of tuples."""
+    restored: Settings = {}
+    for name, value in settings.items():
+        if isinstance(value, list):
+            value = tuple(value)
+        restored[name] = value
+    return restored
 
-    def joined(name: str) -> Any:
+
+def _join(states: Sequence[State]) -> State:
+    """Return the state of a whole shard, given the states of its chunks.
+
+    Values that are not of rows are in the first state alone.
+    """
+    joined: State = {}
+    for name in states[0]:
         values = [state[name] for state in states if name in state]
-        return torch.cat(values) if len(values) == len(states) else values[0]
-
-    return {name: joined(name) for name in states[0]}
+        if len(values) == len(states):
+            joined[name] = torch.cat(values)
+        else:
+            joined[name] = values[0]
+    return joined

@@ -1,9 +1,9 @@
-"""The replica scheduler: several replicas in one process, each in a thread of its own, one running at a time.
+"""The replica scheduler: several replicas in one process, each in a separate thread, one running at a time.
 
 Replicas run in the order of their numbers, each until its next barrier: the end of a backward, an optimizer's step, an
-all_reduce, an all_gather, a merge_call, its end. The last one to arrive does the work that is done once, such as the
-sum or the step, then releases the others. So every run makes the same calls in the same order, and nothing else needs
-a lock.
+all_reduce, an all_gather, a merge_call, its end. The last replica to arrive does the work that is done once, such as
+the sum or the step, then releases the other replicas. So every run makes the same calls in the same order, and nothing
+else needs a lock.
 """
 
 import contextvars
@@ -25,16 +25,16 @@ class Switched(Protocol):
         """Prepare for a run."""
 
     def end_run(self) -> None:
-        """Clean up: all replicas have ended, or were stopped."""
+        """Clean up once all replicas have ended, or were stopped."""
 
     def merging(self) -> AbstractContextManager[None]:
-        """Let the block, which belongs to no replica, change what all of them have."""
+        """Let the block, which belongs to no replica, change the state of all replicas."""
 
     def suspend(self, replica: int) -> None:
         """Save a replica's state."""
 
     def resume(self, replica: int) -> None:
-        """Restore a replica's state; of one that begins, what it finds."""
+        """Restore a replica's state; a replica that begins has the state that it finds."""
 
 
 class _StoppedError(BaseException):
@@ -44,11 +44,11 @@ class _StoppedError(BaseException):
 class ReplicaScheduler:
     """Runs the replicas of this rank, one at a time.
 
-    Not collective: every rank has a scheduler of its own.
+    Not collective. Every rank has a scheduler.
 
     Args:
         replicas: numbers of this rank's replicas.
-        switched: keeps their states apart.
+        switched: states that are private to a replica.
     """
 
     def __init__(self, replicas: range, switched: Sequence[Switched]) -> None:
@@ -62,12 +62,12 @@ class ReplicaScheduler:
         self._round = _Round(replicas)
 
     def add_switched(self, state: Switched) -> None:
-        """Keep one more state apart, between runs or in a run of a single replica."""
+        """Add a state that is private to a replica. For calls between runs, or in a run of a single replica."""
         self._switched.append(state)
 
     @property
     def replica(self) -> int | None:
-        """The replica that the calling code belongs to; None outside `run`, and in what a `merge` calls."""
+        """Number of the replica that the calling code belongs to; None outside `run` and in code that `merge` calls."""
         replica: int | None = getattr(self._local, "replica", None)
         return replica
 
@@ -85,7 +85,8 @@ class ReplicaScheduler:
         """Call one function for each local replica; return what they returned.
 
         Raises:
-            What a replica raised, once the others are stopped. DesyncError: when they arrive at different barriers.
+            What a replica raised, once the other replicas are stopped.
+            DesyncError: when replicas arrive at different barriers.
         """
         if self._is_running and (len(self.replicas) > 1 or self._switched):
             raise RuntimeError(
@@ -96,7 +97,9 @@ class ReplicaScheduler:
         for state in self._switched:
             state.begin_run()
         try:
-            return [self._run_alone(calls[0])] if len(calls) == 1 else self._run_in_threads(calls)
+            if len(calls) == 1:
+                return [self._run_alone(calls[0])]
+            return self._run_in_threads(calls)
         finally:
             self._is_running = was_running
             self._forget()
@@ -107,7 +110,7 @@ class ReplicaScheduler:
         """Drop values and errors of replicas.
 
         A model's hooks hold this object, where the garbage collector cannot see it, and an error holds the frames in
-        which the model is: kept here, it would keep the strategy alive for good.
+        which the model is. An error that this object held would keep the strategy alive for ever.
         """
         self._contributions = [None] * len(self.replicas)
         self._results = ()
@@ -148,7 +151,7 @@ class ReplicaScheduler:
             result = call()
         except BaseException:
             with suppress(UsageError):
-                # of the look at shared parameters, which comes last: the program's own error is raised
+                # `SharedWrites`, which comes last, may raise it: the program's error is raised instead
                 self._suspend(replica)
             raise
         else:
@@ -175,10 +178,10 @@ class ReplicaScheduler:
             round_.fail(error)
 
     def barrier(self, point: str) -> None:
-        """Wait until all local replicas are here. The last one does not wait, and must call `release` afterwards.
+        """Wait until all local replicas are here. The last replica does not wait, and must call `release` afterwards.
 
         Args:
-            point: what the replica is about to do, such as "backward"; the same for all.
+            point: name of the next action, such as "backward"; the same for all replicas.
 
         Raises:
             DesyncError: when replicas arrive at different points; it ends all of them.
@@ -191,19 +194,20 @@ class ReplicaScheduler:
             self._wait(index)
 
     def release(self) -> None:
-        """Let the other replicas run, each until its next barrier; return when it is the last one's turn again."""
+        """Let the other replicas run, each until its next barrier; return when it is the last replica's turn again."""
         if len(self.replicas) > 1 and self.is_last:
             self._wait(self.local_index)
 
     def merge(
         self, point: str, contributed: Any, combine: Callable[[list[Any]], Sequence[Any]]
     ) -> Any:
-        """Return this replica's part of combine(what all local replicas contributed), which is called once.
+        """Return this replica's part of combine(contributions of all local replicas), which is called once.
 
         A single replica may call it anywhere: outside `run`, and in the threads that autograd has for devices.
 
         Raises:
-            What `combine` raises, in all local replicas. DesyncError: as `barrier`.
+            What `combine` raises, in all local replicas.
+            DesyncError: when replicas arrive at different points; it ends all of them.
         """
         if len(self.replicas) == 1:
             return self._outside(combine, [contributed])[0]
@@ -214,7 +218,7 @@ class ReplicaScheduler:
             self._error = None
             try:
                 self._results = self._outside(combine, self._contributions)
-            except Exception as error:  # noqa: BLE001 - each replica raises it, as a single one would
+            except Exception as error:  # noqa: BLE001 - each replica raises it, as a single replica would
                 self._error = error
         results = self._results
         raised = self._error
@@ -225,7 +229,7 @@ class ReplicaScheduler:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Run the user's code in a merge: what it changes, all replicas see."""
+        """Run the user's code in a merge: all replicas see its changes."""
         with ExitStack() as stack:
             for state in self._switched:
                 stack.enter_context(state.merging())
@@ -244,7 +248,7 @@ class ReplicaScheduler:
 
     @property
     def local_index(self) -> int:
-        """The index of the calling replica among those of this process."""
+        """Index of the calling replica among the replicas of this process."""
         assert self.replica is not None, "only replicas have an index"
         return self.replicas.index(self.replica)
 
@@ -261,7 +265,7 @@ class ReplicaScheduler:
 
     def _suspend_failed(self, replica: int) -> None:
         """Save the state of a replica that has raised: it must not draw the same numbers again."""
-        # of `SharedWrites`, which comes last: the program's own error is raised
+        # `SharedWrites`, which comes last, may raise it: the program's error is raised instead
         with suppress(UsageError):
             self._suspend(replica)
 
@@ -271,7 +275,7 @@ class ReplicaScheduler:
 
 
 class _Round:
-    """One `run`: whose turn it is, and at which barrier."""
+    """One `run`: the replica whose turn it is, and the barrier at which replicas are."""
 
     def __init__(self, replicas: range) -> None:
         self.results: list[Any] = [None] * len(replicas)
@@ -292,7 +296,7 @@ class _Round:
         self._turns[(index + 1) % len(self._turns)].release()
 
     def arrive(self, index: int, point: str) -> None:
-        """Record where a replica is; the first one decides where all must be."""
+        """Record where a replica is; the first replica decides where all must be."""
         if index == 0:
             self._point = point
         elif point != self._point:
@@ -310,7 +314,7 @@ class _Round:
 
 
 def _with_torch_modes(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return `call` under the caller's torch modes, and on as many cores, which each thread has for itself.
+    """Return `call` under the caller's torch modes and number of cores, which torch has for each thread.
 
     The bits of a matrix product depend on its number of threads, and a new thread begins with the default.
     """
@@ -329,6 +333,7 @@ def _with_torch_modes(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _in_autocast(call: Callable[[], Any], dtypes: dict[str, torch.dtype]) -> Any:
+    """Return the result of a call under autocast to a dtype on each device."""
     if not dtypes:
         return call()
     device, dtype = next(iter(dtypes.items()))

@@ -1,4 +1,4 @@
-"""Finds writes to what the replicas of a process share: parameters, and the settings of optimizers.
+"""Finds writes to objects that the replicas of a process share: parameters, and the settings of optimizers.
 
 Code inside `run` is called once for each replica, so a write that no optimizer makes would be made several times.
 """
@@ -19,7 +19,7 @@ from hpcdist.program.model_plan import IdentitySet
 from hpcdist.program.settings import settings_of
 from hpcdist.program.tensors import to_array
 
-#: In the first runs all parameters are hashed at each turn; later one of them in every 8th run, on all ranks alike.
+#: In the first runs all parameters are hashed at each turn; later one parameter in every 8th run, on all ranks alike.
 _N_HASHED_RUNS = 3
 _HASHED_RUN = 8
 #: First bytes of a parameter that are hashed.
@@ -31,13 +31,13 @@ _GONE = -1
 
 
 class _Marks(NamedTuple):
-    """What changes when somebody writes to a parameter.
+    """Marks of all parameters, which change when somebody writes to a parameter.
 
     Attributes:
-        addresses: of the memory of each parameter; `_GONE` for one that the garbage collector has taken.
-        versions: how often torch has seen each one change.
-        digests: of the bytes of those that are hashed, by their number.
-        ends: first and last bytes of each; nothing of one that is not in one piece on the host.
+        addresses: address of the memory of each parameter; `_GONE` for one that the garbage collector has taken.
+        versions: number of changes of each parameter that torch has seen.
+        digests: digests of the bytes of the parameters that are hashed, by the number of the parameter.
+        ends: first and last bytes of each parameter; empty for one that is not in one piece on the host.
     """
 
     addresses: list[int]
@@ -49,16 +49,16 @@ class _Marks(NamedTuple):
 class SharedWrites:
     """Compares parameters and settings at the beginning and the end of each replica's turn.
 
-    An optimizer's step and a merge may write: the look at the turn ends before them, and begins anew after them. With
-    one replica on this rank it looks too: a program must not depend on how many ranks there are. Ranks that share one
-    copy look at it alike: between two steps no rank may write to it, and a step begins and ends on all of them.
+    An optimizer's step and a merge may write: a comparison ends before them, and begins anew after them. A single
+    replica on this rank is compared too: a program must not depend on the number of ranks. Ranks that share one copy of
+    the parameters compare it alike: between two steps no rank may write to it, and a step begins and ends on all ranks.
 
-    A write that torch counts is found at once. One past its counters, through `.data` or numpy, is found at once if it
-    changes the first or last elements of a parameter, as scaling does; another one in the first runs, where all is
-    hashed, and later if it comes in a run that hashes the part it writes to.
+    A write that torch counts is found at once. A write past its counters, through `.data` or numpy, is found at once if
+    it changes the first or last elements of a parameter, as scaling does. Any other write is found in the first runs,
+    where all parameters are hashed, and later if it comes in a run that hashes the part it writes to.
 
     Args:
-        optimizers: those of the scope.
+        optimizers: optimizers of the scope.
 
     Cost: in the first runs a hash of all parameters at each switch of replicas; later 0.4 microseconds for each
         parameter, and in every 8th run a hash of at most 1 MiB of one.
@@ -68,14 +68,14 @@ class SharedWrites:
         self._optimizers = optimizers
         self._names: list[str] = []
         self._references: list[Callable[[], nn.Parameter | None]] = []
-        self._addresses: list[int] = []  # of which `_ends` are views
+        self._addresses: list[int] = []  # addresses of the memory that `_ends` are views of
         self._ends: list[_Bytes] = []
         self._n_runs = 0
-        self._marks: _Marks | None = None  # None: nobody's turn
+        self._marks: _Marks | None = None  # None when it is no replica's turn
         self._settings: list[tuple[weakref.ref[Optimizer], list[dict[str, Any]]]] = []
 
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Look at these from now on."""
+        """Compare these parameters from now on."""
         self._names = []
         self._references = []
         for name, parameter in parameters:
@@ -90,7 +90,7 @@ class SharedWrites:
         self._n_runs += 1
 
     def end_run(self) -> None:
-        """Stop looking, also when replicas were stopped in their turns."""
+        """Stop comparing, also when replicas were stopped in their turns."""
         self._marks = None
 
     def suspend(self, replica: int) -> None:
@@ -113,17 +113,17 @@ class SharedWrites:
                 self.begin()
 
     def begin(self) -> None:
-        """Look at what there is when a replica's turn begins, or goes on."""
+        """Record parameters and settings when a replica's turn begins, or continues."""
         self._marks = self._read_marks()
         self._settings = [
             (weakref.ref(optimizer), settings_of(optimizer)) for optimizer in self._optimizers
         ]
 
     def end(self) -> None:
-        """Compare what there is with what there was; in nobody's turn, do nothing.
+        """Compare parameters and settings with the recorded ones; do nothing when it is no replica's turn.
 
         Raises:
-            UsageError: when the replica has written; on this rank, whose run it ends.
+            UsageError: when the replica has written to them; on this rank, whose run it ends.
         """
         marks = self._marks
         self._marks = None
@@ -160,7 +160,7 @@ class SharedWrites:
                 raise _refusal(f"parameter {name!r}")
 
     def _read_marks(self) -> _Marks:
-        """Return what the parameters are like now."""
+        """Return the marks of the parameters as they are now."""
         parameters = [reference() for reference in self._references]
         addresses: list[int] = []
         versions: list[int] = []
@@ -203,7 +203,7 @@ _NO_BYTES = ctypes.create_string_buffer(0)
 
 
 def _ends_of(tensor: Tensor | None) -> tuple[_Bytes, _Bytes]:
-    """Return views of the first and last bytes of a host tensor in one piece; of another one, of no bytes."""
+    """Return views of the first and last bytes of a host tensor in one piece; empty views for any other tensor."""
     if (
         tensor is None
         or tensor.device.type != "cpu"
@@ -218,13 +218,17 @@ def _ends_of(tensor: Tensor | None) -> tuple[_Bytes, _Bytes]:
 
 
 def _hash(tensor: Tensor, max_bytes: int | None) -> int:
-    """Return a digest of a tensor's first bytes; None: of all."""
+    """Return a digest of a tensor's first bytes; without a limit, of all its bytes."""
     flat = tensor.detach().reshape(-1)
-    count = None if max_bytes is None else max_bytes // max(1, flat.element_size())
-    return xxhash.xxh3_64_intdigest(to_array(flat[:count])[0].view("u1").data)
+    if max_bytes is not None:
+        n_elements = max_bytes // max(1, flat.element_size())
+        flat = flat[:n_elements]
+    array, _ = to_array(flat)
+    return xxhash.xxh3_64_intdigest(array.view("u1").data)
 
 
 def _refusal(target: str) -> UsageError:
+    """Return the error of a replica that has written to something that replicas share."""
     return UsageError(
         f"run: expected replicas to leave what they share to optimizers, got a write to {target} outside of an "
         f"optimizer's step; the function is called for each replica: write after run, or in "

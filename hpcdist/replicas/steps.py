@@ -1,4 +1,4 @@
-"""An optimizer's step with several replicas in one process: all wait at it, and the last one makes it for all."""
+"""An optimizer's step with several replicas in one process: all wait for it, and the last replica makes it for all."""
 
 from collections.abc import Sequence
 
@@ -14,19 +14,20 @@ class ReplicaSteps:
     """Lets the last local replica make each step: replicas share parameters and optimizer.
 
     Args:
-        scheduler: runs the replicas.
+        scheduler: scheduler that runs the replicas.
     """
 
     def __init__(self, scheduler: ReplicaScheduler) -> None:
         self._scheduler = scheduler
-        self._hidden: dict[int, list[Tensor | None]] = {}  # by replica
-        # gradients of the replicas that wait at the step
+        # hidden gradients of the replicas that do not make the step, by replica
+        self._hidden: dict[int, list[Tensor | None]] = {}
+        # gradients of the replicas that wait at the step, by replica
         self._brought: dict[int, list[Tensor | None]] = {}
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Wait until all local replicas are at the step; return whether the caller makes it, as outside of replicas.
 
-        The optimizer of one that does not make it finds no gradients.
+        The optimizer of a replica that does not make the step finds no gradients.
         """
         replica = self._scheduler.replica
         if replica is None:
@@ -39,7 +40,7 @@ class ReplicaSteps:
         return self._scheduler.is_last
 
     def require_equal(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Compare the gradients that the other replicas have brought to the step with those of the one that makes it.
+        """Compare the gradients that the other replicas have at the step with the gradients here.
 
         Raises:
             GradientError: when replicas have changed the gradients, equal after a backward, in different ways; on this
@@ -68,10 +69,10 @@ class ReplicaSteps:
         return False
 
     def release(self) -> None:
-        """Let the other replicas run again, once the last one has made the step."""
+        """Let the other replicas run again, once the last replica has made the step."""
         self._scheduler.release()
 
     def stop(self) -> None:
-        """Forget what replicas had begun before an error stopped them."""
+        """Forget steps that replicas had begun before an error stopped them."""
         self._hidden.clear()
         self._brought.clear()

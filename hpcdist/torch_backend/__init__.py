@@ -3,8 +3,8 @@
 >>> import hpcdist.torch_backend
 >>> torch.distributed.init_process_group("hpcdist", init_method="hpcdist://")
 
-The ranks are those that mpirun or srun started; under torchrun they are its processes, on one host, and share memory
-without MPI. Tensors on the host only: others are refused, also with "cpu:hpcdist,cuda:nccl".
+The ranks are the processes that mpirun or srun started. Under torchrun they are the processes of torchrun, on one host,
+and share memory without MPI. Tensors must be on the host; other tensors are refused, also with "cpu:hpcdist,cuda:nccl".
 """
 
 import os
@@ -22,7 +22,7 @@ from hpcdist.torch_backend.ranks import Ranks
 
 
 def _make_group(options: Any, _: Any) -> HpcdistProcessGroup:
-    """Return a group of ranks, for init_process_group and new_group. Collective: these ranks.
+    """Return a group of ranks, for init_process_group and new_group. Collective over these ranks.
 
     MPI is imported, and so started, where torchrun did not start the ranks.
     """
@@ -30,9 +30,8 @@ def _make_group(options: Any, _: Any) -> HpcdistProcessGroup:
     limit_s = min(options.timeout.total_seconds(), timeout_s(environ))
     numbers = list(options.global_ranks_in_group) or list(range(options.group_size))
     # torchrun's store outlives groups, and a group that is made again has the name of the first one
-    store = dist.PrefixStore(
-        f"{options.store.add(f'made/{options.group_rank}', 1)}/", options.store
-    )
+    n_made = options.store.add(f"made/{options.group_rank}", 1)
+    store = dist.PrefixStore(f"{n_made}/", options.store)
     under_torchrun = torchrun_sizes(environ)
     ranks: Ranks
     if under_torchrun is None:
@@ -61,22 +60,23 @@ def _make_group(options: Any, _: Any) -> HpcdistProcessGroup:
 
 
 def _wait_for_members(store: Any, rank: int, size: int, limit_s: float) -> None:
-    """Return when all ranks of a group are making it: MPI would wait without a limit.
+    """Wait until all ranks of a group are making it: MPI would wait without a limit.
 
     Raises:
-        CollectiveTimeoutError: when one does not come in time; on those that came, and on those that come later.
+        CollectiveTimeoutError: when a rank does not come in time; on the ranks that came, and on any that come later.
     """
     ranks = range(size)
     store.set(f"here/{rank}", "1")
     cause = None
     verdict = "all are here"
+    keys = [f"here/{member}" for member in ranks]
     try:
-        store.wait([f"here/{member}" for member in ranks], timedelta(seconds=limit_s))
+        store.wait(keys, timedelta(seconds=limit_s))
     except RuntimeError as error:
-        absent = [member for member in ranks if not store.check([f"here/{member}"])]
+        absent = [member for member in ranks if not store.check([keys[member]])]
         cause = error
         verdict = f"no answer from {absent} of its ranks"
-    verdict = store.compare_set("verdict", "", verdict).decode()  # the first one counts
+    verdict = store.compare_set("verdict", "", verdict).decode()  # the first verdict holds
     if verdict != "all are here":
         raise CollectiveTimeoutError(
             f"new_group: expected all of {size} ranks within {limit_s:g} s, got {verdict}; let all of "
@@ -85,9 +85,11 @@ def _wait_for_members(store: Any, rank: int, size: int, limit_s: float) -> None:
 
 
 def _rendezvous(
-    url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
+    url: str,
+    timeout: timedelta = timedelta(minutes=30),
+    **_: Any,
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield store, rank and number of ranks: those of MPI, or torchrun's. Collective: all ranks."""
+    """Yield store, rank and number of ranks, of MPI or of torchrun. Collective over all ranks."""
     if torchrun_sizes(read_environment()) is not None:
         yield from rendezvous("env://", timeout=timeout)
     else:

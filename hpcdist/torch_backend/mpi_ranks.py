@@ -27,10 +27,10 @@ _AUTO = CommunicationOptions()
 
 
 class MPIRanks(Ranks):
-    """See `Ranks`. Collective: these ranks.
+    """The ranks of a process group, over MPI; see `Ranks`. Collective over these ranks.
 
     Args:
-        group: they; freed by `free`.
+        group: group of these ranks; `free` frees it.
     """
 
     def __init__(self, group: Group) -> None:
@@ -40,17 +40,17 @@ class MPIRanks(Ranks):
         self.size = self._comm.size
         self.timeout_s = self._group.timeout_s
         largest_tag = self._comm.Get_attr(MPI.TAG_UB)
-        assert isinstance(largest_tag, int), "every MPI library says it"
+        assert isinstance(largest_tag, int), "every MPI library has this attribute"
         self.largest_tag = largest_tag
         self._messages: list[_MPIMessage] = []  # kept while MPI uses their memory
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int], timeout_s: float) -> "MPIRanks":
-        """Return the ranks of these numbers in the world. Collective: they.
+        """Return the ranks that have these numbers in the world. Collective over these ranks.
 
         Args:
-            numbers: in the process group's order.
-            timeout_s: after which a call that some rank has not joined ends the job.
+            numbers: numbers of the ranks, in the process group's order.
+            timeout_s: time after which a call that some rank has not joined ends the job.
         """
         world = make_world()
         members = world.comm.Get_group().Incl(numbers)
@@ -58,7 +58,7 @@ class MPIRanks(Ranks):
         try:
             return cls(Group(comm, world, timeout_s=timeout_s))
         finally:
-            comm.Free()  # the group has a copy of its own
+            comm.Free()  # the group has made a copy
             members.Free()
 
     def start(self, call: Callable[[Ranks], None]) -> Handle | None:
@@ -95,7 +95,12 @@ class MPIRanks(Ranks):
             with self.recorded(op.title, tensor):
                 library.all_reduce(tensor.numpy(), self._group, op)
 
-    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
+    def reduce_scatter(
+        self,
+        contribution: Array,
+        counts: Sequence[int],
+        op: Op,
+    ) -> Array:
         received = np.empty(counts[self.rank], contribution.dtype)
         self._comm.Reduce_scatter(contribution, received, counts, library.mpi_op(op))
         return received
@@ -103,39 +108,59 @@ class MPIRanks(Ranks):
     def broadcast(self, data: Array, root: int) -> None:
         library.broadcast(data, self._comm, root)
 
-    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
+    def all_gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+    ) -> None:
         library.all_gather(local_bytes, counts, joined, self._group)
 
-    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
+    def gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+        root: int,
+    ) -> None:
         self._comm.Gatherv(local_bytes, [joined, counts] if self.rank == root else None, root)
 
-    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
+    def scatter(
+        self,
+        joined: Array,
+        counts: Sequence[int],
+        local_part: Array,
+        root: int,
+    ) -> None:
         self._comm.Scatterv([joined, counts] if self.rank == root else None, local_part, root)
 
     def all_to_all(
-        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+        self,
+        sent: Array,
+        sent_counts: Sequence[int],
+        received: Array,
+        counts: Sequence[int],
     ) -> None:
         self._comm.Alltoallv([sent, sent_counts], [received, counts])
 
     def send(self, data: Array, rank: int, tag: int, title: str) -> Message:
-        return self._started(
-            _MPIMessage(title, self._group, self._comm.Isend(data, rank, tag), data, None)
-        )
+        request = self._comm.Isend(data, rank, tag)
+        return self._started(_MPIMessage(title, self._group, request, data, None))
 
     def recv(self, tensor: Tensor, rank: int, tag: int, title: str) -> Message:
         data = no_bytes(tensor.nbytes)
-        request = self._comm.Irecv(data, MPI.ANY_SOURCE if rank == ANY_RANK else rank, tag)
+        source = MPI.ANY_SOURCE if rank == ANY_RANK else rank
+        request = self._comm.Irecv(data, source, tag)
         return self._started(_MPIMessage(title, self._group, request, data, tensor))
 
     def _started(self, message: "_MPIMessage") -> Message:
-        self._messages = [
-            *(
-                earlier_message
-                for earlier_message in self._messages
-                if not earlier_message.is_completed()
-            ),
-            message,
+        """Keep a message until it is completed; return it."""
+        incomplete_messages = [
+            earlier_message
+            for earlier_message in self._messages
+            if not earlier_message.is_completed()
         ]
+        self._messages = [*incomplete_messages, message]
         return message
 
     def free(self) -> None:
@@ -150,11 +175,11 @@ class MPIRanks(Ranks):
 
 
 def require_rank(numbers: Sequence[int], group_rank: int) -> None:
-    """Raise ConfigurationError when torch takes this rank for another one than MPI does; on this rank.
+    """Raise ConfigurationError when this rank has another number in torch than in MPI; on this rank.
 
     Args:
-        numbers: of the process group's ranks, as torch has them.
-        group_rank: which of them this is.
+        numbers: numbers of the process group's ranks in torch.
+        group_rank: position of this rank among them.
     """
     world = make_world()
     if world.size < len(numbers) or numbers[group_rank] != world.rank:
@@ -169,11 +194,20 @@ class _MPIMessage(Message):
     """A message of MPI; see `Message`.
 
     Args:
-        request: MPI's.
+        title: name of the message in errors.
+        group: group of the process group's ranks.
+        request: request of MPI.
+        data: bytes that are sent, or memory for bytes that are received.
+        tensor: tensor that receives the bytes. None if they are sent.
     """
 
     def __init__(
-        self, title: str, group: Group, request: MPI.Request, data: Array, tensor: Tensor | None
+        self,
+        title: str,
+        group: Group,
+        request: MPI.Request,
+        data: Array,
+        tensor: Tensor | None,
     ) -> None:
         super().__init__(title, group.world, data, tensor, group.timeout_s)
         self._request = request
@@ -195,14 +229,12 @@ class _MPIMessage(Message):
         if self._is_done:
             return False
         self._request.Cancel()  # else it would take the next message
-        return (
-            not wait_until(self.is_completed, self._timeout_s, yields=0)
-            or self._status.Is_cancelled()
-        )
+        has_ended = wait_until(self.is_completed, self._timeout_s, yields=0)
+        return not has_ended or self._status.Is_cancelled()
 
 
 def rendezvous(timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
-    """Yield store, rank and number of ranks: those of MPI. Collective: all ranks."""
+    """Yield store, rank and number of ranks of MPI. Collective over all ranks."""
     world = make_world()
     group = group_of()
     store = group.keep("torch store", lambda: MPIStore(world))

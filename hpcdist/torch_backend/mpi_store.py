@@ -1,7 +1,7 @@
 """The store of torch.distributed over MPI: no port is opened, so nobody but the ranks of the job can write to it.
 
-Rank 0 holds the keys. A thread there answers the others, by messages on a communicator of its own, so that its program
-need not take part.
+Rank 0 holds the keys. A thread there answers the other ranks, by messages on a separate communicator, so that the
+program of rank 0 need not take part.
 """
 
 import threading
@@ -22,14 +22,14 @@ _REPLY_TAG = 2
 #: Pauses of the thread between two looks for requests: right after one, and the longest.
 _LOOK_S = 2e-4
 _LONGEST_LOOK_S = 5e-3
-#: How much longer than a request's own limit its answer is waited for.
+#: Time for which an answer is waited for beyond the limit of its request.
 _SLACK_S = 30.0
 
 
 class KeyTable:
-    """Keys and values. Any thread may call; those that wait for keys wait here.
+    """Keys and values. Any thread may call; threads that wait for keys wait here.
 
-    Its methods are those of torch's Store.
+    It has the methods of torch's Store.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,9 @@ class KeyTable:
             if current == expected or (current is None and not expected):
                 self._values[key] = current = desired
                 self._changed.notify_all()
-            return expected if current is None else current
+            if current is None:
+                return expected
+            return current
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are there."""
@@ -92,7 +94,14 @@ class KeyTable:
 
 
 class _Parked(NamedTuple):
-    """A rank that waits for keys: its request's number, the keys, and when it gives up, by time.monotonic."""
+    """A rank that waits for keys.
+
+    Attributes:
+        rank: rank that waits.
+        number: number of its request.
+        keys: keys that it waits for.
+        until_s: time at which it gives up, by time.monotonic.
+    """
 
     rank: int
     number: int
@@ -105,7 +114,7 @@ class _Server:
 
     Args:
         comm: communicator of the store.
-        table: the keys.
+        table: table of the keys.
     """
 
     def __init__(self, comm: MPI.Comm, table: KeyTable) -> None:
@@ -130,7 +139,9 @@ class _Server:
             has_answered = self._answer_requests()
             self._wake_parked()
             self._sends = [request for request in self._sends if not request.Test()]
-            pause_s = _LOOK_S if has_answered else min(2 * pause_s, _LONGEST_LOOK_S)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+            if has_answered:
+                pause_s = _LOOK_S
 
     def _answer_requests(self) -> bool:
         status = MPI.Status()
@@ -141,9 +152,11 @@ class _Server:
             has_answered = True
             if operation == "wait":
                 keys, timeout_s = arguments
-                self._parked.append(_Parked(rank, number, keys, time.monotonic() + timeout_s))
+                until_s = time.monotonic() + timeout_s
+                self._parked.append(_Parked(rank, number, keys, until_s))
             else:
-                self._reply(rank, number, _result_of(self._table, operation, arguments))
+                result = _result_of(self._table, operation, arguments)
+                self._reply(rank, number, result)
         return has_answered
 
     def _wake_parked(self) -> None:
@@ -173,10 +186,10 @@ def _result_of(table: KeyTable, operation: str, arguments: Sequence[Any]) -> Any
 class MPIStore(dist.Store):  # type: ignore[name-defined, misc]
     """A torch.distributed.Store of all ranks of a world.
 
-    Collective: all ranks of the world. Its methods, which are those of torch's Store, are not.
+    Collective over all ranks of the world. The methods of torch's Store are not collective.
 
     Args:
-        world: the ranks.
+        world: world of the ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -210,8 +223,13 @@ class MPIStore(dist.Store):  # type: ignore[name-defined, misc]
         """Append to the value of a key."""
         self._ask("append", key, _bytes_of(value))
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value, or is not there and none is expected; return its value then."""
+    def compare_set(
+        self,
+        key: str,
+        expected: str | bytes,
+        desired: str | bytes,
+    ) -> bytes:
+        """Set a key if it has the expected value, or if it is absent and none is expected; return its value then."""
         return bytes(self._ask("compare_set", key, _bytes_of(expected), _bytes_of(desired)))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -222,9 +240,11 @@ class MPIStore(dist.Store):  # type: ignore[name-defined, misc]
         """Wait until all keys are there.
 
         Raises:
-            torch.distributed.DistStoreError: after the timeout; default: that of the store.
+            torch.distributed.DistStoreError: after the timeout; default: the timeout of the store.
         """
-        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
+        if timeout is None:
+            timeout = self.timeout
+        limit_s = timeout.total_seconds()
         if not self._ask("wait", list(keys), limit_s, limit_s=limit_s):
             raise dist.DistStoreError(f"wait timeout after {limit_s:g} s, keys: {', '.join(keys)}")
 
@@ -272,23 +292,32 @@ class MPIStore(dist.Store):  # type: ignore[name-defined, misc]
             raise dist.DistStoreError(f"{operation}: {result}")
         return result
 
-    def _ask_holder(self, operation: str, arguments: Sequence[Any], limit_s: float) -> Any:
+    def _ask_holder(
+        self,
+        operation: str,
+        arguments: Sequence[Any],
+        limit_s: float,
+    ) -> Any:
         self._number += 1
         request = self._comm.isend((self._number, operation, arguments), 0, _REQUEST_TAG)
         until_s = time.monotonic() + limit_s
         while True:
             has_come = wait_until(
-                lambda: self._comm.Iprobe(source=0, tag=_REPLY_TAG), until_s - time.monotonic()
+                lambda: self._comm.Iprobe(source=0, tag=_REPLY_TAG),
+                until_s - time.monotonic(),
             )
             if not has_come:
                 raise dist.DistStoreError(
                     f"{operation}: expected an answer of rank 0 within {limit_s:g} s, got none"
                 )
             number, result = self._comm.recv(source=0, tag=_REPLY_TAG)
-            if number == self._number:  # an older one answers a request that was given up
+            if number == self._number:  # an earlier number answers a request that was given up
                 request.wait()
                 return result
 
 
 def _bytes_of(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    """Return a value as the table holds it."""
+    if isinstance(value, str):
+        return value.encode()
+    return bytes(value)

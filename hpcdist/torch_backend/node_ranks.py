@@ -36,23 +36,27 @@ from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Ranks, no_byte
 
 #: Bytes of a slot, of which each rank has two.
 SLOT_BYTES = 512 << 10
-#: Messages of up to this size travel in torch's store; larger ones in memory of their own, which it names.
+#: Messages of up to this size travel in torch's store; larger messages in separate memory, which the store names.
 INLINE_BYTES = 16 << 10
+#: Bytes to read of another rank: the rank, the first of its bytes, and the memory for them.
+_Read = tuple[int, int, Array]
 
 
 class NodeRanks(Ranks):
-    """See `Ranks`. Collective: these ranks.
+    """The ranks of a process group on one host, in shared memory; see `Ranks`. Collective over these ranks.
 
-    Memory per rank: that of sums (`stage_bytes`) and 1 MiB for everything else.
+    Memory per rank: the memory for sums (`stage_bytes`) and 1 MiB for everything else.
 
     Args:
-        store: torch's, for this group alone. Messages are announced in it.
-        rank: this one. names: what the ranks are called in messages.
+        store: torch's store, for this group alone. Messages are announced in it.
+        rank: rank of this process in the group.
+        names: names of the ranks in error messages.
         timeout_s: longest time for one call.
         is_crowded: whether the host has more ranks than cores.
 
     Attributes:
-        store: as given. name: this rank's.
+        store: the argument `store`.
+        name: name of this rank.
 
     Raises:
         CollectiveFailed: when memory cannot be shared; on every rank.
@@ -61,7 +65,12 @@ class NodeRanks(Ranks):
     largest_tag = 2**31 - 1
 
     def __init__(
-        self, store: Store, rank: int, names: Sequence[str], timeout_s: float, is_crowded: bool
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        timeout_s: float,
+        is_crowded: bool,
     ) -> None:
         self.store = store
         self.rank = rank
@@ -79,9 +88,8 @@ class NodeRanks(Ranks):
         ]
         self._turn = 0
         if self.size > 1:
-            self._sums = NodeSums(
-                self._barrier, [piece[sums_start:slots_start] for piece in pieces], rank, names
-            )
+            stages = [piece[sums_start:slots_start] for piece in pieces]
+            self._sums = NodeSums(self._barrier, stages, rank, names)
         self._additions = plan_row_additions(self.size)
         self._sent: list[_SentMessage] = []  # kept until they are received
         self._receivers: list[_Receiver] = []
@@ -101,14 +109,14 @@ class NodeRanks(Ranks):
 
     # -- moves --------------------------------------------------------------------------------------------------------
 
-    def _exchange(self, sent: Array, reads: Sequence[tuple[int, int, Array]]) -> None:
-        """Publish bytes, and read some of what other ranks publish, slot by slot.
+    def _exchange(self, sent: Array, reads: Sequence[_Read]) -> None:
+        """Publish bytes, and read some of the bytes that other ranks publish, slot by slot.
 
         A slot is written again two rounds later: between lies a barrier, which no rank enters before it has read it.
 
         Args:
-            sent: this rank's.
-            reads: (rank, first of its bytes, where they go), in any order.
+            sent: bytes that this rank publishes.
+            reads: bytes to read, in any order.
 
         Cost: a barrier for each 512 KiB of the rank that publishes most, and one before.
         """
@@ -133,38 +141,63 @@ class NodeRanks(Ranks):
         else:
             self._exchange(no_bytes(), [(root, 0, data)])
 
-    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
+    def all_gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+    ) -> None:
         parts = np.split(joined, np.cumsum(counts)[:-1])
         self._exchange(local_bytes, [(rank, 0, part) for rank, part in enumerate(parts)])
 
-    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
-        parts = np.split(joined, np.cumsum(counts)[:-1]) if self.rank == root else []
-        self._exchange(local_bytes, [(rank, 0, part) for rank, part in enumerate(parts)])
+    def gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+        root: int,
+    ) -> None:
+        reads: list[_Read] = []
+        if self.rank == root:
+            for rank, part in enumerate(np.split(joined, np.cumsum(counts)[:-1])):
+                reads.append((rank, 0, part))
+        self._exchange(local_bytes, reads)
 
-    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
+    def scatter(
+        self,
+        joined: Array,
+        counts: Sequence[int],
+        local_part: Array,
+        root: int,
+    ) -> None:
         starts = np.zeros(self.size, np.int64)
         if self.rank == root:
             starts[1:] = np.cumsum(counts)[:-1]
         self.broadcast(starts.view(np.uint8), root)
-        self._exchange(
-            joined if self.rank == root else no_bytes(),
-            [(root, int(starts[self.rank]), local_part)],
-        )
+        sent = joined if self.rank == root else no_bytes()
+        first = int(starts[self.rank])
+        self._exchange(sent, [(root, first, local_part)])
 
     def all_to_all(
-        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+        self,
+        sent: Array,
+        sent_counts: Sequence[int],
+        received: Array,
+        counts: Sequence[int],
     ) -> None:
-        starts = np.empty((self.size, self.size), np.int64)  # of each rank's bytes for each rank
+        # starts[sender, receiver]: the first of the sender's bytes that are for the receiver
+        starts = np.empty((self.size, self.size), np.int64)
         local_starts = np.concatenate([[0], np.cumsum(sent_counts)[:-1]]).astype(np.int64)
         self.all_gather(
             local_starts.view(np.uint8),
             [local_starts.nbytes] * self.size,
             starts.reshape(-1).view(np.uint8),
         )
-        parts = np.split(received, np.cumsum(counts)[:-1])
-        self._exchange(
-            sent, [(rank, int(starts[rank, self.rank]), part) for rank, part in enumerate(parts)]
-        )
+        reads: list[_Read] = []
+        for rank, part in enumerate(np.split(received, np.cumsum(counts)[:-1])):
+            first = int(starts[rank, self.rank])
+            reads.append((rank, first, part))
+        self._exchange(sent, reads)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -178,14 +211,16 @@ class NodeRanks(Ranks):
         with host_array(tensor) as array:
             self._sums.all_reduce(array, op, divisor)
 
-    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
-        start = sum(counts[: self.rank])
+    def reduce_scatter(
+        self,
+        contribution: Array,
+        counts: Sequence[int],
+        op: Op,
+    ) -> Array:
+        first = sum(counts[: self.rank]) * contribution.itemsize
         n_own = counts[self.rank]
         rows = np.empty((self.size, n_own), contribution.dtype)
-        reads = [
-            (rank, start * contribution.itemsize, row.view(np.uint8))
-            for rank, row in enumerate(rows)
-        ]
+        reads = [(rank, first, row.view(np.uint8)) for rank, row in enumerate(rows)]
         self._exchange(contribution.view(np.uint8), reads)
         add_rows(list(rows), self._additions, op.ufunc)
         return rows[0]
@@ -209,7 +244,7 @@ class NodeRanks(Ranks):
         return receiver
 
     def deliver(self) -> None:
-        """Give the receivers what has come for them."""
+        """Give the receivers the messages that have come for them."""
         waiting: list[_Receiver] = []
         for receiver in self._receivers.copy():
             awaited_sources = {
@@ -218,11 +253,13 @@ class NodeRanks(Ranks):
                 if earlier_receiver.tag == receiver.tag
             }
             ranks = range(self.size) if receiver.source == ANY_RANK else [receiver.source]
-            if any(
-                self._has_taken(receiver, rank)
-                for rank in ranks
-                if not awaited_sources & {rank, ANY_RANK}
-            ):
+            has_taken = False
+            for rank in ranks:
+                is_for_earlier = rank in awaited_sources or ANY_RANK in awaited_sources
+                if not is_for_earlier and self._has_taken(receiver, rank):
+                    has_taken = True
+                    break
+            if has_taken:
                 self._receivers.remove(receiver)
             else:
                 waiting.append(receiver)
@@ -234,10 +271,12 @@ class NodeRanks(Ranks):
         if not self.store.check([key]):
             return False
         where, _, content = self.store.get(key).partition(b" ")
-        receiver.copy(
-            memoryview(content) if where == b"here" else map_memory(where.decode())[: int(content)],
-            rank,
-        )
+        if where == b"here":
+            message = memoryview(content)
+        else:
+            n_bytes = int(content)
+            message = map_memory(where.decode())[:n_bytes]
+        receiver.copy(message, rank)
         self._n_received[rank, receiver.tag] += 1
         self.store.delete_key(key)
         return True
@@ -247,7 +286,7 @@ class NodeRanks(Ranks):
         self._receivers.remove(receiver)
 
     def free(self) -> None:
-        """See `Ranks`. Receives what others send meanwhile: they may wait for it in here, too.
+        """See `Ranks`. Receives what other ranks send meanwhile, as they may wait here for their messages, too.
 
         Raises:
             CollectiveTimeoutError: when nobody receives a message; on the rank that has sent it.
@@ -259,7 +298,7 @@ class NodeRanks(Ranks):
         wait_until(self._have_all_ended, self.timeout_s, yields=0)
 
     def _has_sent_all(self) -> bool:
-        """Return whether all messages of this rank are received; receive what has come."""
+        """Return whether all messages of this rank are received; receive the messages that have come."""
         self.deliver()
         self._sent = [message for message in self._sent if not message.is_received()]
         return not self._sent
@@ -276,7 +315,7 @@ class NodeRanks(Ranks):
 
 def _send_all_at_exit(ranks_reference: "weakref.ref[NodeRanks]") -> None:
     ranks = ranks_reference()
-    # else an error ends the program: nobody is to wait for it
+    # when an error ends the program, nobody must wait for its messages
     if ranks is not None and not hasattr(sys, "last_type"):
         ranks.send_all()
 
@@ -285,7 +324,10 @@ class _SentMessage(Message):
     """A message whose bytes wait in shared memory. It counts as sent at once, as its buffer is free again.
 
     Args:
-        store: of the group. key: under which it is announced, until it is received.
+        title: name of the message in errors.
+        ranks: ranks of the group.
+        data: bytes of the message.
+        key: key in the store under which it is announced until it is received.
     """
 
     def __init__(self, title: str, ranks: NodeRanks, data: Array, key: str) -> None:
@@ -316,13 +358,21 @@ class _SentMessage(Message):
 
 
 class _Receiver(Message):
-    """What waits for a message; see `Message`.
+    """A receiver that waits for a message; see `Message`.
 
     Attributes:
-        source: rank of the sender, or ANY_RANK. tag: of the message.
+        source: rank of the sender, or ANY_RANK.
+        tag: tag of the message.
     """
 
-    def __init__(self, title: str, ranks: NodeRanks, tensor: Tensor, source: int, tag: int) -> None:
+    def __init__(
+        self,
+        title: str,
+        ranks: NodeRanks,
+        tensor: Tensor,
+        source: int,
+        tag: int,
+    ) -> None:
         super().__init__(title, ranks.name, no_bytes(tensor.nbytes), tensor, ranks.timeout_s)
         self._ranks = ranks
         self.source = source
@@ -349,11 +399,17 @@ def _key(source: int, target: int, tag: int, number: int) -> str:
     return f"message/{source}/{target}/{tag}/{number}"
 
 
-def _share(store: Store, rank: int, size: int, nbytes: int, timeout_s: float) -> list[memoryview]:
-    """Return memory that the ranks of a group share, a piece for each. Collective: they.
+def _share(
+    store: Store,
+    rank: int,
+    size: int,
+    nbytes: int,
+    timeout_s: float,
+) -> list[memoryview]:
+    """Return memory that the ranks of a group share, a piece for each rank. Collective over these ranks.
 
     Raises:
-        CollectiveFailed: the first rank's, when one cannot; on every rank.
+        CollectiveFailed: when a rank cannot share memory; the error of the first such rank, on every rank.
     """
     text = ""
     fd = -1

@@ -42,24 +42,27 @@ _OPS = {
     _RedOp.BXOR: Op("bitwise xor", 12, "BXOR", np.bitwise_xor),
 }
 _BITWISE = (_RedOp.BAND, _RedOp.BOR, _RedOp.BXOR)
-#: What a reduction of bools is, as True + True is True.
+#: The kinds of reductions that bools have in place of sums and products, as True + True is True.
 _OF_BOOLS = {_RedOp.SUM: _RedOp.MAX, _RedOp.PRODUCT: _RedOp.MIN}
 _HALF = (torch.float16, torch.bfloat16)
 _REDUCED = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    ),
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
 }
 
 
 def leave_uncompiled() -> None:
-    """Let torch.compile call the methods of process groups as they are, as it does those that are written in C++.
+    """Let torch.compile call the methods of process groups as they are, as it calls methods that are written in C++.
 
     Cost: a second at the first call, in which torch's compiler is imported. DDP imports it, too.
     """
@@ -72,14 +75,14 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     """The collectives of one group of ranks.
 
     Inside a host each call is blocking, also with async_op=True: more threads gain nothing. Between hosts all_reduce
-    goes on in a thread then, as DistributedDataParallel asks for, with communicators of its own. All ranks make the
-    calls of all groups in one order, and no rank waits for a message before a collective that the sender makes first.
-    Messages from rank to rank travel in the background.
+    then runs in a thread, as DistributedDataParallel asks for, with separate communicators. All ranks make the calls of
+    all groups in one order, and no rank waits for a message before a collective that the sender makes first. Messages
+    from rank to rank travel in the background.
 
     Before values move, ranks compare operation, dtype and sizes, by a small reduction.
 
     Args:
-        ranks: of the group, in its order; all of them make it.
+        ranks: ranks of the group, in its order; all of them make the group.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -106,7 +109,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     group_name = property(getGroupName)
 
     def shutdown(self) -> None:
-        """Free what the ranks share, once messages have arrived; nothing if it was called. Collective: the group.
+        """Free the ranks, once messages have arrived; later calls do nothing. Collective over the group.
 
         Raises:
             CollectiveTimeoutError: when nobody receives a message that was sent.
@@ -120,25 +123,30 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Record the collective of the block; see `Ranks.recorded`.
 
         Args:
-            name: of the call.
-            recorded: a buffer that is as large on every rank; None where sizes may differ.
-            tensors: which the call reads and writes.
+            name: name of the call.
+            recorded: buffer that has the same size on every rank; None where sizes may differ.
+            tensors: tensors that the call reads and writes.
 
         Raises:
-            CollectiveError: for tensors off the host, before anything is sent. DesyncError: for what the library finds
-                wrong; on this rank.
+            CollectiveError: for tensors off the host, before anything is sent.
+            DesyncError: for a fault that the library finds; on this rank.
         """
         _require_host(name, *tensors)
         with self._ranks.recorded(name, recorded):
             yield
 
     def _require_same(self, call: str, *facts: Any) -> None:
-        """Raise DesyncError on every rank unless all give the same facts, such as dtype and sizes. Collective."""
+        """Raise DesyncError on every rank unless all give the same facts, such as dtype and sizes.
+
+        Collective over the group.
+        """
         _require_same(self._ranks, call, *facts)
 
     def _require_all(self, call: str, is_right: bool, *facts: Any) -> None:
-        """Raise DesyncError on every rank unless sizes are right on all. Collective."""
-        number = 0 if is_right else 1 + self.rank()  # ranks that are all wrong differ, too
+        """Raise DesyncError on every rank unless sizes are right on all ranks. Collective over the group."""
+        number = 0
+        if not is_right:
+            number = 1 + self.rank()  # ranks that are all wrong differ, too
         if not self._ranks.have_same(number) or not is_right:
             raise _differ(call, ", ".join(map(str, facts)))
 
@@ -168,53 +176,63 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Replace each tensor by its reduction over all ranks."""
         for tensor in tensors:
-            _reduce(self._ranks, "all_reduce", tensor, *_reduction("all_reduce", opts, tensor))
+            kind, factor = _reduction("all_reduce", opts, tensor)
+            _reduce(self._ranks, "all_reduce", tensor, kind, factor)
         return _done(tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         """Replace root's tensor by the reduction over all ranks."""
         (tensor,) = tensors
-        kind_and_factor = _reduction("reduce", opts, tensor)
-        _reduce(
-            self._ranks,
-            "reduce",
-            tensor if self.rank() == opts.rootRank else tensor.clone(),
-            *kind_and_factor,
-        )
+        kind, factor = _reduction("reduce", opts, tensor)
+        if self.rank() != opts.rootRank:
+            tensor = tensor.clone()
+        _reduce(self._ranks, "reduce", tensor, kind, factor)
         return _done(tensors)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def reduce_scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: Any,
+    ) -> Work:
         """Put the reduction of this rank's tensor of each rank's list into the output."""
         (output,) = outputs
         (parts,) = inputs
         self._require("reduce_scatter", parts, output)
-        if parts[self.rank()].numel() != output.numel():
-            raise mismatch(
-                "reduce_scatter",
-                f"{output.numel()} elements for rank {self.rank()}",
-                parts[self.rank()].shape,
-            )
+        local_part = parts[self.rank()]
+        if local_part.numel() != output.numel():
+            expected = f"{output.numel()} elements for rank {self.rank()}"
+            raise mismatch("reduce_scatter", expected, local_part.shape)
         joined = torch.cat([part.reshape(-1) for part in parts])
-        return self._reduce_rows(output, joined, [part.numel() for part in parts], opts, outputs)
+        counts = [part.numel() for part in parts]
+        return self._reduce_rows(output, joined, counts, opts, outputs)
 
-    def reduce_scatter_single(self, output: Tensor, input_tensor: Tensor, opts: Any) -> Work:
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input_tensor: Tensor,
+        opts: Any,
+    ) -> Work:
         """Put this rank's part of the reduction of a tensor that is as large as all outputs into the output."""
-        if (
-            input_tensor.numel() != output.numel() * self.size()
-            or input_tensor.dtype != output.dtype
-        ):
-            expected = f"input of {output.numel() * self.size()} {output.dtype}"
+        n_elements = output.numel() * self.size()
+        if input_tensor.numel() != n_elements or input_tensor.dtype != output.dtype:
             raise mismatch(
-                "reduce_scatter_tensor", expected, input_tensor.shape, input_tensor.dtype
+                "reduce_scatter_tensor",
+                f"input of {n_elements} {output.dtype}",
+                input_tensor.shape,
+                input_tensor.dtype,
             )
-        return self._reduce_rows(
-            output, input_tensor.reshape(-1), [output.numel()] * self.size(), opts, [output]
-        )
+        flat_input = input_tensor.reshape(-1)
+        counts = [output.numel()] * self.size()
+        return self._reduce_rows(output, flat_input, counts, opts, [output])
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any,
     ) -> Work:
         """Do reduce_scatter_single of each output and input."""
         for output, input_tensor in zip(outputs, inputs, strict=True):
@@ -224,21 +242,33 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_rows(
-        self, output: Tensor, joined: Tensor, counts: list[int], opts: Any, result: list[Tensor]
+        self,
+        output: Tensor,
+        joined: Tensor,
+        counts: list[int],
+        opts: Any,
+        result: list[Tensor],
     ) -> Work:
+        """Put this rank's part of a reduction into the output.
+
+        Args:
+            output: tensor for this rank's part.
+            joined: values that this rank contributes, one part after the other.
+            counts: number of elements of each rank's part.
+            opts: options of the call.
+            result: tensors that the call returns.
+        """
         kind, factor = _reduction("reduce_scatter", opts, joined)
-        detached = joined.detach()
-        contribution = (
-            detached.clone(memory_format=torch.contiguous_format)
-            if factor is None
-            else detached * factor
-        )
-        contribution = contribution.float() if contribution.dtype in _HALF else contribution
-        array = (
-            (contribution.view(torch.uint8) if contribution.dtype == torch.bool else contribution)
-            .contiguous()
-            .numpy()
-        )
+        contribution = joined.detach()
+        if factor is None:
+            contribution = contribution.clone(memory_format=torch.contiguous_format)
+        else:
+            contribution = contribution * factor
+        if contribution.dtype in _HALF:
+            contribution = contribution.float()
+        elif contribution.dtype == torch.bool:
+            contribution = contribution.view(torch.uint8)
+        array = contribution.contiguous().numpy()
         with self._call("reduce_scatter", None, output):
             self._require_same("reduce_scatter", kind.name, joined.dtype, counts)
             received = self._ranks.reduce_scatter(array, counts, _OPS[kind])
@@ -259,48 +289,61 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any = None,
     ) -> Work:
         """Put each rank's tensor into its place of the list."""
         (parts,) = outputs
         (input_tensor,) = inputs
         self._require("all_gather", parts, input_tensor)
-        if input_tensor.numel() != parts[self.rank()].numel():
-            raise mismatch(
-                "all_gather",
-                f"{parts[self.rank()].numel()} elements of rank {self.rank()}",
-                input_tensor.shape,
-            )
+        n_elements = parts[self.rank()].numel()
+        if input_tensor.numel() != n_elements:
+            expected = f"{n_elements} elements of rank {self.rank()}"
+            raise mismatch("all_gather", expected, input_tensor.shape)
         joined = self._gather_bytes(input_tensor, [part.nbytes for part in parts])
         deal(joined, parts)
         return _done(outputs)
 
     def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any = None,
     ) -> Work:
         """Do allgather of each input; outputs are a list for each rank."""
-        if any(len(of_rank) != len(inputs) for of_rank in outputs):
-            list_lengths = [len(of_rank) for of_rank in outputs]
-            raise mismatch("all_gather_coalesced", f"lists of {len(inputs)} tensors", list_lengths)
+        list_lengths = list(map(len, outputs))
+        if any(length != len(inputs) for length in list_lengths):
+            expected = f"lists of {len(inputs)} tensors"
+            raise mismatch("all_gather_coalesced", expected, list_lengths)
         for number, input_tensor in enumerate(inputs):
-            self.allgather([[of_rank[number] for of_rank in outputs]], [input_tensor])
+            parts = [of_rank[number] for of_rank in outputs]
+            self.allgather([parts], [input_tensor])
         return _done(outputs)
 
-    def all_gather_single(self, output: Tensor, input_tensor: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self,
+        output: Tensor,
+        input_tensor: Tensor,
+        opts: Any = None,
+    ) -> Work:
         """Put all ranks' tensors into one, one after the other."""
-        if (
-            output.numel() != input_tensor.numel() * self.size()
-            or output.dtype != input_tensor.dtype
-        ):
-            expected = f"output of {input_tensor.numel() * self.size()} {input_tensor.dtype}"
+        n_elements = input_tensor.numel() * self.size()
+        if output.numel() != n_elements or output.dtype != input_tensor.dtype:
+            expected = f"output of {n_elements} {input_tensor.dtype}"
             raise mismatch("all_gather_into_tensor", expected, output.shape, output.dtype)
-        deal(self._gather_bytes(input_tensor, [input_tensor.nbytes] * self.size()), [output])
+        joined = self._gather_bytes(input_tensor, [input_tensor.nbytes] * self.size())
+        deal(joined, [output])
         return _done([output])
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any = None,
     ) -> Work:
         """Do all_gather_single of each output and input."""
         for output, input_tensor in zip(outputs, inputs, strict=True):
@@ -310,18 +353,24 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gather_bytes(self, local_tensor: Tensor, counts: list[int]) -> Array:
+        """Return the bytes of all ranks' tensors, one after the other; `counts` are the bytes of each."""
         joined = no_bytes(sum(counts))
         with self._call("all_gather", None, local_tensor):
             self._require_same("all_gather", local_tensor.dtype, f"{counts} bytes")
             self._ranks.all_gather(_bytes_of(local_tensor), counts, joined)
         return joined
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def gather(
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: Any,
+    ) -> Work:
         """Put each rank's tensor into its place of root's list."""
         (input_tensor,) = inputs
-        is_root = self.rank() == opts.rootRank
-        parts = outputs[0] if is_root else []
-        if is_root:
+        parts: list[Tensor] = []
+        if self.rank() == opts.rootRank:
+            parts = outputs[0]
             self._require("gather", parts, input_tensor)
         counts = [part.nbytes for part in parts]
         joined = no_bytes(sum(counts))
@@ -331,15 +380,21 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         deal(joined, parts)
         return _done(outputs)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: Any,
+    ) -> Work:
         """Put this rank's tensor of root's list into the output."""
         (output,) = outputs
-        is_root = self.rank() == opts.rootRank
-        parts = inputs[0] if is_root else []
         _require_host("scatter", output)
-        if is_root:
+        parts: list[Tensor] = []
+        joined = no_bytes()
+        if self.rank() == opts.rootRank:
+            parts = inputs[0]
             self._require("scatter", parts, output)
-        joined = np.concatenate([_bytes_of(part) for part in parts]) if is_root else no_bytes()
+            joined = np.concatenate([_bytes_of(part) for part in parts])
         counts = [part.nbytes for part in parts]
         with _contiguous(output) as whole, self._call("scatter", None, output):
             self._require_counts("scatter", counts, opts.rootRank, output)
@@ -347,19 +402,32 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def _require_counts(
-        self, call: str, counts: list[int], root: int, local_tensor: Tensor
+        self,
+        call: str,
+        counts: list[int],
+        root: int,
+        local_tensor: Tensor,
     ) -> None:
-        """Raise DesyncError on every rank unless each has a tensor of as many bytes as root says. Collective."""
+        """Raise DesyncError on every rank unless each has a tensor of the bytes that root expects.
+
+        Collective over the group.
+        """
         self._require_same(call, local_tensor.dtype, f"root {root}")
         root_counts = np.array(counts or [0] * self.size())
         self._ranks.broadcast(root_counts.view(np.uint8), root)
+        expected_bytes = root_counts[self.rank()]
         self._require_all(
             call,
-            root_counts[self.rank()] == local_tensor.nbytes,
-            f"{local_tensor.nbytes} bytes, {root_counts[self.rank()]} on root",
+            expected_bytes == local_tensor.nbytes,
+            f"{local_tensor.nbytes} bytes, {expected_bytes} on root",
         )
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def alltoall(
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any = None,
+    ) -> Work:
         """Put each rank's tensor for this one into its place of the list."""
         self._require("all_to_all", inputs)
         self._require("all_to_all", outputs)
@@ -368,17 +436,19 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         sizes = [sent_bytes.size for sent_bytes in sent]
         received = no_bytes(sum(counts))
         coming = np.empty(self.size(), np.int64)
+        dtype = inputs[0].dtype
         with self._call("all_to_all", None):
-            self._require_same("all_to_all", inputs[0].dtype)
-            of_a_size = [coming.itemsize] * self.size()
+            self._require_same("all_to_all", dtype)
+            size_bytes = [coming.itemsize] * self.size()
             self._ranks.all_to_all(
-                np.array(sizes).view(np.uint8), of_a_size, coming.view(np.uint8), of_a_size
+                np.array(sizes).view(np.uint8),
+                size_bytes,
+                coming.view(np.uint8),
+                size_bytes,
             )
-            dtype = inputs[0].dtype
             is_right = coming.tolist() == counts and outputs[0].dtype == dtype
-            self._require_all(
-                "all_to_all", is_right, dtype, f"{counts} bytes for {coming.tolist()}"
-            )
+            facts = f"{counts} bytes for {coming.tolist()}"
+            self._require_all("all_to_all", is_right, dtype, facts)
             self._ranks.all_to_all(np.concatenate(sent), sizes, received, counts)
         deal(received, outputs)
         return _done(outputs)
@@ -391,14 +461,14 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        """Send rows to each rank, by default as many to each, and receive its rows."""
+        """Send rows to each rank, by default the same number to all, and receive its rows."""
         for tensor, splits, name in (
             (input_tensor, input_splits, "input"),
             (output, output_splits, "output"),
         ):
-            if (splits and sum(splits) != len(tensor)) or (
-                not splits and len(tensor) % self.size()
-            ):
+            has_wrong_sum = bool(splits) and sum(splits) != len(tensor)
+            is_uneven = not splits and len(tensor) % self.size() != 0
+            if has_wrong_sum or is_uneven:
                 raise mismatch(
                     "all_to_all_single",
                     f"rows of the {name} that the splits divide",
@@ -426,15 +496,15 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Start to send a tensor."""
         (tensor,) = tensors
         self._require_message("send", tensor, tag)
-        return self._ranks.send(
-            _bytes_of(tensor).copy(), rank, tag, f"send to rank {rank} with tag {tag}"
-        )
+        title = f"send to rank {rank} with tag {tag}"
+        return self._ranks.send(_bytes_of(tensor).copy(), rank, tag, title)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Message:
         """Start to receive a tensor."""
         (tensor,) = tensors
         self._require_message("recv", tensor, tag)
-        title = f"recv from {'any rank' if rank == ANY_RANK else f'rank {rank}'} with tag {tag}"
+        source = "any rank" if rank == ANY_RANK else f"rank {rank}"
+        title = f"recv from {source} with tag {tag}"
         return self._ranks.recv(tensor, rank, tag, title)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Message:
@@ -442,24 +512,31 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         return self.recv(tensors, ANY_RANK, tag)
 
     def _require_message(self, call: str, tensor: Tensor, tag: int) -> None:
+        """Raise CollectiveError unless a tensor and a tag can be sent; on this rank."""
         _require_host(call, tensor)
         if not 0 <= tag <= self._ranks.largest_tag:
             raise mismatch(call, f"a tag from 0 to {self._ranks.largest_tag}", tag)
 
     def _require(
-        self, call: str, parts: Sequence[Tensor], local_tensor: Tensor | None = None
+        self,
+        call: str,
+        parts: Sequence[Tensor],
+        local_tensor: Tensor | None = None,
     ) -> None:
         """Raise CollectiveError unless there is a tensor for each rank; on this rank, before anything is sent."""
         if len(parts) != self.size():
             raise mismatch(call, f"{self.size()} tensors, one for each rank", len(parts))
-        for tensor in [*parts, *([] if local_tensor is None else [local_tensor])]:
+        tensors = list(parts)
+        if local_tensor is not None:
+            tensors.append(local_tensor)
+        for tensor in tensors:
             _require_host(call, tensor)
             if tensor.dtype != parts[0].dtype:
                 raise mismatch(call, f"tensors of {parts[0].dtype}", tensor.dtype)
 
 
 def _reduce(ranks: Ranks, call: str, tensor: Tensor, kind: Any, factor: Any) -> None:
-    """Replace a tensor by its reduction; see `_reduction`. Collective: the ranks."""
+    """Replace a tensor by its reduction; see `_reduction`. Collective over the ranks."""
     with ranks.recorded(call, None):
         _require_same(ranks, call, kind.name, tensor.dtype, tensor.numel())
     if factor is not None:
@@ -471,12 +548,14 @@ def _reduce(ranks: Ranks, call: str, tensor: Tensor, kind: Any, factor: Any) -> 
 
 
 def _require_same(ranks: Ranks, call: str, *facts: Any) -> None:
+    """Raise DesyncError on every rank unless all give the same facts. Collective over the ranks."""
     mark = zlib.crc32(repr((call, facts)).encode())
     if not ranks.have_same(mark):
         raise _differ(call, ", ".join(map(str, facts)))
 
 
 def _done(result: Any) -> Work:
+    """Return the work of a call that is done."""
     future: Future[Any] = Future()
     future.set_result(result)
     return _create_work_from_future(future)
@@ -489,7 +568,8 @@ def _reduction(call: str, opts: Any, tensor: Tensor) -> tuple[Any, Any]:
         CollectiveError: for a reduction that values of this dtype do not have; on this rank, before anything is sent.
     """
     op = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
-    kind = next((candidate for candidate in (*_OPS, _RedOp.PREMUL_SUM) if op == candidate), None)
+    known_kinds = (*_OPS, _RedOp.PREMUL_SUM)
+    kind = next((candidate for candidate in known_kinds if op == candidate), None)
     _require_host(call, tensor)
     if kind is None or tensor.dtype not in _REDUCED:
         raise mismatch(
@@ -507,20 +587,23 @@ def _reduction(call: str, opts: Any, tensor: Tensor) -> tuple[Any, Any]:
         raise mismatch(call, "numbers that have an order", tensor.dtype)
     if kind == _RedOp.AVG and is_exact:
         raise mismatch(call, "floats for an average", tensor.dtype)
-    return (_OF_BOOLS.get(kind, kind) if tensor.dtype == torch.bool else kind), None
+    if tensor.dtype == torch.bool:
+        kind = _OF_BOOLS.get(kind, kind)
+    return kind, None
 
 
 def _require_host(call: str, *tensors: Tensor) -> None:
+    """Raise CollectiveError for a tensor that is off the host, or not dense; on this rank."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise mismatch(call, "tensors on the host", f"one on {tensor.device}")
         if tensor.layout is not torch.strided:
-            raise mismatch(
-                call, "dense tensors", f"one of layout {tensor.layout}; make its gradient dense"
-            )
+            actual = f"one of layout {tensor.layout}; make its gradient dense"
+            raise mismatch(call, "dense tensors", actual)
 
 
 def _differ(call: str, facts: str) -> DesyncError:
+    """Return the error of calls that differ between ranks, for all of them."""
     error = DesyncError(
         f"{call}: expected the same call and sizes that fit on every rank, got {facts} here and others elsewhere; "
         f"let all ranks make the same calls in the same order."
@@ -531,7 +614,7 @@ def _differ(call: str, facts: str) -> DesyncError:
 
 @contextlib.contextmanager
 def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a contiguous tensor, and copy its values back after the block, unless it is the given one."""
+    """Yield a contiguous tensor of the same values; after the block copy its values back, unless it is the same one."""
     detached = tensor.detach()
     if detached.is_contiguous() and not detached.is_conj() and not detached.is_neg():
         yield detached

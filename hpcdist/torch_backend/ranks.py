@@ -1,4 +1,4 @@
-"""What a process group needs of its ranks: to move bytes, and to reduce. By MPI, or under torchrun by shared memory."""
+"""The interface of a process group's ranks: they move bytes and reduce, by MPI or, under torchrun, by shared memory."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -19,18 +19,20 @@ from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.waiting import late, wait_until
 
 Array = npt.NDArray[Any]
-#: Messages are received from any rank.
+#: In place of a sender: messages are received from any rank.
 ANY_RANK = -1
 
 
 class Ranks(abc.ABC):
     """The ranks of one process group. All methods but `send` and `recv` are collective, and block.
 
-    Arrays are flat, contiguous and on the host; those that move are bytes.
+    Arrays are flat, contiguous and on the host; arrays that move are bytes.
 
     Attributes:
-        rank: this one, in the group's order. size: how many there are.
-        timeout_s: longest time for one call. largest_tag: of a message.
+        rank: rank of this process, in the group's order.
+        size: number of ranks.
+        timeout_s: longest time for one call.
+        largest_tag: largest tag of a message.
     """
 
     rank: int
@@ -43,11 +45,11 @@ class Ranks(abc.ABC):
         """Record the collective of a block, for reports.
 
         Args:
-            name: of the call.
-            buffer: as large on every rank; None where sizes may differ.
+            name: name of the call.
+            buffer: buffer that has the same size on every rank; None where sizes may differ.
 
         Raises:
-            DesyncError: for what the library finds wrong in the block; on this rank.
+            DesyncError: for a fault that the library finds in the block; on this rank.
         """
 
     @abc.abstractmethod
@@ -63,7 +65,9 @@ class Ranks(abc.ABC):
         """Replace a contiguous tensor by its reduction: the same bits on all ranks."""
 
     def start(self, call: Callable[["Ranks"], None]) -> Handle | None:
-        """Start to make a call on these ranks, in a thread, in the order of all calls that are started. Collective.
+        """Start to make a call on these ranks, in a thread, in the order of all calls that are started.
+
+        Collective over these ranks.
 
         Returns:
             A handle; None where a thread would gain nothing, as inside a host: nothing is called then.
@@ -71,7 +75,12 @@ class Ranks(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def reduce_scatter(self, contribution: Array, counts: Sequence[int], op: Op) -> Array:
+    def reduce_scatter(
+        self,
+        contribution: Array,
+        counts: Sequence[int],
+        op: Op,
+    ) -> Array:
         """Return this rank's part of the reduction; `counts` are the elements of each rank's part."""
 
     @abc.abstractmethod
@@ -79,22 +88,43 @@ class Ranks(abc.ABC):
         """Replace bytes by root's."""
 
     @abc.abstractmethod
-    def all_gather(self, local_bytes: Array, counts: Sequence[int], joined: Array) -> None:
+    def all_gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+    ) -> None:
         """Put the bytes of all ranks into `joined`; `counts` are the bytes of each."""
 
     @abc.abstractmethod
-    def gather(self, local_bytes: Array, counts: Sequence[int], joined: Array, root: int) -> None:
+    def gather(
+        self,
+        local_bytes: Array,
+        counts: Sequence[int],
+        joined: Array,
+        root: int,
+    ) -> None:
         """Put the bytes of all ranks into root's `joined`; `counts` are read on root only."""
 
     @abc.abstractmethod
-    def scatter(self, joined: Array, counts: Sequence[int], local_part: Array, root: int) -> None:
+    def scatter(
+        self,
+        joined: Array,
+        counts: Sequence[int],
+        local_part: Array,
+        root: int,
+    ) -> None:
         """Put this rank's part of root's `joined` into `local_part`; `counts` are read on root only."""
 
     @abc.abstractmethod
     def all_to_all(
-        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+        self,
+        sent: Array,
+        sent_counts: Sequence[int],
+        received: Array,
+        counts: Sequence[int],
     ) -> None:
-        """Send bytes to each rank, and put what each one sends here into `received`."""
+        """Send bytes to each rank, and put the bytes that each rank sends here into `received`."""
 
     @abc.abstractmethod
     def send(self, data: Array, rank: int, tag: int, title: str) -> "Message":
@@ -106,21 +136,27 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Free what the ranks share, once all messages of this rank are received."""
+        """Free the memory and communicators that the ranks share, once all messages of this rank are received."""
 
 
 class Message(Work):
     """A message in flight.
 
     Args:
-        title: for errors. rank: this one, for errors.
-        data: the bytes that are sent, or room for those that are received.
-        tensor: what receives them; None where they are sent.
+        title: name of the message in errors.
+        rank: name of this rank in errors.
+        data: bytes that are sent, or memory for bytes that are received.
+        tensor: tensor that receives the bytes. None if they are sent.
         timeout_s: longest wait.
     """
 
     def __init__(
-        self, title: str, rank: object, data: Array, tensor: Tensor | None, timeout_s: float
+        self,
+        title: str,
+        rank: object,
+        data: Array,
+        tensor: Tensor | None,
+        timeout_s: float,
     ) -> None:
         super().__init__()
         self._title = title
@@ -138,10 +174,10 @@ class Message(Work):
 
     @abc.abstractmethod
     def _give_up(self) -> bool:
-        """Leave the next message to the next receiver; return False if one has arrived meanwhile."""
+        """Leave the next message to the next receiver; return False if a message has arrived meanwhile."""
 
     def _arrive(self, n_bytes: int, source: int) -> None:
-        """Take note that this many bytes are in `data`, or are sent."""
+        """Note that a number of bytes are in `data`, or have been sent."""
         self._is_done = True
         self._source = source
         if self._tensor is None:
@@ -152,6 +188,7 @@ class Message(Work):
             self._fail(f"one of {n_bytes}")
 
     def _fail(self, actual: str) -> None:
+        """Note that no message of the expected size has come."""
         self._is_done = True
         self._error = mismatch("recv", f"a message of {self._data.size} bytes", actual)
 
@@ -169,23 +206,23 @@ class Message(Work):
         """Return True when it has arrived.
 
         Args:
-            timeout: longest wait; 0: that of the group.
+            timeout: longest wait; 0: the longest wait of the group.
 
         Raises:
-            CollectiveTimeoutError: when nobody sends, or receives, it in time; what nobody sends in time is given up.
-                CollectiveError: when a message of another size has come.
+            CollectiveTimeoutError: when no rank sends, or receives, the message in time. A message that no rank sends
+                in time is given up.
+            CollectiveError: when a message of another size has come.
         """
         limit_s = min(timeout.total_seconds() or self._timeout_s, self._timeout_s)
-        if not wait_until(self.is_completed, limit_s, yields=0) and (
-            self._tensor is None or self._give_up()
-        ):
+        has_ended = wait_until(self.is_completed, limit_s, yields=0)
+        if not has_ended and (self._tensor is None or self._give_up()):
             raise late(self._title, limit_s, "it", self._rank)
         if self._error is not None:
             raise self._error
         return True
 
     def finish(self) -> None:
-        """Wait for what is sent, and give up what nobody has sent; afterwards nobody uses the memory."""
+        """Wait for a message that is sent, or give up one that is not; afterwards nobody uses the memory."""
         if self._tensor is not None:
             self._give_up()
         elif not wait_until(self.is_completed, self._timeout_s, yields=0):
@@ -206,7 +243,8 @@ class Pending(Work):
     """A call that a thread makes.
 
     Args:
-        handle: of the call. future: torch's, which the call completes.
+        handle: handle of the call.
+        future: future of torch, which the call completes.
     """
 
     def __init__(self, handle: Handle, future: Future[Any]) -> None:
@@ -226,10 +264,11 @@ class Pending(Work):
         """Return True when it has ended.
 
         Args:
-            timeout: longest wait; 0: that of the group.
+            timeout: longest wait; 0: the longest wait of the group.
 
         Raises:
-            CollectiveTimeoutError: when it takes longer. What the call raised.
+            CollectiveTimeoutError: when it takes longer.
+            What the call raised.
         """
         self._handle.wait(timeout.total_seconds() or None)
         return True
@@ -241,14 +280,14 @@ class Pending(Work):
 
 def mismatch(call: str, expected: str, *actual: Any) -> CollectiveError:
     """Return the error of a call with wrong arguments."""
-    return CollectiveError(
-        f"{call}: expected {expected}, got {', '.join(map(str, actual))}; correct the call."
-    )
+    actual_text = ", ".join(map(str, actual))
+    return CollectiveError(f"{call}: expected {expected}, got {actual_text}; correct the call.")
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text; its class where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0]
 
 
 def deal(joined: Array, tensors: Sequence[Tensor]) -> None:
@@ -263,5 +302,5 @@ def deal(joined: Array, tensors: Sequence[Tensor]) -> None:
 
 
 def no_bytes(n_bytes: int = 0) -> Array:
-    """Return room for bytes."""
+    """Return memory for bytes."""
     return np.empty(n_bytes, np.uint8)
