@@ -99,7 +99,7 @@ class CallCheck:
             raise error
 
     def free(self) -> None:
-        """Free the communicator. Collective: all ranks."""
+        """Free the communicator. Collective over all ranks."""
         self._comm.Free()
 
     def _judge(self, local_call: Bytes) -> tuple[int, str]:

@@ -30,7 +30,7 @@ def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path
 
     With HPCDIST_LOG=json each is an object of JSON. `hpcdist logs RUN_DIR` merges the files in RUN_DIR/logs.
 
-    Collective: all ranks.
+    Collective over all ranks.
 
     Args:
         directory: made if it is not there. The files are `rank-00003.log`.

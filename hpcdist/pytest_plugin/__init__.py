@@ -38,7 +38,7 @@ def world() -> Any:
 
 @pytest.fixture
 def strategy(world: Any) -> Any:
-    """Return a new MultiWorkerMirroredStrategy over all ranks. Collective: all ranks."""
+    """Return a new MultiWorkerMirroredStrategy over all ranks. Collective over all ranks."""
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 
     return MultiWorkerMirroredStrategy()
@@ -54,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def every_strategy(world: Any, request: pytest.FixtureRequest) -> Any:
-    """Return a new strategy, of each kind in turn; see `hpcdist.testing.STRATEGIES`. Collective: all ranks."""
+    """Return a new strategy, of each kind in turn; see `hpcdist.testing.STRATEGIES`. Collective over all ranks."""
     from hpcdist.testing import STRATEGIES
 
     return STRATEGIES[request.param]()
@@ -62,5 +62,5 @@ def every_strategy(world: Any, request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def shared_path(world: Any, tmp_path: Any) -> Any:
-    """Return rank 0's temporary folder on every rank. Collective: all ranks; they share a file system."""
+    """Return rank 0's temporary folder on every rank. Collective over all ranks; they share a file system."""
     return type(tmp_path)(world.broadcast_text(str(tmp_path), 0, world.comm))

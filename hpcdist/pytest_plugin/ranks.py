@@ -24,7 +24,7 @@ _TURN_S = 0.2
 
 
 class RankReports:
-    """Hooks of pytest for a run on several ranks. Collective: all ranks, which run the same tests.
+    """Hooks of pytest for a run on several ranks. Collective over all ranks, which run the same tests.
 
     Every rank gets the same outcome of every phase of a test, so that all run, or all leave out, the next one; rank 0
     alone reports. A test that takes too long ends the run: ranks that wait for each other cannot be interrupted.

@@ -132,7 +132,7 @@ class BackupAndRestore(Callback):
         return "save after the epoch"
 
     def after_epoch(self) -> None:
-        """Save after an epoch, and record what callbacks could not write. Collective: chief and workers."""
+        """Save after an epoch, and record what callbacks could not write. Collective over chief and workers."""
         for retries, errors in self._errors:
             errors.update(retries)
         if self._save_freq == "epoch" and self._schedule is None:
@@ -204,7 +204,9 @@ class EndedRun:
 
 
 def end_when_done(
-    handler: PreemptionCheckpointHandler, manager: CheckpointManager, is_removed: bool = False
+    handler: PreemptionCheckpointHandler,
+    manager: CheckpointManager,
+    is_removed: bool = False,
 ) -> None:
     """Let a run save no more, and be finished once the program has ended with code 0: it may have more to do.
 

@@ -187,7 +187,7 @@ def kind_of(callback: Callback) -> str:
 
 
 class _ForeignCallback(Callback):
-    """A callback of another library: an object with some of Keras' hooks, such as those of W&B and MLflow.
+    """A callback of another library: an object with some of Keras' hooks, such as W&B and MLflow have.
 
     Args:
         callback: the object. Logs reach it as dicts; it is saved if it has `state_dict` and `load_state_dict`.
@@ -214,7 +214,12 @@ class _ForeignCallback(Callback):
         super().set_params(params)
         self._hand_on("set_params", "params", params)
 
-    def _hand_on(self, method: str, attribute: str, value: Any) -> None:
+    def _hand_on(
+        self,
+        method: str,
+        attribute: str,
+        value: Any,
+    ) -> None:
         take = getattr(self._callback, method, None)
         if callable(take):
             take(value)
@@ -399,7 +404,13 @@ class _Monitor(Callback):
 
     saved: tuple[str, ...] = ("best",)
 
-    def __init__(self, monitor: str, mode: str, best: float | None, min_delta: float = 0.0) -> None:
+    def __init__(
+        self,
+        monitor: str,
+        mode: str,
+        best: float | None,
+        min_delta: float = 0.0,
+    ) -> None:
         if mode not in ("auto", "min", "max"):
             raise UsageError(
                 f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; min is for losses."
@@ -654,7 +665,10 @@ class LearningRateWarmup(Callback):
     saved = ("initial_lr", "n_steps", "epoch")
 
     def __init__(
-        self, warmup_epochs: int = 5, initial_lr: float | None = None, verbose: int = 0
+        self,
+        warmup_epochs: int = 5,
+        initial_lr: float | None = None,
+        verbose: int = 0,
     ) -> None:
         self.warmup_epochs = warmup_epochs
         self.initial_lr = initial_lr
@@ -706,8 +720,8 @@ class CSVLogger(Callback):
         separator: one character between values.
         append: whether lines of earlier runs stay.
 
-    Where the file cannot be written, that is logged and tried again with a later epoch, and training goes on. A file
-    that is no such table is moved to NAME.bad.
+    A file that cannot be written is logged and tried again with a later epoch, and training continues. A file that is
+    no such table is moved to NAME.bad.
 
     Attributes:
         retries: failures to write, and when the next try is due.
@@ -718,7 +732,12 @@ class CSVLogger(Callback):
     Source: keras/src/callbacks/csv_logger.py (Keras 3), whose columns and fields these are.
     """
 
-    def __init__(self, filename: str, separator: str = ",", append: bool = False) -> None:
+    def __init__(
+        self,
+        filename: str,
+        separator: str = ",",
+        append: bool = False,
+    ) -> None:
         if len(separator) != 1 or separator in '"\r\n':
             raise UsageError(
                 f"CSVLogger: expected one character as separator, and no quote or line end, got {separator!r}; "

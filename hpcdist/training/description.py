@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def describe(model: "Model", layers: Any, extra: list[str]) -> str:
-    """Return what a model is made of, and how it was compiled, as JSON.
+def describe(
+    model: "Model",
+    layers: Any,
+    extra: list[str],
+) -> str:
+    """Return the layers of a model, and how it was compiled, as JSON.
 
     Args:
         model: the model to describe.
@@ -44,7 +48,7 @@ def describe(model: "Model", layers: Any, extra: list[str]) -> str:
 
 
 def describe_layers(module: nn.Module) -> Any:
-    """Return what a layer of torch.nn, or a Sequential of them, is made of, as JSON; None for anything else."""
+    """Return a layer of torch.nn, or a Sequential of such layers, as JSON; None for another module."""
     if type(module) is nn.Sequential:
         return _describe_sequential(module)
     kind = type(module)
@@ -71,10 +75,13 @@ def _describe_sequential(sequential: nn.Sequential) -> Any:
     parts = []
     for name, layer in sequential._modules.items():
         is_repeated = n_uses[id(layer)] > 1
-        if is_repeated and (layer is None or list(layer.parameters()) or list(layer.buffers())):
-            return None
         if layer is None:
+            if is_repeated:
+                return None
             continue
+        has_weights = list(layer.parameters()) or list(layer.buffers())
+        if is_repeated and has_weights:
+            return None
         part = describe_layers(layer)
         if part is None:
             return None
@@ -108,10 +115,10 @@ def _arguments_of(layer: nn.Module) -> dict[str, Any] | None:
 
 
 def make_layers(description: Any) -> nn.Module:
-    """Return new layers for what `describe_layers` returned.
+    """Return new layers by a description that `describe_layers` returned.
 
     Raises:
-        CheckpointMismatch: for what it does not return.
+        CheckpointMismatch: for a description of another form.
     """
     if not isinstance(description, dict) or len(description) != 1:
         raise CheckpointMismatch(
@@ -152,7 +159,7 @@ def _without_list(value: Any) -> Any:
 
 
 def describe_compiled(model: "Model", extra: list[str]) -> Any:
-    """Return how a model was compiled, as JSON, with the names of what cannot be made again as "lost"."""
+    """Return how a model was compiled, as JSON. "lost" has the names of arguments that cannot be made again."""
     if model.optimizer is None:
         return None
     compile_arguments = model.compiled_with
@@ -211,10 +218,10 @@ def _arguments_of_loss(loss: losses.Loss) -> dict[str, Any]:
 
 
 def _make_nest(description: Any) -> Any:
-    """Return what `_describe_nest` has described.
+    """Return the losses, metrics or weights that `_describe_nest` has described.
 
     Raises:
-        CheckpointMismatch: for what it does not return.
+        CheckpointMismatch: for a description of another form.
     """
     match description:
         case None:
@@ -273,7 +280,7 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
 
 
 def last_layer_of(net: nn.Module) -> nn.Module | None:
-    """Return the layer whose outputs are those of a Sequential; None for another module, which may do more."""
+    """Return the layer that makes the outputs of a Sequential; None for another module, which may do more."""
     if isinstance(net, nn.Sequential):
         if not len(net):
             return None
@@ -292,7 +299,7 @@ class _LayerRow(NamedTuple):
     Attributes:
         name: name of the layer in its model.
         kind: name of its class.
-        n_parameters: number of its parameters, without those of its parts.
+        n_parameters: number of its parameters, without the parameters of its parts.
         shapes: shapes of these parameters.
     """
 
@@ -334,4 +341,9 @@ def _row_of(layer: nn.Module, name: str) -> _LayerRow:
     """Return the row of a layer."""
     shapes = [list(parameter.shape) for parameter in layer.parameters(recurse=False)]
     n_parameters = sum(math.prod(shape) for shape in shapes)
-    return _LayerRow(name, type(layer).__name__, f"{n_parameters:,}", str(shapes)[1:-1])
+    return _LayerRow(
+        name=name,
+        kind=type(layer).__name__,
+        n_parameters=f"{n_parameters:,}",
+        shapes=str(shapes)[1:-1],
+    )

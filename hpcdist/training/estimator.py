@@ -99,7 +99,12 @@ class _TrainCall:
         self._batches: DistributedInput | None = None
         self._cursor: dict[str, Any] | None = None
 
-    def begin(self, number: int, batches: DistributedInput, end: int | None) -> bool:
+    def begin(
+        self,
+        number: int,
+        batches: DistributedInput,
+        end: int | None,
+    ) -> bool:
         """Begin a call, or resume at its next batch the one that was loaded; return whether it is new."""
         self._batches = batches
         if self.is_running and self.number == number and self._cursor is not None:
@@ -257,7 +262,10 @@ class Estimator:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train(
-        self, input_fn: InputFunction, steps: int | None = None, max_steps: int | None = None
+        self,
+        input_fn: InputFunction,
+        steps: int | None = None,
+        max_steps: int | None = None,
     ) -> "Estimator":
         """Train, and save at the end; return self. Collective over chief and workers.
 
@@ -387,7 +395,12 @@ class Estimator:
         with self.strategy.scope():
             return self.strategy.distribute_datasets_from_function(make)
 
-    def _write(self, kind: str, values: dict[str, Any], step: int) -> None:
+    def _write(
+        self,
+        kind: str,
+        values: dict[str, Any],
+        step: int,
+    ) -> None:
         """Write values for TensorBoard, where that is installed, on the chief alone."""
         if self.strategy.is_chief:
             if kind not in self._writers:
@@ -401,7 +414,10 @@ class Estimator:
     # -- evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluate(
-        self, input_fn: InputFunction, steps: int | None = None, name: str | None = None
+        self,
+        input_fn: InputFunction,
+        steps: int | None = None,
+        name: str | None = None,
     ) -> dict[str, Any]:
         """Return loss and metrics by name, with "average_loss" and "global_step". Collective over chief and workers.
 
@@ -490,7 +506,9 @@ class EvalSpec:
 
 
 def train_and_evaluate(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+    estimator: Estimator,
+    train_spec: TrainSpec,
+    eval_spec: EvalSpec,
 ) -> tuple[dict[str, Any], list[Any]] | None:
     """Train, and evaluate: beside training on the evaluator of the cluster, else when training has ended.
 
@@ -524,7 +542,9 @@ def _evaluate_beside(estimator: Estimator, spec: EvalSpec) -> NoReturn:
 
 
 def model_to_estimator(
-    keras_model: Model | None = None, model_dir: Any = None, config: RunConfig | None = None
+    keras_model: Model | None = None,
+    model_dir: Any = None,
+    config: RunConfig | None = None,
 ) -> Estimator:
     """Return an Estimator for a compiled model of a module. It trains a copy, made in its strategy's scope.
 

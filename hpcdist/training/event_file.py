@@ -1,6 +1,6 @@
 """Event files for TensorBoard: read, and written at once and by no thread, so that errors come where they are handled.
 
-The record format, and the events, are those of the packages tensorboard and torch.
+The packages tensorboard and torch define the record format and the events.
 """
 
 import contextlib
@@ -93,13 +93,23 @@ class EventWriter:
         ImportError: without the package tensorboard.
     """
 
-    def __init__(self, folder: Path, purge_step: int, retries: Retries) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        purge_step: int,
+        retries: Retries,
+    ) -> None:
         import tensorboard  # noqa: F401  whether it is there
 
         self._events = _Events(folder, purge_step, retries)
         weakref.finalize(self, self._events.close)
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
+    def add_scalar(
+        self,
+        tag: str,
+        value: float,
+        step: int,
+    ) -> None:
         """Add a number to a curve."""
         self._events.add(Scalar(tag, float(value), step, time.time()))
 
@@ -121,7 +131,12 @@ class _Events:
         retries: failures to write, and when the next try is due.
     """
 
-    def __init__(self, folder: Path, purge_step: int, retries: Retries) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        purge_step: int,
+        retries: Retries,
+    ) -> None:
         self._retries = retries
         self._folder = folder
         self._purge_step: int | None = purge_step
@@ -197,7 +212,10 @@ def require_tensorboard() -> None:
 
 
 def open_writer(
-    folder: Path, step: int, is_needed: bool = True, retries: Retries | None = None
+    folder: Path,
+    step: int,
+    is_needed: bool = True,
+    retries: Retries | None = None,
 ) -> EventWriter | None:
     """Return a writer of events in a folder, from a step on.
 

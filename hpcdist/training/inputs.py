@@ -1,4 +1,4 @@
-"""What fit, evaluate and predict take: arrays and datasets, as batches of this rank's replicas."""
+"""The inputs of fit, evaluate and predict: arrays and datasets, as batches of this rank's replicas."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -74,7 +74,11 @@ def distribute(
     return _distributed(strategy, dataset.batch(batch_size), call)
 
 
-def _distributed(strategy: Strategy, dataset: Any, call: str) -> DistributedInput:
+def _distributed(
+    strategy: Strategy,
+    dataset: Any,
+    call: str,
+) -> DistributedInput:
     distributed_dataset = strategy.experimental_distribute_dataset(dataset)
     # without a strategy it comes back as it is
     if not isinstance(distributed_dataset, DistributedInput):
@@ -96,7 +100,10 @@ def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
 
 
 def split_all(
-    x: Any, y: Any, weight: Any, fraction: float
+    x: Any,
+    y: Any,
+    weight: Any,
+    fraction: float,
 ) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
     """Return (x, y, sample_weight) of all rows but the last `fraction`, and a tuple of the last rows.
 
@@ -129,7 +136,7 @@ def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None
 
 
 def unpack(element: Any) -> tuple[Any, Any, Any]:
-    """Return x, y and sample_weight of an element, as `keras.utils.unpack_x_y_sample_weight`; None for what is missing.
+    """Return x, y and sample_weight of an element, as `keras.utils.unpack_x_y_sample_weight`; None for a missing part.
 
     Arrays become tensors, of float64 in torch's default dtype, as Keras' floatx.
     """
@@ -237,10 +244,13 @@ def table_of_classes(class_weight: dict[int, float]) -> Tensor:
         UsageError: for classes that are no whole numbers, and weights that are no numbers.
     """
     try:
-        table = torch.tensor([list(class_weight), list(class_weight.values())], dtype=torch.float64)
+        columns = [list(class_weight), list(class_weight.values())]
+        table = torch.tensor(columns, dtype=torch.float64)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         table = torch.zeros(2, 0)
-    if not table.numel() or bool((table[0] != table[0].round()).any()):
+    classes = table[0]
+    has_fractions = bool((classes != classes.round()).any())
+    if has_fractions or not table.numel():
         raise UsageError(
             f"fit: expected class_weight as a dict of whole numbers and weights, got {class_weight!r}; give "
             f"{{class: weight}}."

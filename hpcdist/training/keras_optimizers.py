@@ -114,7 +114,7 @@ class _ScalesEpsilon(_Counting):
 class Adam(_ScalesEpsilon, torch.optim.Adam):
     """Adam with epsilon added to the root of the second moment before its bias is corrected.
 
-    Args: those of `torch.optim.Adam`.
+    Args: see `torch.optim.Adam`.
     """
 
     _torch_kind = torch.optim.Adam
@@ -123,7 +123,7 @@ class Adam(_ScalesEpsilon, torch.optim.Adam):
 class AdamW(_ScalesEpsilon, torch.optim.AdamW):
     """`Adam` with weight decay apart from the gradients.
 
-    Args: those of `torch.optim.AdamW`.
+    Args: see `torch.optim.AdamW`.
     """
 
     _torch_kind = torch.optim.AdamW
@@ -186,7 +186,9 @@ def _gradients_of(parameters: list[nn.Parameter], name: str) -> list[Tensor]:
 
 
 def _states_of(
-    optimizer: Optimizer, parameters: list[nn.Parameter], names: list[str]
+    optimizer: Optimizer,
+    parameters: list[nn.Parameter],
+    names: list[str],
 ) -> dict[str, list[Tensor]]:
     """Return the state of parameters by name, zeros before the first step; count the current step."""
     states: dict[str, list[Tensor]] = {name: [] for name in names}

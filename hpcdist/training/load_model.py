@@ -14,7 +14,7 @@ from hpcdist.training.model import Model
 def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model:
     """Return a model that `Model.save` or ModelCheckpoint has written, with its optimizer, in the current strategy.
 
-    Collective: chief and workers; the chief reads.
+    Collective over chief and workers; the chief reads.
 
     Args:
         filepath: path of the file.

@@ -89,7 +89,7 @@ class Position:
         self._last = returned
 
     def end_steps(self) -> None:
-        """Move to the validation. Collective: chief and workers."""
+        """Move to the validation. Collective over chief and workers."""
         self.logs = self.results()
         self._last = None
         self.step_logs = {}
@@ -357,7 +357,7 @@ class Fit:
         return not is_apart and self._any_rank_stops()
 
     def _any_rank_stops(self) -> bool:
-        """Return whether a callback of any rank asks for the end. Collective: chief and workers."""
+        """Return whether a callback of any rank asks for the end. Collective over chief and workers."""
         strategy = self._model.strategy
         is_stopped = self._model.stop_training
         if not isinstance(strategy, MultiWorkerMirroredStrategy):
@@ -403,7 +403,12 @@ def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
     )
 
 
-def require_end(batches: DistributedInput, steps: int | None, call: str, name: str) -> None:
+def require_end(
+    batches: DistributedInput,
+    steps: int | None,
+    call: str,
+    name: str,
+) -> None:
     """Raise UsageError for a dataset without end if `steps` does not limit the number of its batches."""
     is_endless = (
         isinstance(batches, DistributedDataset) and batches.dataset.cardinality() == _INFINITE
@@ -477,7 +482,7 @@ def evaluation(
     callbacks: Sequence[Callback],
     verbose: int | str,
 ) -> dict[str, float]:
-    """Evaluate, for `Model.evaluate`. Collective: chief and workers."""
+    """Evaluate, for `Model.evaluate`. Collective over chief and workers."""
     call = _caller([*callbacks, Progress(verbose)], model, steps or n_batches_of(batches), verbose)
     require_end(batches, steps, "evaluate", "steps")
     model.reset_metrics()
@@ -485,7 +490,10 @@ def evaluation(
 
 
 def _caller(
-    callbacks: Sequence[Callback], model: "Model", steps: int | None, verbose: int | str
+    callbacks: Sequence[Callback],
+    model: "Model",
+    steps: int | None,
+    verbose: int | str,
 ) -> Callable[..., None]:
     """Return a function that calls a hook of all callbacks, outside of fit."""
     for callback in callbacks:
@@ -500,7 +508,10 @@ def _caller(
 
 
 def prediction(
-    model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback]
+    model: "Model",
+    batches: DistributedInput,
+    steps: int | None,
+    callbacks: Sequence[Callback],
 ) -> Generator[Any, None, None]:
     """Yield the outputs of all rows of each batch, for `Model.predict`. Close the generator.
 
@@ -527,8 +538,12 @@ def joined(parts: Sequence[Any]) -> Any:
     return with_leaves(parts[0], [np.concatenate(column) for column in columns])
 
 
-def write_rows(strategy: Strategy, path: Any, parts: Generator[Any, None, None]) -> None:
-    """Write outputs of batches to an HDF5 file as they come, on the chief. Collective: chief and workers.
+def write_rows(
+    strategy: Strategy,
+    path: Any,
+    parts: Generator[Any, None, None],
+) -> None:
+    """Write outputs of batches to an HDF5 file as they come, on the chief. Collective over chief and workers.
 
     Args:
         strategy: strategy of the model.

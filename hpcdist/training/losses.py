@@ -1,4 +1,4 @@
-"""Losses by the names of Keras: of each row, on tensors, with what a name means checked against what a model returns.
+"""Losses by the names of Keras: losses of rows, on tensors. The outputs of a model are checked for what a loss expects.
 
 Source: keras/src/losses (Keras 3), whose values these are.
 """
@@ -74,7 +74,12 @@ class Loss:
         """
         return None
 
-    def of_rows(self, y_true: Any, y_pred: Tensor, sample_weight: Any = None) -> Tensor:
+    def of_rows(
+        self,
+        y_true: Any,
+        y_pred: Tensor,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Return (rows,) losses, each multiplied by its weight; elements of a row are averaged.
 
         Labels that do not count are 0, and still a part of the average; see `counts`.
@@ -92,7 +97,12 @@ class Loss:
             return values.flatten(1).mean(1)
         return values
 
-    def of_elements(self, y_true: Any, y_pred: Tensor, sample_weight: Any = None) -> Tensor:
+    def of_elements(
+        self,
+        y_true: Any,
+        y_pred: Tensor,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Return the (rows, ...) values of `call`, each multiplied by its weight; see `of_rows`."""
         truth = torch.as_tensor(y_true, device=y_pred.device)
         try:
@@ -110,7 +120,8 @@ class Loss:
             fits = has_rows and _may_broadcast(weights, values)
         else:
             fits = len(values) == weights.numel()
-            weights = weights.reshape(-1, *[1] * (values.dim() - 1))
+            n_elements = [1] * (values.dim() - 1)
+            weights = weights.reshape(-1, *n_elements)
         if not fits:
             raise UsageError(
                 f"{self.name}: expected a weight for each of {len(values)} rows, got {tuple(weights.shape)}; give one "
@@ -118,7 +129,12 @@ class Loss:
             )
         return values * weights
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Return the loss, reduced: a number, or with reduction NONE (rows, ...) values.
 
         Raises:
@@ -188,7 +204,10 @@ class Huber(Loss):
     """
 
     def __init__(
-        self, delta: float = 1.0, reduction: str = "sum_over_batch_size", name: str | None = None
+        self,
+        delta: float = 1.0,
+        reduction: str = "sum_over_batch_size",
+        name: str | None = None,
     ) -> None:
         super().__init__(reduction, name)
         self.delta = delta
@@ -250,15 +269,14 @@ class _OfProbabilities(Loss):
         predictions = y_pred.detach()
         if not predictions.numel() or not bool(torch.isfinite(predictions).all()):
             return
-        is_inside = bool((predictions >= 0).all()) and bool((predictions <= 1).all())
+        low = float(predictions.min())
+        high = float(predictions.max())
         are_probabilities = False
         flaw = ""
-        if is_inside:
+        if low >= 0 and high <= 1:
             deviations = (self._sums(predictions) - 1).abs()
             are_probabilities = bool((deviations < _SUM_TOLERANCE).all())
             flaw = " that do not add up to 1"
-        low = float(predictions.min())
-        high = float(predictions.max())
         if not self.from_logits and not are_probabilities:
             raise UsageError(
                 f"{self.name}: expected probabilities, as it was made with from_logits=False, got outputs from "

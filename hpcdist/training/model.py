@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     """The rows of a replica's part of a batch that are computed at once.
 
     Attributes:
-        share: fraction of the losses that count once in a step, such as those of regularizers.
+        share: fraction of the losses that count once in a step, such as losses of regularizers.
         n_rows: number of rows of the whole part. None if this piece is the whole part.
         counts: for losses that leave out some labels, `Objective.counts` over all replicas. None if not counted yet.
     """
@@ -153,7 +153,7 @@ class Model(nn.Module):
             )
         return (self._compiled_modules or [self.module])[0](*args, **kwargs)
 
-    # -- what it trains with ----------------------------------------------------------------------------------------
+    # -- compile, metrics, learning rate ----------------------------------------------------------------------------
 
     def compile(  # noqa: PLR0913  Keras' names
         self,
@@ -187,7 +187,7 @@ class Model(nn.Module):
             steps_per_execution: number of steps after which callbacks act.
             global_clipnorm: largest norm of all gradients together. Summed gradients are scaled down to it.
             gradient_accumulation_steps: number of pieces in which each replica computes its part of a batch, one after
-                another, for batches that do not fit into memory. Gradients are those of the whole batch, but for layers
+                another, for batches that do not fit into memory. Gradients are over the whole batch, but for layers
                 that look at the batch, such as BatchNorm, which see a piece. They are summed over replicas once.
             dtype_policy: "mixed_bfloat16" or "mixed_float16": layers compute in half precision, by torch.autocast;
                 parameters, outputs and losses are float32. For float16 losses are scaled; see `LossScale`.
@@ -371,7 +371,13 @@ class Model(nn.Module):
         added = [loss() if callable(loss) else loss for loss in self._added_losses]
         return [*(make(parameter) for make, parameter in self._regularizers), *added]
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def compute_loss(
+        self,
+        x: Any,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Return this replica's part of the loss of a step: the parts of all replicas add up to the mean over all rows.
 
         It is added to the metric "loss", the mean over the rows of an epoch. Collective over all replicas where a loss
@@ -432,7 +438,11 @@ class Model(nn.Module):
         return dict(zip(counts, global_counts.tolist(), strict=True))
 
     def compute_metrics(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+        self,
+        x: Any,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
     ) -> Mapping[str, Any]:
         """Update the metrics by the rows of this replica; return the metrics, each computed when it is read."""
         self.require_compiled("compute_metrics").update_metrics(y, y_pred, sample_weight)
@@ -459,7 +469,12 @@ class Model(nn.Module):
         self.step()
         return logs
 
-    def _train_in_pieces(self, x: Any, y: Any, weight: Any) -> Mapping[str, Any]:
+    def _train_in_pieces(
+        self,
+        x: Any,
+        y: Any,
+        weight: Any,
+    ) -> Mapping[str, Any]:
         *first_pieces, last_piece = inputs.pieces((x, y, weight), self._n_pieces)
         share = 1 / (len(first_pieces) + 1)
         n_rows = len(leaves(x)[0])
@@ -472,7 +487,12 @@ class Model(nn.Module):
         finally:
             _piece.reset(token)
 
-    def _train_on_piece(self, x: Any, y: Any, weight: Any) -> Mapping[str, Any]:
+    def _train_on_piece(
+        self,
+        x: Any,
+        y: Any,
+        weight: Any,
+    ) -> Mapping[str, Any]:
         y_pred = self.call_with(x)
         self.backward(self.compute_loss(x, y, y_pred, weight))
         return self.compute_metrics(x, y, y_pred, weight)
@@ -522,7 +542,7 @@ class Model(nn.Module):
 
     @staticmethod
     def unpack(data: Any) -> tuple[Any, Any, Any]:
-        """Return x, y and sample_weight of what a step gets, as tensors; None for what is missing."""
+        """Return x, y and sample_weight of the argument of a step, as tensors; None for a missing part."""
         return inputs.unpack(data)
 
     def test_step(self, data: Any) -> Mapping[str, Any]:
@@ -806,13 +826,13 @@ class Model(nn.Module):
             steps: batches; default: all of the data.
             output_file: path of an HDF5 file that the chief writes in place of returning arrays, batch by batch, so
                 that no rank holds all of them: the dataset "predictions", or one under the key of each output,
-                "predictions_0" and so on for those of a list. It is there once it is whole.
+                "predictions_0" and so on for a list of outputs. The file appears once it is whole.
 
         Raises:
             DataError: for data without rows; when the file cannot be written; on all ranks.
 
-        With AutoShardPolicy FILE or OFF, and of a stream that workers read, the order is that of the replicas' parts;
-        with OFF each row comes once for each replica.
+        With AutoShardPolicy FILE or OFF, and for a stream that workers read, rows come in the order of the replicas'
+        parts; with OFF each row comes once for each replica.
 
         Cost: every rank receives the outputs of all.
         """
@@ -833,24 +853,34 @@ class Model(nn.Module):
     ) -> dict[str, float]:
         """Train on one global batch; return the logs of that batch alone.
 
-        Collective: chief and workers, with the same rows.
+        Collective over chief and workers, with the same rows.
         """
         self.require_compiled("train_on_batch")
         self.train()
         return self._on_batch(self.train_step, x, y, sample_weight, class_weight)
 
-    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, float]:
-        """Evaluate one global batch; return its logs. Collective: chief and workers, with the same rows."""
+    def test_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+    ) -> dict[str, float]:
+        """Evaluate one global batch; return its logs. Collective over chief and workers, with the same rows."""
         self.require_compiled("test_on_batch")
         with self.evaluating():
             return self._on_batch(self.test_step, x, y, sample_weight, None)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """Return the outputs for one global batch, as numpy arrays. Collective: chief and workers."""
+        """Return the outputs for one global batch, as numpy arrays. Collective over chief and workers."""
         return self.predict(x, batch_size=len(leaves(x)[0]), verbose=0)
 
     def _on_batch(
-        self, step: Any, x: Any, y: Any, weight: Any, class_weight: dict[int, float] | None
+        self,
+        step: Any,
+        x: Any,
+        y: Any,
+        weight: Any,
+        class_weight: dict[int, float] | None,
     ) -> dict[str, float]:
         self._class_weights = None
         if class_weight is not None:
@@ -869,7 +899,7 @@ class Model(nn.Module):
     # -- for loops and callbacks --------------------------------------------------------------------------------------
 
     def reset_metrics(self) -> None:
-        """Reset the metrics. Collective: chief and workers."""
+        """Reset the metrics. Collective over chief and workers."""
         for metric in self.metrics:
             metric.reset_state()
 
@@ -880,7 +910,7 @@ class Model(nn.Module):
                 metric.reset_state()
 
     def results(self) -> dict[str, float]:
-        """Return the metrics over all replicas, by name, as numbers. Collective: chief and workers."""
+        """Return the metrics over all replicas, by name, as numbers. Collective over chief and workers."""
         return {name: _number(metric.result()) for name, metric in self.named_metrics().items()}
 
     def local_result(self, name: str) -> float | None:
@@ -926,7 +956,11 @@ class Model(nn.Module):
 
     def get_weights(self) -> list[Any]:
         """Return all weights as numpy arrays, buffers included."""
-        return [value.detach().cpu().numpy().copy() for value in self.net.state_dict().values()]
+        arrays = []
+        for value in self.net.state_dict().values():
+            array = value.detach().cpu().numpy()
+            arrays.append(array.copy())
+        return arrays
 
     def set_weights(self, weights: Any) -> None:
         """Set all weights: a list as `get_weights` returns it, or a state_dict. All ranks give the same.
@@ -950,7 +984,7 @@ class Model(nn.Module):
     def save_weights(self, filepath: Any) -> None:
         """Write the weights to one file, for `load_weights` and `load_checkpoint(path, model=module)`.
 
-        Collective: chief and workers; the chief writes.
+        Collective over chief and workers; the chief writes.
 
         Raises:
             CheckpointError: when it cannot be written; on all ranks.
@@ -960,7 +994,7 @@ class Model(nn.Module):
     def load_weights(self, filepath: Any) -> None:
         """Load weights that `save_weights` or `save` has written, or the weights of any checkpoint with a "model".
 
-        Collective: chief and workers; the chief reads.
+        Collective over chief and workers; the chief reads.
 
         Raises:
             CheckpointMismatch: for weights of another model.
@@ -971,7 +1005,7 @@ class Model(nn.Module):
     def save(self, filepath: Any) -> None:
         """Write weights, optimizer, the arguments of `compile`, and a module of torch.nn to one file.
 
-        `hpcdist.load_model` reads it. Collective: chief and workers; the chief writes.
+        `hpcdist.load_model` reads it. Collective over chief and workers; the chief writes.
 
         Raises:
             CheckpointError: when it cannot be written; on all ranks.

@@ -63,7 +63,7 @@ class ModelCheckpoint(_Monitor):
         return False
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Write after every save_freq steps; values are those of all replicas."""
+        """Write after every save_freq steps; values are over all replicas."""
         if self._save_freq == "epoch":
             return
         self.n_steps += self.steps_until(batch)

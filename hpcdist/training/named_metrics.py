@@ -11,7 +11,7 @@ from hpcdist.training.losses import Loss, named, snake_case
 
 
 class NamedAccuracy(metrics.Accuracy):
-    """What "accuracy" means for the shapes at hand: of classes, of one-hot rows, or of yes and no.
+    """The accuracy that the shapes of labels and predictions ask for: of classes, one-hot rows, or yes and no.
 
     Args:
         name: name in the logs.
@@ -129,7 +129,12 @@ class _OfFunction(Metric):
         super().__init__(name)
         self._function = function
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> None:
         """Add rows of this replica."""
         self._add(to_floats(self._function(y_true, y_pred)), sample_weight)
 

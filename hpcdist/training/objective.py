@@ -1,4 +1,4 @@
-"""What a model is compiled with to judge its outputs: losses and metrics, of one output or several."""
+"""The losses and metrics that a model is compiled with, of one output or several."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,12 @@ class Objective:
     """
 
     def __init__(
-        self, owner: str, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
+        self,
+        owner: str,
+        loss: Any,
+        loss_weights: Any,
+        metrics: Any,
+        weighted_metrics: Any,
     ) -> None:
         self._owner = owner
         self._loss: Any = None
@@ -125,7 +130,7 @@ class Objective:
         must_check: bool,
         counts: Mapping[Any, tuple[float, float]],
     ) -> Tensor:
-        """Return (rows,) losses: of several outputs their weighted sum.
+        """Return (rows,) losses: the weighted sum over outputs, if there are several.
 
         Args:
             y: labels.
@@ -187,7 +192,12 @@ class Objective:
             ) from None
         return pairs
 
-    def update_metrics(self, y: Any, y_pred: Any, sample_weight: Any) -> None:
+    def update_metrics(
+        self,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any,
+    ) -> None:
         """Update the metrics of `compile` by rows of this replica.
 
         Raises:

@@ -103,7 +103,7 @@ def settings_of(kind: Callable[..., Optimizer]) -> Iterable[str]:
 def with_rate(name: str, rate: float) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """Return a function that makes the optimizer of a name, with a learning rate.
 
-    "Ftrl" is that of McMahan (2013), without penalties.
+    "Ftrl" follows McMahan (2013), without penalties.
 
     Raises:
         UsageError: for an unknown name, as `get`.

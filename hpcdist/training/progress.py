@@ -100,7 +100,12 @@ class Progress(Callback):
             ncols=self._n_columns or None,  # None for the terminal that tqdm finds by itself
         )
 
-    def _print_report(self, batch: int, logs: Logs, now: float) -> None:
+    def _print_report(
+        self,
+        batch: int,
+        logs: Logs,
+        now: float,
+    ) -> None:
         """Print a line about an epoch in progress."""
         rate = self._n_steps / (now - self._began_at)
         step = f"step {batch + 1}"

@@ -147,15 +147,16 @@ class SidecarEvaluator:
             newest = self._next()
             if newest is None:
                 return False
+            path, saved_ns = newest
             self._batches.leave_pass()  # the pass of an evaluation that has failed
-            self._evaluate(*newest)
+            self._evaluate(path, saved_ns)
         except Exception as error:
             if not is_beside:
                 raise
             self._retries.failed(f"{type(error).__name__}: {error}")
             self._errors.update(self._retries)
             return False
-        self._seen.add((newest[0].name, newest[1]))
+        self._seen.add((path.name, saved_ns))
         self._retries.succeeded()
         self._errors.update(self._retries)
         return True
@@ -204,7 +205,10 @@ class SidecarEvaluator:
             checkpoint for checkpoint in self._newest_first() if checkpoint not in self._damaged
         )
         newest = next(whole, None)
-        if newest is None or (newest[0].name, newest[1]) in self._seen:
+        if newest is None:
+            return None
+        path, saved_ns = newest
+        if (path.name, saved_ns) in self._seen:
             return None
         return newest
 
@@ -239,8 +243,9 @@ class SidecarEvaluator:
         if self._log_dir is not None:
             self._write(self._log_dir, record, is_best)
         self.evaluations.append(record)
-        text = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
-        self._model.print_once(f"evaluation  step {step}  {text}")
+        texts = [f"{name} {value:.4g}" for name, value in logs.items()]
+        values = "  ".join(texts)
+        self._model.print_once(f"evaluation  step {step}  {values}")
 
     def _is_best(self, loss: float) -> bool:
         """Return whether a loss is finite, and smaller than the losses of all evaluations so far."""
@@ -248,7 +253,12 @@ class SidecarEvaluator:
         smallest = min(filter(math.isfinite, losses), default=math.inf)
         return math.isfinite(loss) and loss < smallest
 
-    def _write(self, folder: Path, record: dict[str, Any], is_best: bool) -> None:
+    def _write(
+        self,
+        folder: Path,
+        record: dict[str, Any],
+        is_best: bool,
+    ) -> None:
         """Write an evaluation. Its line comes last, as the evaluation counts as made once the line is there."""
         path = folder / "evaluations.jsonl"
         disk = Disk()
