@@ -52,14 +52,20 @@ class CallCheck:
         timeout_s: longest wait for a rank to arrive. Default: timeout of the world.
     """
 
-    def __init__(self, comm: MPI.Comm, world: World, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        world: World,
+        timeout_s: float | None = None,
+    ) -> None:
         self._comm: MPI.Comm = comm.Dup()
         self._world = world
         self._timeout_s = timeout_s or world.timeout_s
         self._n_checked = 0
         self._dropped: list[MPI.Request] = []
+        local_name = _padded(str(world), NAME_BYTES)
         names = np.zeros((self._comm.size, NAME_BYTES), np.uint8)
-        world.wait(self._comm.Iallgather(_padded(str(world), NAME_BYTES), names))
+        world.wait(self._comm.Iallgather(local_name, names))
         self._names = [_text(row) for row in names]
 
     def check(
@@ -94,8 +100,8 @@ class CallCheck:
         if shape is not None:
             size += f" {tuple(shape)}"
         place = site or call_site()
-        text = f"{op} {dtype} {size} at {place[-SITE_LENGTH:]}"
-        call = _padded(text, CALL_BYTES)
+        place = place[-SITE_LENGTH:]
+        call = _padded(f"{op} {dtype} {size} at {place}", CALL_BYTES)
         if self._comm.rank == 0:
             verdict, text = self._judge(call)
         else:
@@ -117,13 +123,14 @@ class CallCheck:
 
     def _judge(self, local_call: Bytes) -> tuple[int, str]:
         """Collect all calls, compare them, and answer the ranks that arrived."""
-        calls = np.zeros((self._comm.size, CALL_BYTES), np.uint8)
+        n_ranks = self._comm.size
+        calls = np.zeros((n_ranks, CALL_BYTES), np.uint8)
         calls[0] = local_call
         requests = {}
-        for rank in range(1, self._comm.size):
+        for rank in range(1, n_ranks):
             requests[rank] = self._comm.Irecv(calls[rank], rank, _CALLS)
         missing = self._missing(requests, self._timeout_s)
-        arrived = [rank for rank in range(self._comm.size) if rank not in missing]
+        arrived = [rank for rank in range(n_ranks) if rank not in missing]
         texts = {rank: _text(calls[rank]) for rank in arrived}
         verdict = _SAME
         text = ""
@@ -132,7 +139,8 @@ class CallCheck:
             text = self._late(texts[0], missing)
         elif len(set(texts.values())) > 1:
             verdict = _DIFFERENT
-            text = f"collective {self._n_checked}: {odd_ones(texts, self._names)}"
+            difference = odd_ones(texts, self._names)
+            text = f"collective {self._n_checked}: {difference}"
         self._answer(arrived[1:], verdict, text)  # all but this rank, which is rank 0
         return verdict, text
 
@@ -158,14 +166,19 @@ class CallCheck:
             1: self._comm.Isend(call, 0, _CALLS),
         }
         if self._missing(requests, self._timeout_s + ANSWER_S):
-            return _MISSING, self._late(_text(call), [0])
+            text = self._late(_text(call), [0])
+            return _MISSING, text
         verdict, length = map(int, head)
         data = np.empty(length, np.uint8)
         if length:
             self._world.wait(self._comm.Irecv(data, 0, _ANSWER))
         return verdict, data.tobytes().decode()
 
-    def _missing(self, requests: Mapping[int, MPI.Request], limit_s: float) -> list[int]:
+    def _missing(
+        self,
+        requests: Mapping[int, MPI.Request],
+        limit_s: float,
+    ) -> list[int]:
         """Wait for requests, at most `limit_s`, and return the keys of those that are not complete."""
         pending = dict(requests)
 
@@ -187,7 +200,8 @@ class CallCheck:
 
     def _late(self, call: str, missing: list[int]) -> str:
         """Return an error message that names the ranks that did not arrive."""
-        names = _names([self._names[rank] for rank in missing])
+        missing_names = [self._names[rank] for rank in missing]
+        names = _names(missing_names)
         return (
             f"collective {self._n_checked}: expected every rank within {self._timeout_s:g} s for {call}, got no answer "
             f"from {names}; look whether it took another path or stopped (HPCDIST_TIMEOUT_S or timeout_seconds sets "
@@ -213,8 +227,8 @@ def odd_ones(calls: Mapping[int, str], names: Sequence[str]) -> str:
         where = names[usual_ranks[0]]
     odd = []
     for call, ranks in by_call.items():
-        rank_names = _names([names[rank] for rank in ranks])
-        odd.append(f"{call} on {rank_names}")
+        odd_names = [names[rank] for rank in ranks]
+        odd.append(f"{call} on {_names(odd_names)}")
     deviating_calls = ", ".join(odd[:MAX_NAMES])
     advice = "let all ranks call the same collectives in the same order"
     return f"expected {usual} as on {where}, got {deviating_calls}; {advice}."
@@ -232,15 +246,17 @@ def call_site() -> str:
 def _names(names: Sequence[str]) -> str:
     """Return the names in one text; if there are many, the first ones and the number of further ones."""
     text = ", ".join(names[:MAX_NAMES])
-    if len(names) > MAX_NAMES:
-        text += f" and {len(names) - MAX_NAMES} more"
+    n_more = len(names) - MAX_NAMES
+    if n_more > 0:
+        text += f" and {n_more} more"
     return text
 
 
 def _padded(text: str, n_bytes: int) -> Bytes:
     """Return the text as a fixed number of bytes."""
     padded: Bytes = np.zeros(n_bytes, np.uint8)
-    data = np.frombuffer(text.encode()[:n_bytes], np.uint8)
+    encoded = text.encode()[:n_bytes]
+    data = np.frombuffer(encoded, np.uint8)
     padded[: len(data)] = data
     return padded
 

@@ -26,6 +26,10 @@ def _code_of(op: str) -> int:
     return code
 
 
+#: The fields of an `Entry` without its end: a tuple is made faster.
+_Started = tuple[int, str, object, int, float]
+
+
 class Entry(NamedTuple):
     """One collective. Times are of time.monotonic, in seconds; `ended_s` is None while the collective runs."""
 
@@ -90,10 +94,8 @@ class Journal:
         self.n_entered = 0
         self.spent_s = 0.0
         self._now = time.monotonic
-        self._open: tuple[int, str, object, int, float] | None = None
-        self._ended: deque[tuple[tuple[int, str, object, int, float], float | None]] = deque(
-            maxlen=N_KEPT
-        )
+        self._open: _Started | None = None
+        self._ended: deque[tuple[_Started, float | None]] = deque(maxlen=N_KEPT)
 
     def enter(
         self,
@@ -134,10 +136,12 @@ class Journal:
     @property
     def entries(self) -> list[Entry]:
         """The last 64 collectives, oldest first; the last one may be running."""
-        entries = [Entry(*start_fields, ended_s) for start_fields, ended_s in self._ended.copy()]
+        entries = [Entry(*started, ended_s) for started, ended_s in self._ended.copy()]
         current = self.current
-        if current is not None and (not entries or entries[-1].number < current.number):
-            entries.append(current)
+        if current is not None:
+            has_ended_since = entries and entries[-1].number >= current.number
+            if not has_ended_since:
+                entries.append(current)
         return entries[-N_KEPT:]
 
     def has_carried(self, n_elements: int, since: int) -> bool:
@@ -264,7 +268,12 @@ class CallMarks:
             return self._describe(neighbour_mark, self._next, mark)
         return None
 
-    def _describe(self, neighbour_mark: int, rank: int, mark: int) -> str:
+    def _describe(
+        self,
+        neighbour_mark: int,
+        rank: int,
+        mark: int,
+    ) -> str:
         """Return the call that a neighbour has marked, as a text."""
         call = "another operation"
         for (op, kind, itemsize), code in self._codes.items():
