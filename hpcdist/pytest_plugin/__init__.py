@@ -20,9 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Start MPI, and let ranks report together, where pytest-mpi is asked for it."""
-    if config.getoption("--with-mpi", default=False) or config.getoption(
-        "--only-mpi", default=False
-    ):
+    is_mpi_wanted = config.getoption("--with-mpi", default=False)
+    if is_mpi_wanted or config.getoption("--only-mpi", default=False):
         from hpcdist.pytest_plugin.ranks import RankReports
 
         config.pluginmanager.register(RankReports(config), "hpcdist-ranks")
@@ -63,4 +62,5 @@ def every_strategy(world: Any, request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def shared_path(world: Any, tmp_path: Any) -> Any:
     """Return rank 0's temporary folder on every rank. Collective over all ranks; they share a file system."""
-    return type(tmp_path)(world.broadcast_text(str(tmp_path), 0, world.comm))
+    path = world.broadcast_text(str(tmp_path), 0, world.comm)
+    return type(tmp_path)(path)
