@@ -107,7 +107,10 @@ class RankReports:
     # -- the time limit -----------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+    def pytest_runtest_protocol(
+        self,
+        item: pytest.Item,
+    ) -> Generator[None, Any, Any]:
         """Limit the time of a test; pytest-timeout, where it has a limit, replaces this one."""
         limit_s = self._limit_s
         mark = item.get_closest_marker("timeout")
@@ -120,7 +123,11 @@ class RankReports:
             self._stop()
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
-    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool:
+    def pytest_timeout_set_timer(
+        self,
+        item: pytest.Item,
+        settings: Any,
+    ) -> bool:
         """Take the place of pytest-timeout's timers, which end one rank only."""
         self._start(item, settings.timeout)
         return True
