@@ -44,9 +44,9 @@ class HpcdistError(Exception):
     """Base of every error raised by hpcdist.
 
     Attributes:
-        exit_code: what the process leaves with when nobody catches the error.
-        is_agreed: True when every rank raises this same error, so that no rank needs to abort the others.
-        is_reporter: whether this rank prints it; None: rank 0 does.
+        exit_code: code that the process leaves with when nobody catches the error.
+        is_agreed: whether every rank raises this same error, so that no rank needs to abort the job.
+        is_reporter: whether this rank prints the error. None if rank 0 does.
     """
 
     exit_code = ExitCode.INTERNAL
@@ -120,15 +120,15 @@ class ClosureInputError(HpcdistError, RuntimeError):
     """A resource that a closure needs, such as its dataset, cannot be built on the worker.
 
     Args:
-        text: as of any error.
-        original_exception: what its function raised; of another ClosureInputError, that one's.
+        text: message, as of any error.
+        original_exception: exception of its function. If this is a ClosureInputError, its original exception counts.
     """
 
     def __init__(self, text: str, original_exception: BaseException | None = None) -> None:
         super().__init__(text)
-        is_nested = isinstance(original_exception, ClosureInputError)
-        inner = getattr(original_exception, "original_exception", None)
-        self.original_exception: BaseException | None = inner if is_nested else original_exception
+        if isinstance(original_exception, ClosureInputError):
+            original_exception = getattr(original_exception, "original_exception", None)
+        self.original_exception: BaseException | None = original_exception
 
 
 class ClosureCancelledError(HpcdistError, RuntimeError):
@@ -168,15 +168,13 @@ class AttemptReplaced(CheckpointError):
 def error_class(name: str) -> type[HpcdistError]:
     """Return the class of this module called `name`; `HpcdistError` when there is none."""
     candidate = globals().get(name)
-    return (
-        candidate
-        if isinstance(candidate, type) and issubclass(candidate, HpcdistError)
-        else HpcdistError
-    )
+    if isinstance(candidate, type) and issubclass(candidate, HpcdistError):
+        return candidate
+    return HpcdistError
 
 
 def agreed(error: HpcdistError) -> HpcdistError:
-    """Return an error that every rank raises alike, as it follows from what all ranks know, marked as such."""
+    """Return an error, marked as agreed: every rank raises it, as it follows from what all ranks know."""
     error.is_agreed = True
     return error
 
@@ -184,13 +182,15 @@ def agreed(error: HpcdistError) -> HpcdistError:
 def report_agreed(error: BaseException, is_reporter: bool) -> None:
     """Leave with the exit code of an uncaught error that all ranks share; one of them prints it, as one line.
 
-    Returns for every other error.
+    Returns if ranks do not share the error.
 
     Raises:
         SystemExit: with the error's exit code.
     """
     if isinstance(error, HpcdistError) and error.is_agreed:
-        if is_reporter if error.is_reporter is None else error.is_reporter:
+        if error.is_reporter is not None:
+            is_reporter = error.is_reporter
+        if is_reporter:
             log(str(error))
         sys.exit(int(error.exit_code))
 

@@ -1,8 +1,9 @@
 """Nests: tuples, lists and dicts, one inside another, of leaves that are opaque here.
 
-Counter, torch.Size and torch's PackedSequence are leaves: they are values of their own.
+Counter, torch.Size and torch's PackedSequence are leaves: each is one value.
 
-The children of a dict are visited in the order of their sorted keys, as in TensorFlow: replicas may build them in any.
+The children of a dict are visited in the order of their sorted keys, as in TensorFlow, as replicas may build a dict in
+any order.
 """
 
 import copy
@@ -17,7 +18,7 @@ _LEAVES_OF_TORCH = ("torch.Size", "torch.nn.utils.rnn.PackedSequence")
 
 
 def map_nest(function: Callable[..., Any], nest: Nest, *more_nests: Nest) -> Nest:
-    """Return the nest with function(leaf, ...) in place of every leaf; the other nests have the same form.
+    """Return the nest with function(leaf, ...) in place of every leaf; further nests have the same form.
 
     Types are kept, named tuples and the key order of dicts included.
 
@@ -53,7 +54,7 @@ def leaves(nest: Nest) -> list[Any]:
 
 
 def with_leaves(nest: Nest, values: Iterable[Any]) -> Nest:
-    """Return the nest with values, as many as it has leaves, in place of them."""
+    """Return the nest with values in place of its leaves; there is one value for each leaf."""
     remaining_values = iter(values)
     return map_nest(lambda _: next(remaining_values), nest)
 
@@ -63,13 +64,16 @@ def form_of(nest: Nest) -> str:
     if not is_nest(nest):
         return "*"
     if isinstance(nest, dict):
-        return "{" + ", ".join(f"{key!r}: {form_of(nest[key])}" for key in sorted_keys(nest)) + "}"
+        entries = [f"{key!r}: {form_of(nest[key])}" for key in sorted_keys(nest)]
+        return "{" + ", ".join(entries) + "}"
     return f"[{', '.join(map(form_of, nest))}]"
 
 
 def children_of(nest: Nest) -> list[Nest]:
-    """Return what a tuple, list or dict holds, in the order in which it is visited."""
-    return [nest[key] for key in sorted_keys(nest)] if isinstance(nest, dict) else list(nest)
+    """Return the children of a tuple, list or dict, in the order in which they are visited."""
+    if isinstance(nest, dict):
+        return [nest[key] for key in sorted_keys(nest)]
+    return list(nest)
 
 
 def sorted_keys(nest: dict[Any, Any]) -> list[Any]:
@@ -83,8 +87,12 @@ def sorted_keys(nest: dict[Any, Any]) -> list[Any]:
 def with_children(nest: Nest, children: Sequence[Nest]) -> Nest:
     """Return a tuple, list or dict like `nest` with other children, given in the order in which they are visited."""
     if isinstance(nest, dict):
-        mapping = copy.copy(nest)  # keeps the type, the order of the keys and what a subclass holds
+        mapping = copy.copy(
+            nest
+        )  # keeps the type, the order of the keys and the attributes of a subclass
         for key, child in zip(sorted_keys(nest), children, strict=True):
             mapping[key] = child
         return mapping
-    return type(nest)(*children) if hasattr(nest, "_fields") else type(nest)(children)
+    if hasattr(nest, "_fields"):
+        return type(nest)(*children)
+    return type(nest)(children)

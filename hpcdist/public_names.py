@@ -122,8 +122,19 @@ _DEFINED_IN = {
     "training.sidecar": ["SidecarEvaluator"],
     "tf_compat.variables": ["Variable", "VariableAggregation", "VariableSynchronization"],
 }
+
+
+def _modules_by_name() -> dict[str, str]:
+    """Return public name -> the module that defines it."""
+    modules = {}
+    for module, names in _DEFINED_IN.items():
+        for name in names:
+            modules[name] = module
+    return modules
+
+
 #: Public name -> the module that defines it.
-NAMES = {name: module for module, names in _DEFINED_IN.items() for name in names}
+NAMES = _modules_by_name()
 #: Modules that are public as a whole.
 MODULES = {
     "callbacks": "callbacks",
@@ -145,16 +156,13 @@ MODULES = {
 #: Paths of tf.distribute: each name there -> its name in hpcdist.
 ALIASES = {
     "cluster_resolver": {
-        name: name
-        for name in (
-            "ClusterResolver",
-            "MPIClusterResolver",
-            "SimpleClusterResolver",
-            "SlurmClusterResolver",
-            "TFConfigClusterResolver",
-            "TPUClusterResolver",
-            "UnionResolver",
-        )
+        "ClusterResolver": "ClusterResolver",
+        "MPIClusterResolver": "MPIClusterResolver",
+        "SimpleClusterResolver": "SimpleClusterResolver",
+        "SlurmClusterResolver": "SlurmClusterResolver",
+        "TFConfigClusterResolver": "TFConfigClusterResolver",
+        "TPUClusterResolver": "TPUClusterResolver",
+        "UnionResolver": "UnionResolver",
     },
     "coordinator": {
         "ClusterCoordinator": "ClusterCoordinator",
@@ -182,10 +190,10 @@ ALIASES = {
 
 
 def resolve(name: str) -> Any:
-    """Return what `hpcdist.NAME` is; imports its module.
+    """Return the object `hpcdist.NAME`; imports its module.
 
     Raises:
-        AttributeError: for a name that hpcdist does not have; the message lists those that it has.
+        AttributeError: for a name that hpcdist does not have; the message lists the names that it has.
     """
     if name in MODULES:
         return import_module(f"hpcdist.{MODULES[name]}")
@@ -196,31 +204,33 @@ def resolve(name: str) -> Any:
 
 
 def resolve_alias(path: str, name: str) -> Any:
-    """Return what `hpcdist.PATH.NAME` is; raises as `resolve`."""
+    """Return the object `hpcdist.PATH.NAME`; raises as `resolve`."""
     aliases = ALIASES[path]
     if name not in aliases:
+        known_names = ", ".join(sorted(aliases))
         raise AttributeError(
-            f"module 'hpcdist.{path}' has no attribute {name!r}; it has {', '.join(sorted(aliases))}"
+            f"module 'hpcdist.{path}' has no attribute {name!r}; it has {known_names}"
         )
     return resolve(aliases[name])
 
 
 def stubs() -> dict[str, str]:
     """Return the text of every .pyi file by its name."""
-    modules = [
-        f"from hpcdist import {name} as {name}" if module == name else _import_line(module, name)
-        for name, module in MODULES.items()
-    ]
-    names = [f"from hpcdist.{module} import {name} as {name}" for name, module in NAMES.items()]
-    texts = {"__init__.pyi": "\n".join([*sorted([*modules, *names]), "", "__version__: str", ""])}
+    lines = [_import_of_module(module, name) for name, module in MODULES.items()]
+    for name, module in NAMES.items():
+        lines.append(f"from hpcdist.{module} import {name} as {name}")
+    texts = {"__init__.pyi": "\n".join([*sorted(lines), "", "__version__: str", ""])}
     for path, aliases in ALIASES.items():
         lines = [f"from hpcdist import {target} as {name}" for name, target in aliases.items()]
         texts[f"{path}.pyi"] = "\n".join([*sorted(lines), ""])
     return texts
 
 
-def _import_line(module: str, name: str) -> str:
+def _import_of_module(module: str, name: str) -> str:
+    """Return the line that imports a module under its public name."""
     parent, _, leaf = module.rpartition(".")
+    if not parent:
+        return f"from hpcdist import {leaf} as {name}"
     return f"from hpcdist.{parent} import {leaf} as {name}"
 
 

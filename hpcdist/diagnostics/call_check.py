@@ -23,15 +23,20 @@ NAME_BYTES = 64
 #: Characters of a file name with a line, from its end. Names of ranks in one message.
 SITE_LENGTH = 100
 MAX_NAMES = 8
-#: What rank 0 answers.
+#: Answers of rank 0.
 _SAME = 0
 _DIFFERENT = 1
 _MISSING = 2
 #: Rank 0 answers at most this long after it gave up waiting.
 ANSWER_S = 5.0
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-#: Where a caller is not the user's program: here, and beside here, where packages are installed, in torch.
-_INNER = (_PACKAGE, os.path.dirname(np.__path__[0]) + os.sep + "torch" + os.sep)
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(_FOLDER) + os.sep
+#: Folders of code that is not the user's program: hpcdist, and torch, which is installed beside numpy.
+_INNER = (
+    _PACKAGE,
+    os.path.dirname(np.__path__[0]) + os.sep + "torch" + os.sep,
+)
+#: Tags of messages.
 _CALLS = 1
 _ANSWER = 2
 
@@ -39,22 +44,28 @@ _ANSWER = 2
 class CallCheck:
     """Compares what the ranks of a communicator are about to do, for one thread.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
-        comm: the ranks; cloned.
-        world: bounds waits, and names this rank.
-        timeout_s: longest wait for a rank to arrive; default: the world's.
+        comm: communicator of the ranks; it is cloned.
+        world: world of this rank, which bounds waits and has the rank's name.
+        timeout_s: longest wait for a rank to arrive. Default: timeout of the world.
     """
 
-    def __init__(self, comm: MPI.Comm, world: World, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        world: World,
+        timeout_s: float | None = None,
+    ) -> None:
         self._comm: MPI.Comm = comm.Dup()
         self._world = world
         self._timeout_s = timeout_s or world.timeout_s
         self._n_checked = 0
         self._dropped: list[MPI.Request] = []
+        local_name = _padded(str(world), NAME_BYTES)
         names = np.zeros((self._comm.size, NAME_BYTES), np.uint8)
-        world.wait(self._comm.Iallgather(_padded(str(world), NAME_BYTES), names))
+        world.wait(self._comm.Iallgather(local_name, names))
         self._names = [_text(row) for row in names]
 
     def check(
@@ -67,86 +78,114 @@ class CallCheck:
     ) -> None:
         """Return when all ranks are about to do the same, else raise on all of them.
 
-        Collective: the communicator. Blocking, bounded by the time limit.
+        Collective over the communicator. Blocking, bounded by the time limit.
 
         Args:
-            op: such as "all_reduce sum".
-            dtype: of the elements.
-            n_elements: in this rank's buffer.
-            shape: of this rank's buffer, if it has to be the same.
-            site: where the user's program asks for it; default: the innermost caller outside hpcdist.
+            op: operation, such as "all_reduce sum".
+            dtype: name of the dtype of the elements.
+            n_elements: number of elements in this rank's buffer.
+            shape: shape of this rank's buffer, if it has to be equal on all ranks.
+            site: place of the call in the user's program. Default: innermost caller outside hpcdist.
 
         Raises:
-            DesyncError: when a rank is about to do something else; on every rank, with one text that names it.
-            CollectiveTimeoutError: when a rank does not arrive; on those that did, with one text that names it.
+            DesyncError: when a rank is about to do something else; on every rank, with one text that names the rank.
+            CollectiveTimeoutError: when a rank does not arrive; on the ranks that did, with one text that names it.
 
         Cost: two small messages per rank; P of them one after the other on rank 0.
         """
         if self._comm.size == 1:
             return
         self._n_checked += 1
-        size = f"x {n_elements}" if shape is None else f"x {n_elements} {tuple(shape)}"
-        call = _padded(f"{op} {dtype} {size} at {(site or call_site())[-SITE_LENGTH:]}", CALL_BYTES)
-        verdict, text = self._judge(call) if self._comm.rank == 0 else self._ask(call)
-        if verdict != _SAME:
-            error: HpcdistError = (
-                DesyncError(text) if verdict == _DIFFERENT else CollectiveTimeoutError(text)
-            )
-            # else the ranks that did not come have to be ended
-            error.is_agreed = verdict == _DIFFERENT
-            if self._world.size > 1:
-                error.is_reporter = self._comm.rank == 0
-            raise error
+        size = f"x {n_elements}"
+        if shape is not None:
+            size += f" {tuple(shape)}"
+        place = site or call_site()
+        place = place[-SITE_LENGTH:]
+        call = _padded(f"{op} {dtype} {size} at {place}", CALL_BYTES)
+        if self._comm.rank == 0:
+            verdict, text = self._judge(call)
+        else:
+            verdict, text = self._ask(call)
+        if verdict == _SAME:
+            return
+        # not agreed: the ranks that did not come have to be ended
+        error: HpcdistError = CollectiveTimeoutError(text)
+        if verdict == _DIFFERENT:
+            error = DesyncError(text)
+            error.is_agreed = True
+        if self._world.size > 1:
+            error.is_reporter = self._comm.rank == 0
+        raise error
 
     def free(self) -> None:
-        """Free the communicator. Collective: all ranks."""
+        """Free the communicator. Collective over the communicator."""
         self._comm.Free()
 
     def _judge(self, local_call: Bytes) -> tuple[int, str]:
         """Collect all calls, compare them, and answer the ranks that arrived."""
-        calls = np.zeros((self._comm.size, CALL_BYTES), np.uint8)
+        n_ranks = self._comm.size
+        calls = np.zeros((n_ranks, CALL_BYTES), np.uint8)
         calls[0] = local_call
-        requests = {
-            rank: self._comm.Irecv(calls[rank], rank, _CALLS) for rank in range(1, self._comm.size)
-        }
+        requests = {}
+        for rank in range(1, n_ranks):
+            requests[rank] = self._comm.Irecv(calls[rank], rank, _CALLS)
         missing = self._missing(requests, self._timeout_s)
-        arrived = [rank for rank in range(self._comm.size) if rank not in missing]
+        arrived = [rank for rank in range(n_ranks) if rank not in missing]
         texts = {rank: _text(calls[rank]) for rank in arrived}
-        verdict = _MISSING if missing else _SAME if len(set(texts.values())) == 1 else _DIFFERENT
+        verdict = _SAME
         text = ""
-        if verdict == _DIFFERENT:
-            text = f"collective {self._n_checked}: {odd_ones(texts, self._names)}"
-        elif verdict == _MISSING:
+        if missing:
+            verdict = _MISSING
             text = self._late(texts[0], missing)
-        self._answer([rank for rank in arrived if rank > 0], verdict, text)
+        elif len(set(texts.values())) > 1:
+            verdict = _DIFFERENT
+            difference = odd_ones(texts, self._names)
+            text = f"collective {self._n_checked}: {difference}"
+        self._answer(arrived[1:], verdict, text)  # all but this rank, which is rank 0
         return verdict, text
 
-    def _answer(self, ranks: list[int], verdict: int, text: str) -> None:
+    def _answer(
+        self,
+        ranks: list[int],
+        verdict: int,
+        text: str,
+    ) -> None:
+        """Send the verdict, the length of the text and the text to the ranks that arrived."""
         data = np.frombuffer(text.encode(), np.uint8)
         head = np.array([verdict, len(data)], np.int64)
         requests = [self._comm.Isend(head, rank, _ANSWER) for rank in ranks]
-        requests += [self._comm.Isend(data, rank, _ANSWER) for rank in ranks if len(data)]
+        if len(data):
+            requests += [self._comm.Isend(data, rank, _ANSWER) for rank in ranks]
         self._missing(dict(enumerate(requests)), ANSWER_S)
 
     def _ask(self, call: Bytes) -> tuple[int, str]:
         """Send rank 0 what this rank is about to do, and return its verdict."""
         head = np.zeros(2, np.int64)
-        requests = {0: self._comm.Irecv(head, 0, _ANSWER), 1: self._comm.Isend(call, 0, _CALLS)}
+        requests = {
+            0: self._comm.Irecv(head, 0, _ANSWER),
+            1: self._comm.Isend(call, 0, _CALLS),
+        }
         if self._missing(requests, self._timeout_s + ANSWER_S):
-            return _MISSING, self._late(_text(call), [0])
-        verdict, length = (int(number) for number in head)
+            text = self._late(_text(call), [0])
+            return _MISSING, text
+        verdict, length = map(int, head)
         data = np.empty(length, np.uint8)
         if length:
             self._world.wait(self._comm.Irecv(data, 0, _ANSWER))
         return verdict, data.tobytes().decode()
 
-    def _missing(self, requests: Mapping[int, MPI.Request], limit_s: float) -> list[int]:
+    def _missing(
+        self,
+        requests: Mapping[int, MPI.Request],
+        limit_s: float,
+    ) -> list[int]:
         """Wait for requests, at most `limit_s`, and return the keys of those that are not complete."""
         pending = dict(requests)
 
         def is_done() -> bool:
-            for key in [key for key, request in pending.items() if request.Test()]:
-                del pending[key]
+            for key, request in list(pending.items()):
+                if request.Test():
+                    del pending[key]
             return not pending
 
         wait_until(is_done, limit_s, max_sleep_s=0.005)
@@ -160,7 +199,9 @@ class CallCheck:
         request.Cancel()
 
     def _late(self, call: str, missing: list[int]) -> str:
-        names = _names([self._names[rank] for rank in missing])
+        """Return an error message that names the ranks that did not arrive."""
+        missing_names = [self._names[rank] for rank in missing]
+        names = _names(missing_names)
         return (
             f"collective {self._n_checked}: expected every rank within {self._timeout_s:g} s for {call}, got no answer "
             f"from {names}; look whether it took another path or stopped (HPCDIST_TIMEOUT_S or timeout_seconds sets "
@@ -169,48 +210,57 @@ class CallCheck:
 
 
 def odd_ones(calls: Mapping[int, str], names: Sequence[str]) -> str:
-    """Return an error message that names the ranks that differ from most; of equals, the lowest rank is right.
+    """Return an error message that names the ranks that differ from most. At equal counts the lowest rank is right.
 
     Args:
-        calls: what each rank calls.
-        names: of the ranks.
+        calls: call of each rank.
+        names: names of the ranks.
     """
     by_call: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         by_call.setdefault(call, []).append(rank)
-    # the first of equals, which holds the lowest rank
+    # the first of equal counts, which holds the lowest rank
     usual = max(by_call, key=lambda call: len(by_call[call]))
-    odd = [
-        (call, [names[rank] for rank in ranks]) for call, ranks in by_call.items() if call != usual
-    ]
-    deviating_calls = ", ".join(f"{call} on {_names(ranks)}" for call, ranks in odd[:MAX_NAMES])
-    n_usual = len(by_call[usual])
-    where = names[by_call[usual][0]] if n_usual == 1 else f"{n_usual} of {len(calls)} ranks"
+    usual_ranks = by_call.pop(usual)
+    where = f"{len(usual_ranks)} of {len(calls)} ranks"
+    if len(usual_ranks) == 1:
+        where = names[usual_ranks[0]]
+    odd = []
+    for call, ranks in by_call.items():
+        odd_names = [names[rank] for rank in ranks]
+        odd.append(f"{call} on {_names(odd_names)}")
+    deviating_calls = ", ".join(odd[:MAX_NAMES])
     advice = "let all ranks call the same collectives in the same order"
     return f"expected {usual} as on {where}, got {deviating_calls}; {advice}."
 
 
 def call_site() -> str:
-    """Return file:line of the innermost caller outside hpcdist and torch; of a thread of ours, where it was started."""
+    """Return file:line of the innermost caller outside hpcdist and torch; in a thread of ours, where it was started."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    file_name = os.path.basename(frame.f_code.co_filename)
+    return f"{file_name}:{frame.f_lineno}"
 
 
 def _names(names: Sequence[str]) -> str:
-    """Return the names; of many, the first ones."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    """Return the names in one text; if there are many, the first ones and the number of further ones."""
+    text = ", ".join(names[:MAX_NAMES])
+    n_more = len(names) - MAX_NAMES
+    if n_more > 0:
+        text += f" and {n_more} more"
+    return text
 
 
 def _padded(text: str, n_bytes: int) -> Bytes:
     """Return the text as a fixed number of bytes."""
     padded: Bytes = np.zeros(n_bytes, np.uint8)
-    data = np.frombuffer(text.encode()[:n_bytes], np.uint8)
+    encoded = text.encode()[:n_bytes]
+    data = np.frombuffer(encoded, np.uint8)
     padded[: len(data)] = data
     return padded
 
 
 def _text(row: Bytes) -> str:
+    """Return the text that `_padded` has made bytes of."""
     return row.tobytes().rstrip(b"\0").decode(errors="replace")

@@ -12,7 +12,7 @@ import numpy as np
 
 #: Collectives that are kept.
 N_KEPT = 64
-#: Operations that carry no values of the program's.
+#: Operations that carry no values of the program.
 _CARRY_NOTHING = ("barrier", "save")
 
 
@@ -21,13 +21,17 @@ _codes: dict[str, int] = {}
 
 
 def _code_of(op: str) -> int:
-    """Return a number of an operation that is the same in every process, and not 0."""
+    """Return the number of an operation, which is the same in every process, and not 0."""
     code = _codes[op] = zlib.crc32(op.encode()) + 1
     return code
 
 
+#: The fields of an `Entry` without its end: a tuple is made faster.
+_Started = tuple[int, str, object, int, float]
+
+
 class Entry(NamedTuple):
-    """One collective. Times are of time.monotonic, in seconds; `ended_s` is None for one that has not ended."""
+    """One collective. Times are of time.monotonic, in seconds; `ended_s` is None while the collective runs."""
 
     number: int
     op: str
@@ -47,15 +51,16 @@ class Journal:
     and one deque, as every collective passes through it; readers get `Entry`.
 
     Args:
-        board: one int64 per rank of the node, shared by them and zero at first; a slice with a step will do. Each rank
-            writes how many collectives it has entered. Default: none is shared.
-        local_rank: this rank's element of `board`.
+        board: one int64 per rank of the node, shared by the ranks and zero at first; a slice with a step will do. Each
+            rank writes the number of collectives that it has entered. Default: a private board.
+        local_rank: index of this rank's element of `board`.
         codes: like `board`; each rank writes a number for the operation that it is in, 0 outside of any.
 
     Attributes:
-        board, local_rank: as given; without a board, one of its own.
-        n_entered: collectives entered so far; the number of the current one.
-        spent_s: seconds in those that have ended.
+        board: board of the node, or the private board.
+        local_rank: index of this rank's element of `board`.
+        n_entered: number of collectives entered so far; the number of the current one.
+        spent_s: seconds in the collectives that have ended.
 
     Cost: `enter` and `leave` together 0.4-0.5 microseconds of one 2.x GHz core.
     """
@@ -73,22 +78,31 @@ class Journal:
     )
 
     def __init__(
-        self, board: memoryview | None = None, local_rank: int = 0, codes: memoryview | None = None
+        self,
+        board: memoryview | None = None,
+        local_rank: int = 0,
+        codes: memoryview | None = None,
     ) -> None:
-        self.board = memoryview(array("q", [0])) if board is None else board
-        self.local_rank = 0 if board is None else local_rank
-        self._codes = (
-            memoryview(array("q", [0] * (self.local_rank + 1))) if codes is None else codes
-        )
+        if board is None:
+            board = memoryview(array("q", [0]))
+            local_rank = 0
+        if codes is None:
+            codes = memoryview(array("q", [0] * (local_rank + 1)))
+        self.board = board
+        self.local_rank = local_rank
+        self._codes = codes
         self.n_entered = 0
         self.spent_s = 0.0
         self._now = time.monotonic
-        self._open: tuple[int, str, object, int, float] | None = None
-        self._ended: deque[tuple[tuple[int, str, object, int, float], float | None]] = deque(
-            maxlen=N_KEPT
-        )
+        self._open: _Started | None = None
+        self._ended: deque[tuple[_Started, float | None]] = deque(maxlen=N_KEPT)
 
-    def enter(self, op: str, dtype: object, n_elements: int) -> None:
+    def enter(
+        self,
+        op: str,
+        dtype: object,
+        n_elements: int,
+    ) -> None:
         """Record that a collective begins. One that raised stays without an end."""
         if self._open is not None:
             self._ended.append((self._open, None))
@@ -115,86 +129,94 @@ class Journal:
     def current(self) -> Entry | None:
         """The collective that this thread is in."""
         open_fields = self._open
-        return Entry(*open_fields) if open_fields else None
+        if open_fields is None:
+            return None
+        return Entry(*open_fields)
 
     @property
     def entries(self) -> list[Entry]:
         """The last 64 collectives, oldest first; the last one may be running."""
-        ended = [Entry(*start_fields, ended_s) for start_fields, ended_s in self._ended.copy()]
+        entries = [Entry(*started, ended_s) for started, ended_s in self._ended.copy()]
         current = self.current
-        is_new = current is not None and (not ended or ended[-1].number < current.number)
-        return [*ended, *([current] if current and is_new else [])][-N_KEPT:]
+        if current is not None:
+            has_ended_since = entries and entries[-1].number >= current.number
+            if not has_ended_since:
+                entries.append(current)
+        return entries[-N_KEPT:]
 
     def has_carried(self, n_elements: int, since: int) -> bool:
-        """Return whether the collectives after number `since` may have carried as many elements together.
+        """Return whether the collectives after number `since` may have carried this number of elements together.
 
-        One of unknown size may, unless it is a barrier or a save. So may more of them than are kept.
+        A collective of unknown size may, unless it is a barrier or a save. So may more collectives than are kept.
         """
         if self.n_entered - since > N_KEPT:
             return True
-        new = [
-            entry
-            for entry in self.entries
-            if entry.number > since and entry.op not in _CARRY_NOTHING
-        ]
-        return (
-            any(entry.dtype == "any" for entry in new)
-            or sum(entry.n_elements for entry in new) >= n_elements
-        )
+        n_carried = 0
+        for entry in self.entries:
+            if entry.number <= since or entry.op in _CARRY_NOTHING:
+                continue
+            if entry.dtype == "any":
+                return True
+            n_carried += entry.n_elements
+        return n_carried >= n_elements
 
     def behind(self) -> list[int]:
-        """Return the local ranks that have entered fewer collectives than this one."""
-        return [
-            local_rank
-            for local_rank, n_entered in enumerate(self.board.tolist())
-            if n_entered < self.n_entered
-        ]
+        """Return the local ranks that have entered fewer collectives than this rank."""
+        ranks = []
+        for local_rank, n_entered in enumerate(self.board.tolist()):
+            if n_entered < self.n_entered:
+                ranks.append(local_rank)
+        return ranks
 
     def apart(self) -> dict[int, str]:
-        """Return which local ranks are in another operation where this one is in its own, with that operation.
+        """Return the local ranks that are in a different operation at the number of this rank's current collective.
 
-        The operation is "another call" where this rank has never made it. Read without a lock: ask twice.
+        Each rank comes with its operation: "another call" if this rank has never made it. Read without a lock: ask
+        twice.
         """
         local_code = self._codes[self.local_rank]
-        ranks = zip(self.board.tolist(), self._codes.tolist(), strict=False)
-        differing_codes = {
-            rank: code
-            for rank, (n, code) in enumerate(ranks)
-            if n == self.n_entered and code not in (0, local_code)
-        }
+        if not local_code:
+            return {}
+        numbers = self.board.tolist()
+        codes = self._codes.tolist()
         names = {code: op for op, code in _codes.items()}
-        return (
-            {rank: names.get(code, "another call") for rank, code in differing_codes.items()}
-            if local_code
-            else {}
-        )
+        operations = {}
+        for rank, (number, code) in enumerate(zip(numbers, codes, strict=False)):
+            if number == self.n_entered and code not in (0, local_code):
+                operations[rank] = names.get(code, "another call")
+        return operations
 
     def describe(self) -> str:
         """Return one line for each of the last 64 collectives, such as `41  all_reduce float32 x 1024  0.3 ms`."""
         current = self.current
-        return "\n".join(
-            f"{entry.number:6}  {entry}  {_length(entry, current)}" for entry in self.entries
-        )
+        lines = []
+        for entry in self.entries:
+            length = _length(entry, current)
+            lines.append(f"{entry.number:6}  {entry}  {length}")
+        return "\n".join(lines)
 
 
 class CallMarks:
-    """What each rank of a node reduces, in memory that they share, so that calls that do not fit together are found.
+    """The reductions of each rank of a node, in memory that the ranks share, so that calls that do not fit are found.
 
-    A mark is the number of the reduction, a digest of op and dtype, and one of the size. Marks of other numbers say
-    nothing: a rank may be ahead. Two cells are used in turn, so that a rank that is ahead by a reduction does not
-    overwrite what another still compares. At the end a rank compares itself with the next one only: if any two of the
-    node differ, so do two neighbours, and one of these raises.
+    A mark is the number of the reduction, a digest of op and dtype, and a digest of the size. Marks with different
+    numbers are not compared: a rank may be ahead. Two cells are used in turn, so that a rank that is ahead by a
+    reduction does not overwrite a mark that another rank still compares. At the end a rank compares its mark with the
+    next rank's only: if any two of the node differ, so do two neighbours, and one of these raises.
 
     Args:
-        boards: two, of one int64 per rank of the node, shared by them and zero at first.
-        local_rank: this rank's element of each.
-        names: of the ranks of the node, for messages.
+        boards: two boards of one int64 per rank of the node, shared by the ranks and zero at first.
+        local_rank: index of this rank's element of each board.
+        names: names of the ranks of the node, for messages.
     """
 
     __slots__ = ("_boards", "_codes", "_local_rank", "_names", "_next", "_number", "_previous")
 
     def __init__(
-        self, boards: tuple[memoryview, memoryview], local_rank: int, names: Sequence[str]
+        self,
+        boards: tuple[memoryview, memoryview],
+        local_rank: int,
+        names: Sequence[str],
     ) -> None:
         self._boards = boards
         self._local_rank = local_rank
@@ -204,14 +226,20 @@ class CallMarks:
         self._codes: dict[tuple[str, str, int], int] = {}
         self._number = 0
 
-    def begin(self, op: str, kind: str, itemsize: int, nbytes: int) -> int:
+    def begin(
+        self,
+        op: str,
+        kind: str,
+        itemsize: int,
+        nbytes: int,
+    ) -> int:
         """Mark a reduction that begins; return its mark. Ranks begin the same reductions in the same order.
 
         Args:
-            op: the reduction.
-            kind: of the dtype, as numpy calls it: 'f' for floats.
-            itemsize: of the dtype.
-            nbytes: of the array.
+            op: name of the reduction.
+            kind: kind of the dtype, as numpy calls it: 'f' for floats.
+            itemsize: bytes of an element.
+            nbytes: bytes of the array.
         """
         code = self._codes.get((op, kind, itemsize))
         if code is None:
@@ -223,7 +251,7 @@ class CallMarks:
         return mark
 
     def other_size(self, mark: int) -> str | None:
-        """Return what a neighbour is already in, if it has the same number and another size.
+        """Return the call that a neighbour is already in, if it has the same number and another size.
 
         The MPI library may then wait for ever, or end the process.
         """
@@ -234,33 +262,44 @@ class CallMarks:
         return None
 
     def other_call(self, mark: int) -> str | None:
-        """Return what the next rank did at the same number, if it was something else, once a reduction has ended."""
+        """Return the call of the next rank at the same number, if it differs, once a reduction has ended."""
         neighbour_mark = self._boards[mark >> 32 & 1][self._next]
-        is_other = neighbour_mark != mark and neighbour_mark >> 32 == mark >> 32
-        return self._describe(neighbour_mark, self._next, mark) if is_other else None
+        if neighbour_mark != mark and neighbour_mark >> 32 == mark >> 32:
+            return self._describe(neighbour_mark, self._next, mark)
+        return None
 
-    def _describe(self, neighbour_mark: int, rank: int, mark: int) -> str:
-        names = {
-            code: f"{op} {np.dtype(f'{kind}{size}')}"
-            for (op, kind, size), code in self._codes.items()
-        }
-        size = " of another size" if (neighbour_mark ^ mark) & 0xFFFF else ""
-        return f"{names.get(neighbour_mark & 0xFFFF0000, 'another operation')}{size} on {self._names[rank]}"
+    def _describe(
+        self,
+        neighbour_mark: int,
+        rank: int,
+        mark: int,
+    ) -> str:
+        """Return the call that a neighbour has marked, as a text."""
+        call = "another operation"
+        for (op, kind, itemsize), code in self._codes.items():
+            if code == neighbour_mark & 0xFFFF0000:
+                call = f"{op} {np.dtype(f'{kind}{itemsize}')}"
+        if (neighbour_mark ^ mark) & 0xFFFF:
+            call += " of another size"
+        return f"{call} on {self._names[rank]}"
 
 
 def _length(entry: Entry, current: Entry | None) -> str:
+    """Return how long a collective took, or why that is not known, as a text."""
     if entry.ended_s is not None:
-        return f"{1000 * (entry.ended_s - entry.started_s):.1f} ms"
+        length_ms = 1000 * (entry.ended_s - entry.started_s)
+        return f"{length_ms:.1f} ms"
     if current is None or entry.number != current.number:
         return "ended by an error"
-    return f"running for {time.monotonic() - entry.started_s:.1f} s"
+    elapsed_s = time.monotonic() - entry.started_s
+    return f"running for {elapsed_s:.1f} s"
 
 
 class ReportingJournal(Journal):
     """A journal that also reports each collective when it has ended.
 
     Args:
-        report: called with the entry, in the thread of the collective.
+        report: function that is called with the entry, in the thread of the collective.
         board, local_rank, codes: as for `Journal`.
     """
 
@@ -286,5 +325,7 @@ class ReportingJournal(Journal):
 
 def log_call(rank: str, entry: Entry) -> None:
     """Write a collective that has ended to standard error, in one piece: all ranks write there."""
-    length_ms = 1000 * ((entry.ended_s or entry.started_s) - entry.started_s)
-    os.write(2, f"hpcdist: {rank}: {entry.number}  {entry}  {length_ms:.3f} ms\n".encode())
+    ended_s = entry.ended_s or entry.started_s
+    length_ms = 1000 * (ended_s - entry.started_s)
+    line = f"hpcdist: {rank}: {entry.number}  {entry}  {length_ms:.3f} ms\n"
+    os.write(2, line.encode())

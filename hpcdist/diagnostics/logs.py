@@ -21,20 +21,20 @@ _WRITE_S = 1.0
 
 
 def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path:
-    """Write this rank's log records to a file of its own; on the screen those of the chief alone are left.
+    """Write this rank's log records to a separate file; the screen shows the chief's records alone.
 
-    That concerns the root logger of Python's logging, whose handlers are replaced; what a program prints goes where the
-    launcher sends it. A restart appends. A line has time, level, role, rank, host and, in training, step:
+    That concerns the root logger of Python's logging, whose handlers are replaced; the prints of a program go where the
+    launcher sends them. A restart appends. A line has time, level, role, rank, host and, in training, step:
 
     2026-11-26T00:25:01.123 INFO [worker:3 r3/16 n7 step 40] mine: loss 0.25
 
     With HPCDIST_LOG=json each is an object of JSON. `hpcdist logs RUN_DIR` merges the files in RUN_DIR/logs.
 
-    Collective: all ranks.
+    Collective over all ranks.
 
     Args:
-        directory: made if it is not there. The files are `rank-00003.log`.
-        level: records below it are left out, in the files too.
+        directory: folder of the files, such as `rank-00003.log`; made if it is missing.
+        level: lowest level of the records that are written, to files and screen.
 
     Returns:
         This rank's file.
@@ -45,7 +45,7 @@ def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path
     world = make_world()
     path = log_file(Path(directory), world)
     with world.agreed(world.comm):
-        formatter = (_JSONLines if logs_json(read_environment()) else _Lines)(world)
+        formatter = _make_formatter(world)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             open_log(path).close()  # here rather than at the first record
@@ -69,7 +69,7 @@ def log_file(directory: Path, world: World) -> Path:
 
 
 def open_log(path: Path) -> TextIO:
-    """Open a log file at its end, or make it; never through a symbolic link of its name, which others may have made.
+    """Open a log file at its end, or make it; never through a symbolic link of its name, which may be a trap.
 
     Raises:
         OSError: if it is a link or no regular file, or the file system refuses.
@@ -93,26 +93,33 @@ class _FileHandler(logging.FileHandler):
 
 
 class FailureLog:
-    """Appends the tracebacks of this rank's uncaught exceptions to its log file: only one rank's is on the screen.
+    """Appends the tracebacks of this rank's uncaught exceptions to its log file: the screen shows only one rank's.
 
-    The file is that of `log_to`, in the format that HPCDIST_LOG asks for. Not collective.
+    The file is the one of `log_to`, in the format that HPCDIST_LOG asks for. Not collective.
 
     Args:
-        path: of the file. Its folder is created if the run folder exists.
-        world: who this rank is.
+        path: path of the file. Its folder is created if the run folder exists.
+        world: world of this rank.
     """
 
     def __init__(self, path: Path, world: World) -> None:
         self._path = path.absolute()  # the program may change its folder
-        self._formatter = (_JSONLines if logs_json(read_environment()) else _Lines)(world)
+        self._formatter = _make_formatter(world)
 
     def write(self, title: str, report: str) -> None:
         """Append a traceback, in a thread, with a wait of at most a second: a slow disk must not keep a job alive."""
         message = f"{title}\n{report.rstrip()}"
-        record = logging.LogRecord("hpcdist", logging.ERROR, "", 0, "%s", (message,), None)
-        writer = threading.Thread(
-            target=self._append, args=(f"{self._formatter.format(record)}\n",), daemon=True
+        record = logging.LogRecord(
+            name="hpcdist",
+            level=logging.ERROR,
+            pathname="",
+            lineno=0,
+            msg="%s",
+            args=(message,),
+            exc_info=None,
         )
+        line = self._formatter.format(record)
+        writer = threading.Thread(target=self._append, args=(f"{line}\n",), daemon=True)
         writer.start()
         writer.join(_WRITE_S)
 
@@ -126,11 +133,18 @@ class FailureLog:
             log(f"expected to write a traceback to {self._path}, got {error.strerror}; it is lost")
 
 
+def _make_formatter(world: World) -> "_Lines":
+    """Return the formatter that HPCDIST_LOG asks for."""
+    if logs_json(read_environment()):
+        return _JSONLines(world)
+    return _Lines(world)
+
+
 class _Lines(logging.Formatter):
     """Lines for people.
 
     Args:
-        world: who this rank is, and at which step.
+        world: world of this rank, which knows its step.
     """
 
     def __init__(self, world: World) -> None:
@@ -140,11 +154,12 @@ class _Lines(logging.Formatter):
         self._role = f"{world.task.type}:{world.task.index}"
 
     def format(self, record: logging.LogRecord) -> str:
-        step = "" if self._world.step is None else f" step {self._world.step}"
-        rank_label = f"{self._role} r{self._world.rank}/{self._world.size} {self._host}{step}"
-        return (
-            f"{_time(record)} {record.levelname} [{rank_label}] {record.name}: {self._text(record)}"
-        )
+        world = self._world
+        label = f"{self._role} r{world.rank}/{world.size} {self._host}"
+        if world.step is not None:
+            label += f" step {world.step}"
+        head = f"{_time(record)} {record.levelname} [{label}] {record.name}"
+        return f"{head}: {self._text(record)}"
 
     def _text(self, record: logging.LogRecord) -> str:
         """Return the message, and the traceback behind it if there is one."""
@@ -165,11 +180,17 @@ class _JSONLines(_Lines):
             "level": record.levelname,
             "role": self._role,
             "rank": self._world.rank,
+            "size": self._world.size,
+            "host": self._host,
+            "step": self._world.step,
+            "name": record.name,
+            "message": self._text(record),
         }
-        facts |= {"size": self._world.size, "host": self._host, "step": self._world.step}
-        return json.dumps({**facts, "name": record.name, "message": self._text(record)})
+        return json.dumps(facts)
 
 
 def _time(record: logging.LogRecord) -> str:
     """Return the time of a record, in local time, as text that sorts."""
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(record.created))}.{int(record.msecs):03d}"
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+    milliseconds = int(record.msecs)
+    return f"{seconds}.{milliseconds:03d}"

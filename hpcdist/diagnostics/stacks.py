@@ -1,7 +1,7 @@
 """The stacks of this process's threads and of other ranks of the node, even of one that hangs in C code.
 
-A rank answers a signal by writing its stacks to an anonymous file of its own, which the asking rank reads through
-/proc. Python's fault handler needs no interpreter lock for that, so a rank that hangs while holding it answers too.
+A rank answers a signal by writing its stacks to an anonymous file, which the asking rank reads through /proc. Python's
+fault handler needs no interpreter lock for that, so a rank that hangs while holding the lock answers too.
 """
 
 import faulthandler
@@ -14,29 +14,31 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-#: Asks for stacks. Not one of those that batch systems send; the first real-time ones belong to C libraries.
+#: The signal that asks for stacks. Batch systems do not send it; the first real-time signals belong to C libraries.
 SIGNAL = signal.SIGRTMAX - 2
 _FILE_NAME = "hpcdist-stacks"
-#: How long a rank may take to write its stacks.
+#: Time that a rank may take to write its stacks.
 ANSWER_S = 1.0
+#: State of a process in /proc -> why it cannot answer.
 _STATES = {
     "T": "is stopped by a signal; kill -CONT resumes it",
     "t": "is stopped by a debugger",
     "D": "is in the kernel, in a wait that no signal ends: look at its disk or file system",
     "Z": "has died",
 }
+#: File that this process writes its stacks to.
 _answers: int | None = None
 
 
 class Peer(NamedTuple):
-    """A rank of this node: what it is called in messages, and its process."""
+    """A rank of this node: its name in messages, and its process."""
 
     name: str
     pid: int
 
 
 def process_namespace() -> int:
-    """Return the number of the namespace that process ids are valid in: ranks may be in containers of their own."""
+    """Return the number of the namespace that process ids are valid in: ranks may be in separate containers."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -46,7 +48,7 @@ def process_namespace() -> int:
 def answer_signal() -> None:
     """Let other ranks of this node ask this process for its stacks, from now on. Not collective; a second call is free.
 
-    A handler of the program's own for the same signal stays in place.
+    A handler of the program for the same signal stays in place.
     """
     global _answers
     if _answers is None and not _is_caught(os.getpid()):
@@ -61,10 +63,12 @@ def own_stacks() -> str:
     for ident, frame in sys._current_frames().items():
         if ident == threading.get_ident():
             continue
-        lines.append(f"thread {names.get(ident, ident)}, innermost call first:")
+        thread_name = names.get(ident, ident)
+        lines.append(f"thread {thread_name}, innermost call first:")
         inner = frame
         while inner is not None:
-            lines.append(f"  {inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}")
+            code = inner.f_code
+            lines.append(f"  {code.co_filename}:{inner.f_lineno} in {code.co_name}")
             inner = inner.f_back  # type: ignore[assignment]
     return "\n".join(lines)
 
@@ -75,7 +79,9 @@ def state_of(peer: Peer) -> str | None:
         status = Path(f"/proc/{peer.pid}/stat").read_text()
     except OSError:
         return _STATES["Z"]
-    return _STATES.get(status.rpartition(")")[2].split()[0])
+    _, _, behind_name = status.rpartition(")")
+    state = behind_name.split()[0]
+    return _STATES.get(state)
 
 
 def stacks_of(peer: Peer) -> str | None:
@@ -83,20 +89,21 @@ def stacks_of(peer: Peer) -> str | None:
 
     Not collective. Takes up to `ANSWER_S`. For a process that is about to end: what it opens stays open.
     """
+    name = f"{peer.name}, process {peer.pid}"
     state = state_of(peer)
     if state:
-        return f"{peer.name}, process {peer.pid}, {state}"
+        return f"{name}, {state}"
     path = _answers_of(peer.pid)
     if path is None or not _is_caught(peer.pid):
-        return f"{peer.name}, process {peer.pid}, cannot be asked for its stacks; try py-spy dump --pid {peer.pid}"
+        return f"{name}, cannot be asked for its stacks; try py-spy dump --pid {peer.pid}"
     answers = os.open(path, os.O_RDONLY)  # stays open, and so locked, until this process ends
     try:
         fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return None
     os.kill(peer.pid, SIGNAL)
-    text = _read_when_written(answers)
-    return f"{peer.name}, process {peer.pid}, is here:\n{text or 'it did not answer'}"
+    text = _read_when_written(answers) or "it did not answer"
+    return f"{name}, is here:\n{text}"
 
 
 def _read_when_written(fd: int) -> str:
@@ -113,10 +120,13 @@ def _read_when_written(fd: int) -> str:
 
 
 def _answers_of(pid: int) -> str | None:
+    """Return the path of the file that a process writes its stacks to. None if there is no such file."""
+    folder = f"/proc/{pid}/fd"
     try:
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            if _FILE_NAME in os.readlink(f"/proc/{pid}/fd/{name}"):
-                return f"/proc/{pid}/fd/{name}"
+        for name in os.listdir(folder):
+            path = f"{folder}/{name}"
+            if _FILE_NAME in os.readlink(path):
+                return path
     except OSError:  # it has ended, or it is not ours to look at
         return None
     return None
@@ -128,5 +138,6 @@ def _is_caught(pid: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (SIGNAL - 1) & 1)
+    line = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    caught_signals = int(line.split()[1], 16)
+    return bool(caught_signals >> (SIGNAL - 1) & 1)

@@ -1,4 +1,4 @@
-"""What this rank's collectives have cost: calls, bytes and seconds of each, with HPCDIST_DEBUG=summary."""
+"""The cost of this rank's collectives: calls, bytes and seconds of each, with HPCDIST_DEBUG=summary."""
 
 import atexit
 import sys
@@ -26,7 +26,13 @@ class CallTotals:
         self._started_s = time.monotonic()
         self._of: dict[tuple[str, str], _Total] = {}
 
-    def add(self, op: str, dtype: object, n_elements: int, seconds: float) -> None:
+    def add(
+        self,
+        op: str,
+        dtype: object,
+        n_elements: int,
+        seconds: float,
+    ) -> None:
         """Count one collective that has ended; waiting for other ranks is part of its time."""
         name = str(dtype).removeprefix("torch.")
         with self._lock:
@@ -36,22 +42,39 @@ class CallTotals:
             total.seconds += seconds
 
     def table(self) -> str:
-        """Return one line for each operation, the one that took longest first."""
+        """Return one line for each operation, the longest first."""
         elapsed_s = time.monotonic() - self._started_s
         with self._lock:
             rows = sorted(self._of.items(), key=lambda row: -row[1].seconds)
         spent_s = sum(total.seconds for _, total in rows)
-        lines = [f"{'collective':44}{'calls':>9}{'MB':>12}{'seconds':>10}{'MB/s':>9}"]
+        lines = [_row("collective", "calls", "MB", "seconds", "MB/s")]
         for (op, dtype), total in rows:
-            rate = (
-                f"{total.nbytes / 1e6 / total.seconds:.0f}"
-                if total.nbytes and total.seconds
-                else "-"
+            name = f"{op} {dtype}"[:43]
+            megabytes = total.nbytes / 1e6
+            rate = "-"
+            if total.nbytes and total.seconds:
+                rate = f"{megabytes / total.seconds:.0f}"
+            row = _row(
+                name=name,
+                calls=str(total.calls),
+                megabytes=f"{megabytes:.3f}",
+                seconds=f"{total.seconds:.3f}",
+                rate=rate,
             )
-            lines.append(
-                f"{f'{op} {dtype}'[:43]:44}{total.calls:>9}{total.nbytes / 1e6:>12.3f}{total.seconds:>10.3f}{rate:>9}"
-            )
-        return "\n".join([*lines, f"{spent_s:.3f} s of {elapsed_s:.3f} s in collectives"])
+            lines.append(row)
+        lines.append(f"{spent_s:.3f} s of {elapsed_s:.3f} s in collectives")
+        return "\n".join(lines)
+
+
+def _row(
+    name: str,
+    calls: str,
+    megabytes: str,
+    seconds: str,
+    rate: str,
+) -> str:
+    """Return a row of the table."""
+    return f"{name:44}{calls:>9}{megabytes:>12}{seconds:>10}{rate:>9}"
 
 
 _totals: CallTotals | None = None
@@ -61,24 +84,27 @@ def count_calls(rank: str, is_printed: bool) -> CallTotals:
     """Return the totals of this process, made at the first call.
 
     Args:
-        rank: as reports call it.
+        rank: name of the rank in reports.
         is_printed: whether the table is written to standard error at the end of the program.
     """
     global _totals
     if _totals is None:
         _totals = CallTotals()
         if is_printed:
-            atexit.register(
-                lambda totals: sys.stderr.write(f"hpcdist: {rank}:\n{totals.table()}\n"), _totals
-            )
+            atexit.register(_print_table, rank, _totals)
     return _totals
+
+
+def _print_table(rank: str, totals: CallTotals) -> None:
+    """Write the totals of a rank to standard error."""
+    sys.stderr.write(f"hpcdist: {rank}:\n{totals.table()}\n")
 
 
 def communication_summary() -> str:
     """Return a table of this rank's collectives so far: calls, megabytes, seconds and rate of each. Not collective.
 
-    Seconds include waiting for ranks that came later. Those in the background, as sums of gradients between hosts are,
-    overlap with others. Rank 0 writes its table to standard error at the end of the program.
+    Seconds include waiting for ranks that came later. Collectives in the background, such as sums of gradients between
+    hosts, overlap with further ones. Rank 0 writes its table to standard error at the end of the program.
 
     Raises:
         UsageError: without HPCDIST_DEBUG=summary, or before the first strategy or collective.
@@ -93,6 +119,7 @@ def communication_summary() -> str:
 
 
 def _item_bytes(dtype: str) -> int:
+    """Return the bytes of an element. 0 if they are not known."""
     if dtype == "bfloat16":
         return 2
     try:

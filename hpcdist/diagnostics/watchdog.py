@@ -34,8 +34,8 @@ KILL_S = 20.0
 #: Checks per `warn_s`, and the longest time between two checks.
 CHECKS = 5
 MAX_INTERVAL_S = 1.0
-#: Flags of a rank: it has left its program and waits for others to leave; it is ending the job, as a collective takes
-#: too long; it has reported that; it is ending the job, as it has failed; it has noticed that another rank is gone.
+#: Flags of a rank: it has left its program and waits for further ranks to leave; it is ending the job, as a collective
+#: takes too long; it has reported that; it is ending the job, as it has failed; it has noticed that a rank is gone.
 LEFT = 1
 ENDING = 2
 REPORTED = 4
@@ -66,11 +66,11 @@ class Watchdog:
     Only time in which this process is awake counts: a job that was suspended and resumed is not late.
 
     Args:
-        describe: returns who this rank is, such as "rank 3 (worker 3) at step 5".
-        end: ends the job; called once, from the watchdog's thread.
-        warn_s: a collective that takes this long is logged on standard error, once.
-        limit_s: one that takes this long ends the job.
-        has_left: returns whether this rank has left its program and waits for others to leave.
+        describe: function that returns the name of this rank, such as "rank 3 (worker 3) at step 5".
+        end: function that ends the job; called once, from the watchdog's thread.
+        warn_s: time after which a running collective is logged on standard error, once.
+        limit_s: time after which a running collective ends the job.
+        has_left: function that returns whether this rank has left its program and waits for further ranks to leave.
     """
 
     def __init__(
@@ -87,25 +87,35 @@ class Watchdog:
         self._has_reported = False
         self._warn_s = warn_s
         self._limit_s = limit_s
-        self._interval_s = min(MAX_INTERVAL_S, warn_s / CHECKS, limit_s / CHECKS)
+        shortest_s = min(warn_s, limit_s)
+        self._interval_s = min(MAX_INTERVAL_S, shortest_s / CHECKS)
         self._watched: list[_Watched] = []
         self._awake_s = 0.0
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            name="hpcdist-watchdog",
+            daemon=True,
+        )
 
     def watch(
-        self, journal: Journal, peers: Sequence[Peer] = (), flags: memoryview | None = None
+        self,
+        journal: Journal,
+        peers: Sequence[Peer] = (),
+        flags: memoryview | None = None,
     ) -> None:
         """Watch a journal for as long as it lives. Not collective.
 
         Args:
-            journal: held weakly.
-            peers: the ranks of its board, by local rank, this one included; empty if nothing is known of them.
-            flags: one int64 per rank of its board, shared by them and zero at first; each rank's watchdog writes its
-                own. Default: none is shared.
+            journal: journal to watch; held weakly.
+            peers: ranks of its board, by local rank, this rank included; empty if nothing is known of them.
+            flags: one int64 per rank of its board, shared by the ranks and zero at first; each rank's watchdog writes
+                the flags of its rank. Default: private flags.
         """
         answer_signal()
-        watched = _Watched(weakref.ref(journal), peers, _own_flags() if flags is None else flags)
+        if flags is None:
+            flags = _own_flags()
+        watched = _Watched(weakref.ref(journal), peers, flags)
         self._watched = [*self._watched, watched]
         if not self._thread.is_alive():
             self._thread.start()
@@ -134,7 +144,9 @@ class Watchdog:
             where = self._whereabouts(watched, journal)
             self._report(watched, journal, f"{where}; another rank of this node is ending the job")
         entry = journal.current
-        state = (entry.number, True) if entry else (journal.n_entered, False)
+        state = (journal.n_entered, False)
+        if entry is not None:
+            state = (entry.number, True)
         if state != watched.state:
             watched.state = state
             watched.since_s = self._awake_s
@@ -143,63 +155,81 @@ class Watchdog:
         if entry is None:
             self._check_idle(watched, journal)
         elif lasted_s >= self._limit_s:
-            # before it is asked for its stacks, which may wake it up
+            # before a rank is asked for its stacks, which may wake it up
             missing = _missing(watched, journal.behind())
-            self._give_up(
-                watched, journal, f"{_progress(entry)}, the limit; ending the job; {missing}"
-            )
+            title = f"{_progress(entry)}, the limit; ending the job; {missing}"
+            self._give_up(watched, journal, title)
         elif lasted_s >= APART_S and self._is_apart(watched, journal):
-            self._give_up(
-                watched,
-                journal,
-                f"{_progress(entry)}, while {_calls_apart(watched)}; ending the job",
-            )
+            title = f"{_progress(entry)}, while {_calls_apart(watched)}; ending the job"
+            self._give_up(watched, journal, title)
         elif lasted_s >= self._warn_s and not watched.is_warned:
             watched.is_warned = True
-            write(f"hpcdist: {self._describe()}: {self._warning(watched, journal, entry)}\n")
+            warning = self._warning(watched, journal, entry)
+            write(f"hpcdist: {self._describe()}: {warning}\n")
 
     def _is_apart(self, watched: _Watched, journal: Journal) -> bool:
         """Return whether a rank of this node is in another call at the same place, now as at the last check."""
         before = watched.apart
-        watched.apart = journal.apart() if watched.peers else {}
+        watched.apart = {}
+        if watched.peers:
+            watched.apart = journal.apart()
         return bool(watched.apart) and watched.apart == before
 
-    def _warning(self, watched: _Watched, journal: Journal, entry: Entry) -> str:
+    def _warning(
+        self,
+        watched: _Watched,
+        journal: Journal,
+        entry: Entry,
+    ) -> str:
+        """Return a warning of a collective that takes long."""
         behind = journal.behind()
-        return (
-            f"{_progress(entry)}, {_missing(watched, behind)}; the job ends when it has taken {self._limit_s:g} s; "
-            f"{_advice(watched, behind)}."
-        )
+        missing = _missing(watched, behind)
+        advice = _advice(watched, behind)
+        end = f"the job ends when it has taken {self._limit_s:g} s"
+        return f"{_progress(entry)}, {missing}; {end}; {advice}."
 
     def _whereabouts(self, watched: _Watched, journal: Journal) -> str:
         """Return what this rank is doing, as far as its journal shows."""
         entry = journal.current
         if entry is not None:
             return _progress(entry)
+        n_entered = journal.n_entered
         if self._has_left():
-            return f"has left its program after {journal.n_entered} collectives, and waits for others to leave"
-        return f"in no collective for {self._awake_s - watched.since_s:.3g} s, after {journal.n_entered} of them"
+            return (
+                f"has left its program after {n_entered} collectives, and waits for others to leave"
+            )
+        idle_s = self._awake_s - watched.since_s
+        return f"in no collective for {idle_s:.3g} s, after {n_entered} of them"
 
     def _check_idle(self, watched: _Watched, journal: Journal) -> None:
-        """Report a rank that is in no collective, when ranks of other nodes may be about to end the job because of it.
+        """Report a rank that is in no collective, when ranks of further nodes may be about to end the job for that.
 
         It left its last collective before any rank entered the one that hangs, so its time is up first. One rank per
-        node reports, and none where a rank has left its program after as many collectives: then nobody is waiting.
+        node reports, and none where a rank has left its program after the same number of collectives: then nobody is
+        waiting.
         """
-        is_first = journal.local_rank == 0 and max(journal.board.tolist()) == journal.n_entered > 0
-        is_last = any(flags & LEFT for flags in watched.flags.tolist())
-        lasted_s = min(
-            self._awake_s - watched_journal.since_s for watched_journal in self._watched
-        )  # of all that this process does
-        if lasted_s >= self._limit_s and is_first and not is_last and not watched.is_warned:
+        if watched.is_warned or journal.local_rank != 0:
+            return
+        has_left = any(flags & LEFT for flags in watched.flags.tolist())
+        is_newest = max(journal.board.tolist()) == journal.n_entered > 0
+        if has_left or not is_newest:
+            return
+        # the last change in any thread of this process
+        changed_s = max(thread_journal.since_s for thread_journal in self._watched)
+        if self._awake_s - changed_s >= self._limit_s:
             watched.is_warned = True
             title = f"in no collective for {self._limit_s:g} s, a problem only if others wait for this rank; its stacks"
             write(self._report_of(journal, title))
 
-    def _give_up(self, watched: _Watched, journal: Journal, title: str) -> None:
-        """Report what has happened, and have the others of this node report, then end the job.
+    def _give_up(
+        self,
+        watched: _Watched,
+        journal: Journal,
+        title: str,
+    ) -> None:
+        """Report what has happened, let the further ranks of this node report, then end the job.
 
-        A process that is still there after that kills itself.
+        A process that is still alive after that kills itself.
         """
         killer = threading.Timer(KILL_S, os.kill, (os.getpid(), signal.SIGKILL))
         killer.daemon = True
@@ -212,98 +242,107 @@ class Watchdog:
         self._stopped.set()
         self._end()
 
-    def _report(self, watched: _Watched, journal: Journal, title: str) -> None:
+    def _report(
+        self,
+        watched: _Watched,
+        journal: Journal,
+        title: str,
+    ) -> None:
         """Report this rank, once, as the job is about to end."""
         self._has_reported = True
-        time.sleep(min(STAGGER_S * journal.local_rank, MAX_STAGGER_S))
+        stagger_s = STAGGER_S * journal.local_rank
+        time.sleep(min(stagger_s, MAX_STAGGER_S))
         write(self._report_of(journal, title))
         watched.flags[journal.local_rank] |= REPORTED
 
     def _report_of(self, journal: Journal, title: str) -> str:
-        thread_journals = [watched.journal() for watched in self._watched]
-        of_others = "".join(
-            f"last collectives of another thread:\n{thread_journal.describe()}\n"
-            for thread_journal in thread_journals
-            if thread_journal is not None
-            and thread_journal is not journal
-            and thread_journal.n_entered
-        )
-        return (
-            f"hpcdist: {self._describe()}: {title}\nlast collectives:\n{journal.describe()}\n{of_others}"
-            f"process {os.getpid()}:\n{own_stacks()}\n"
-        )
+        """Return the last collectives of all threads, and the stacks of this process."""
+        parts = [f"hpcdist: {self._describe()}: {title}"]
+        parts.append(f"last collectives:\n{journal.describe()}")
+        for watched in self._watched:
+            thread_journal = watched.journal()
+            if thread_journal is None or thread_journal is journal:
+                continue
+            if thread_journal.n_entered:
+                parts.append(f"last collectives of another thread:\n{thread_journal.describe()}")
+        parts.append(f"process {os.getpid()}:\n{own_stacks()}\n")
+        return "\n".join(parts)
 
     def _report_silent(self, watched: _Watched, journal: Journal) -> None:
-        """Wait for the reports of this node's other ranks, and report for those that cannot."""
+        """Wait for the reports of this node's further ranks, and report for the ranks that cannot."""
         deadline = time.monotonic() + self._interval_s + MAX_STAGGER_S + REPORT_S
-        other_ranks = [
-            local_rank
-            for local_rank in range(len(watched.peers))
-            if local_rank != journal.local_rank
-        ]
         while True:
-            silent = [
-                local_rank for local_rank in other_ranks if not watched.flags[local_rank] & REPORTED
-            ]
-            if time.monotonic() > deadline or all(
-                state_of(watched.peers[local_rank]) for local_rank in silent
-            ):
+            silent = _silent_ranks(watched, journal.local_rank)
+            if time.monotonic() > deadline:
+                break
+            if all(state_of(watched.peers[local_rank]) for local_rank in silent):
                 break
             time.sleep(REPORT_S / 10)
         for local_rank in silent:
             stacks = stacks_of(watched.peers[local_rank])
             if stacks is not None:
-                write(
-                    f"hpcdist: {stacks}\nIt has entered {journal.board[local_rank]} collectives.\n"
-                )
+                n_entered = journal.board[local_rank]
+                write(f"hpcdist: {stacks}\nIt has entered {n_entered} collectives.\n")
+
+
+def _silent_ranks(watched: _Watched, reporting_rank: int) -> list[int]:
+    """Return the local ranks that have not reported, without the rank that asks."""
+    silent = []
+    for local_rank in range(len(watched.peers)):
+        has_reported = watched.flags[local_rank] & REPORTED
+        if local_rank != reporting_rank and not has_reported:
+            silent.append(local_rank)
+    return silent
 
 
 def _missing(watched: _Watched, behind: list[int]) -> str:
-    """Return which ranks of this node have not entered the collective that this one is in."""
+    """Return which ranks of this node have not entered the collective that this rank is in, as a text."""
     if not watched.peers:
         return "nothing is known of other ranks"
     if not behind:
         return "entered by every rank of this node"
-    departure_notes = {
-        local_rank: " (which has left its program)"
-        for local_rank in behind
-        if watched.flags[local_rank] & LEFT
-    }
-    names = ", ".join(
-        watched.peers[local_rank].name + departure_notes.get(local_rank, "")
-        for local_rank in behind
-    )
-    return f"not entered by {names} of this node"
+    names = []
+    for local_rank in behind:
+        name = watched.peers[local_rank].name
+        if watched.flags[local_rank] & LEFT:
+            name += " (which has left its program)"
+        names.append(name)
+    return f"not entered by {', '.join(names)} of this node"
 
 
 def _calls_apart(watched: _Watched) -> str:
-    """Return which ranks of this node are in which other calls, and what to do about it."""
-    calls = ", ".join(
-        f"{watched.peers[rank].name} is in {op}" for rank, op in watched.apart.items()
+    """Return which ranks of this node are in which different calls, and what to do about it."""
+    calls = []
+    for rank, op in watched.apart.items():
+        calls.append(f"{watched.peers[rank].name} is in {op}")
+    advice = (
+        "let every rank make the same calls; save is one, so call it outside of any `if is_chief`"
     )
-    return f"{calls}: let every rank make the same calls; save is one, so call it outside of any `if is_chief`"
+    return f"{', '.join(calls)}: {advice}"
 
 
 def _advice(watched: _Watched, behind: list[int]) -> str:
-    """Return what to do about a collective that some ranks of this node, or none of them, have not entered."""
+    """Return what to do about a collective that hangs, as a text.
+
+    Args:
+        watched: journal of this rank.
+        behind: local ranks that have not entered the collective.
+    """
     if not watched.peers:
         return "look for a rank that took another path or stopped"
     if not behind:
         return "look for a rank of another node that reports nothing"
-    running = [
-        watched.peers[local_rank].pid
-        for local_rank in behind
-        if not watched.flags[local_rank] & LEFT
-    ]
-    if not running:
-        return "let every rank call the same collectives"
-    return f"look at that rank: py-spy dump --pid {running[0]}"
+    for local_rank in behind:
+        is_running = not watched.flags[local_rank] & LEFT
+        if is_running:
+            return f"look at that rank: py-spy dump --pid {watched.peers[local_rank].pid}"
+    return "let every rank call the same collectives"
 
 
 def _progress(entry: Entry) -> str:
-    return (
-        f"collective {entry.number}, {entry}, has taken {time.monotonic() - entry.started_s:.3g} s"
-    )
+    """Return how long a collective has taken so far, as a text."""
+    elapsed_s = time.monotonic() - entry.started_s
+    return f"collective {entry.number}, {entry}, has taken {elapsed_s:.3g} s"
 
 
 def write(text: str) -> None:

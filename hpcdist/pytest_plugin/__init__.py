@@ -20,9 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Start MPI, and let ranks report together, where pytest-mpi is asked for it."""
-    if config.getoption("--with-mpi", default=False) or config.getoption(
-        "--only-mpi", default=False
-    ):
+    is_mpi_wanted = config.getoption("--with-mpi", default=False)
+    if is_mpi_wanted or config.getoption("--only-mpi", default=False):
         from hpcdist.pytest_plugin.ranks import RankReports
 
         config.pluginmanager.register(RankReports(config), "hpcdist-ranks")
@@ -38,7 +37,7 @@ def world() -> Any:
 
 @pytest.fixture
 def strategy(world: Any) -> Any:
-    """Return a new MultiWorkerMirroredStrategy over all ranks. Collective: all ranks."""
+    """Return a new MultiWorkerMirroredStrategy over all ranks. Collective over all ranks."""
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 
     return MultiWorkerMirroredStrategy()
@@ -54,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def every_strategy(world: Any, request: pytest.FixtureRequest) -> Any:
-    """Return a new strategy, of each kind in turn; see `hpcdist.testing.STRATEGIES`. Collective: all ranks."""
+    """Return a new strategy, of each kind in turn; see `hpcdist.testing.STRATEGIES`. Collective over all ranks."""
     from hpcdist.testing import STRATEGIES
 
     return STRATEGIES[request.param]()
@@ -62,5 +61,6 @@ def every_strategy(world: Any, request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def shared_path(world: Any, tmp_path: Any) -> Any:
-    """Return rank 0's temporary folder on every rank. Collective: all ranks; they share a file system."""
-    return type(tmp_path)(world.broadcast_text(str(tmp_path), 0, world.comm))
+    """Return rank 0's temporary folder on every rank. Collective over all ranks; they share a file system."""
+    path = world.broadcast_text(str(tmp_path), 0, world.comm)
+    return type(tmp_path)(path)

@@ -17,26 +17,29 @@ import torch._dynamo  # noqa: F401  which torch imports at the first plan of a m
 
 from hpcdist.runtime.mpi import MPI
 
-#: Exit code of a run that a test has ended by its time, as of the command `timeout`.
+#: Exit code of a run that a test has ended by its time, as from the command `timeout`.
 _TOO_LATE = 124
-#: Ranks report one after the other, in this time each.
+#: Time in which each rank reports, one after the other.
 _TURN_S = 0.2
+#: A wrapper of the hook that makes a report: it gets the report, and returns it.
+_Reporting = Generator[None, pytest.TestReport, pytest.TestReport]
 
 
 class RankReports:
-    """Hooks of pytest for a run on several ranks. Collective: all ranks, which run the same tests.
+    """Hooks of pytest for a run on several ranks. Collective over all ranks, which run the same tests.
 
     Every rank gets the same outcome of every phase of a test, so that all run, or all leave out, the next one; rank 0
     alone reports. A test that takes too long ends the run: ranks that wait for each other cannot be interrupted.
 
     Args:
-        config: of the run. Each rank gets temporary folders of its own, as pytest's shared ones are cleaned by whoever
-            comes first.
+        config: configuration of the run. Each rank gets separate temporary folders, as the first rank would clean
+            pytest's shared folders.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self._comm: MPI.Comm = MPI.COMM_WORLD.Dup()
-        self._folder = config.option.basetemp = tempfile.mkdtemp(prefix="hpcdist-tests-")
+        self._folder = tempfile.mkdtemp(prefix="hpcdist-tests-")
+        config.option.basetemp = self._folder
         self._limit_s = float(config.getini("mpi_timeout"))
         self._silence: Any = None
         self._timer: threading.Timer | None = None
@@ -45,7 +48,9 @@ class RankReports:
 
     def pytest_report_header(self) -> str:
         """Name the library and the rank."""
-        return f"{MPI.Get_library_version().splitlines()[0].strip()}, rank {self._comm.rank} of {self._comm.size}"
+        version_lines = MPI.Get_library_version().splitlines()
+        library = version_lines[0].strip()
+        return f"{library}, rank {self._comm.rank} of {self._comm.size}"
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Let rank 0 alone report."""
@@ -73,40 +78,56 @@ class RankReports:
             self._silence.close()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self) -> _Reporting:
         """Give every rank the same outcome."""
         report = yield
-        outcomes = self._comm.allgather(
-            (report.outcome, report.longreprtext if report.failed else "")
-        )
-        failed = [
-            (rank, text) for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"
-        ]
-        if failed:
-            ranks = ", ".join(str(rank) for rank, _ in failed)
+        local_text = ""
+        if report.failed:
+            local_text = report.longreprtext
+        results = self._comm.allgather((report.outcome, local_text))
+        outcomes = [outcome for outcome, _ in results]
+        failed_ranks = []
+        for rank, outcome in enumerate(outcomes):
+            if outcome == "failed":
+                failed_ranks.append(rank)
+        if failed_ranks:
+            ranks = ", ".join(map(str, failed_ranks))
+            first = failed_ranks[0]
+            _, first_text = results[first]
+            title = f"failed on rank {ranks} of {self._comm.size}; report of rank {first}"
+            text = f"{title}:\n{first_text}"
             report.outcome = "failed"
-            text = f"failed on rank {ranks} of {self._comm.size}; report of rank {failed[0][0]}:\n{failed[0][1]}"
             report.longrepr = text
             self._failed.append((report.nodeid, text))
-        elif len({outcome for outcome, _ in outcomes}) > 1:
+        elif len(set(outcomes)) > 1:
             report.outcome = "failed"
-            report.longrepr = f"ranks disagree: {[outcome for outcome, _ in outcomes]}"
+            report.longrepr = f"ranks disagree: {outcomes}"
         return report
 
     # -- the time limit -----------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+    def pytest_runtest_protocol(
+        self,
+        item: pytest.Item,
+    ) -> Generator[None, Any, Any]:
         """Limit the time of a test; pytest-timeout, where it has a limit, replaces this one."""
+        limit_s = self._limit_s
         mark = item.get_closest_marker("timeout")
-        self._start(item, float(mark.args[0]) if mark is not None and mark.args else self._limit_s)
+        if mark is not None and mark.args:
+            limit_s = float(mark.args[0])
+        self._start(item, limit_s)
         try:
             return (yield)
         finally:
             self._stop()
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
-    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool:
+    def pytest_timeout_set_timer(
+        self,
+        item: pytest.Item,
+        settings: Any,
+    ) -> bool:
         """Take the place of pytest-timeout's timers, which end one rank only."""
         self._start(item, settings.timeout)
         return True
@@ -122,7 +143,8 @@ class RankReports:
             capture: Any = item.config.pluginmanager.getplugin("capturemanager")
             capture.suspend_global_capture()
             time.sleep(self._comm.rank * _TURN_S)  # so that the reports of ranks do not mix
-            os.write(2, self._report_of_hang(item, limit_s).encode())
+            report = self._report_of_hang(item, limit_s)
+            os.write(2, report.encode())
             # the first rank that ends lets the launcher kill the others
             time.sleep(self._comm.size * _TURN_S)
             os._exit(_TOO_LATE)
@@ -133,21 +155,24 @@ class RankReports:
         self._timer.start()
 
     def _report_of_hang(self, item: pytest.Item, limit_s: float) -> str:
-        """Return where this rank is; on rank 0 also what has failed before, as the run ends without a summary."""
-        lines = (
-            [f"\n{name} failed before:\n{text}\n" for name, text in self._failed]
-            if self._comm.rank == 0
-            else []
-        )
-        lines += [
-            f"\n{item.nodeid}: more than {limit_s:g} s on rank {self._comm.rank}, which is here:\n"
-        ]
-        main_thread = threading.main_thread().ident
-        frames = traceback.extract_stack(sys._current_frames()[main_thread or 0])
-        first = next(
-            (number for number, frame in enumerate(frames) if frame.filename == str(item.path)), 0
-        )
-        return "".join([*lines, *traceback.format_list(frames[first:])])
+        """Return where this rank is; on rank 0 also the earlier failures, as the run ends without a summary."""
+        rank = self._comm.rank
+        lines = []
+        if rank == 0:
+            for name, text in self._failed:
+                lines.append(f"\n{name} failed before:\n{text}\n")
+        limit = f"more than {limit_s:g} s on rank {rank}"
+        lines.append(f"\n{item.nodeid}: {limit}, which is here:\n")
+        main_thread = threading.main_thread().ident or 0
+        main_frame = sys._current_frames()[main_thread]
+        frames = traceback.extract_stack(main_frame)
+        first = 0  # the first frame of the test's file, if there is one
+        for number, frame in enumerate(frames):
+            if frame.filename == str(item.path):
+                first = number
+                break
+        lines += traceback.format_list(frames[first:])
+        return "".join(lines)
 
     def _stop(self) -> None:
         if self._timer is not None:

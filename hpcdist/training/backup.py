@@ -1,4 +1,4 @@
-"""BackupAndRestore: a run of fit that is stopped or killed goes on at the exact sample with the exact bits."""
+"""BackupAndRestore: a run of fit that is stopped or killed resumes at the exact sample, with the exact bits."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -22,14 +22,14 @@ from hpcdist.training.callbacks import Callback, kind_of
 
 #: Resolved paths of the folders of this program's fits. On the chief alone, whose paths count.
 _used: list[Path] = []
-#: The runs of this program that train no more, by their folders. Empty on other ranks than the chief.
+#: The runs of this program that train no more, by their folders. On the chief alone.
 _ended: dict[str, "EndedRun"] = {}
 
 
 class BackupAndRestore(Callback):
     """Saves the state of fit, and resumes it when the same program runs again, in the middle of an epoch or validation.
 
-    The state is that of model, optimizer, data, metrics, History and callbacks. On a stop request (SIGTERM, the end of
+    The state covers model, optimizer, data, metrics, History and callbacks. On a stop request (SIGTERM, the end of
     the batch job, ...: see docs/stopping.md) all ranks save after the same batch, and exit with code 75; so do later
     calls of evaluate. After a kill fit resumes at the last save. The run is finished when the program has ended with
     code 0.
@@ -37,7 +37,7 @@ class BackupAndRestore(Callback):
     The folder is a run folder: `checkpoints/` and `decision.json`.
 
     Args:
-        backup_dir: the folder, one for each fit of a program. The chief's counts.
+        backup_dir: folder, a different one for each fit of a program. The chief's path counts.
         save_freq: "epoch", or a number of steps, after which it saves.
         delete_checkpoint: whether the checkpoints are removed once the program has ended with code 0, so that it trains
             anew when it is started again. Keras removes them when fit ends; a program that is killed later would then
@@ -70,18 +70,18 @@ class BackupAndRestore(Callback):
         self._errors: list[tuple[Retries, SideErrors]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: what it saves is the others'."""
+        """Return nothing: it saves the states of further objects."""
         return {}
 
     @contextmanager
     def over(self, objects: dict[str, Any], callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Restore what an earlier run saved, and save in the block and at its end.
+        """Restore the state that an earlier run saved, and save in the block and at its end.
 
-        Collective: chief and workers.
+        Collective over chief and workers.
 
         Args:
-            objects: what is saved, by name.
-            callbacks: whose states are saved too.
+            objects: objects to save, by name.
+            callbacks: callbacks whose states are saved too.
         """
         if type(self.model.strategy) is Strategy:
             raise UsageError(
@@ -93,42 +93,46 @@ class BackupAndRestore(Callback):
             if checkpoint.world.is_chief:
                 _claim(self._folder)
         self._manager = CheckpointManager(checkpoint, self._folder / "checkpoints")
-        every_steps = self._save_freq if isinstance(self._save_freq, int) else None
-        schedule = self._schedule or SaveSchedule(every_steps=every_steps)
+        schedule = self._schedule
+        if schedule is None:
+            every_steps = self._save_freq if isinstance(self._save_freq, int) else None
+            schedule = SaveSchedule(every_steps=every_steps)
         self._handler = PreemptionCheckpointHandler(None, self._manager, schedule=schedule)
         if self.model.strategy.is_chief:
             for callback in callbacks:
                 retries = getattr(callback, "retries", None)
                 if isinstance(retries, Retries):
-                    self._errors.append(
-                        (retries, SideErrors(self._folder, type(callback).__name__))
-                    )
+                    errors = SideErrors(self._folder, type(callback).__name__)
+                    self._errors.append((retries, errors))
         if self._handler.restored_path is not None and self.model.strategy.is_chief:
             log(f"fit: resuming at step {self._handler.step} from {self._handler.restored_path}")
         with contextlib.ExitStack() as stack:
-            stack.push(self._handler)  # records how it ends, if that is not well
+            stack.push(self._handler)  # records how the block ends, if not well
             yield
             stack.pop_all()
         self._manager.save(self._handler.step, if_changed=True)
         end_when_done(self._handler, self._manager, self._deletes)
-        self._manager = None  # a program that makes many fits keeps none of them
+        self._manager = None  # a program that makes many fits keeps no managers
         self._handler = None
         self._errors = []
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Let stop requests wait for the end of a block."""
-        return contextlib.nullcontext() if self._handler is None else self._handler.busy()
+        if self._handler is None:
+            return contextlib.nullcontext()
+        return self._handler.busy()
 
     def next_save(self) -> str:
         """Return when it saves next, as a text; "" where a schedule decides."""
         if self._schedule is not None or self._handler is None:
             return ""
         if isinstance(self._save_freq, int):
-            return f"save in {self._save_freq - self._handler.step % self._save_freq} steps"
+            n_steps = self._save_freq - self._handler.step % self._save_freq
+            return f"save in {n_steps} steps"
         return "save after the epoch"
 
     def after_epoch(self) -> None:
-        """Save after an epoch, and record what callbacks could not write. Collective: chief and workers."""
+        """Save after an epoch, and record what callbacks could not write. Collective over chief and workers."""
         for retries, errors in self._errors:
             errors.update(retries)
         if self._save_freq == "epoch" and self._schedule is None:
@@ -145,7 +149,9 @@ def _claim(folder: Path) -> None:
     """
     for used_folder in _used:
         if is_same(folder, used_folder):
-            also = "" if folder == used_folder else f", also as {used_folder}"
+            also = ""
+            if folder != used_folder:
+                also = f", also as {used_folder}"
             raise UsageError(
                 f"BackupAndRestore: expected a folder for each fit of a program, got {folder} twice{also}; give each "
                 f"fit its own, as a restart would not know which one a checkpoint belongs to."
@@ -160,10 +166,8 @@ class _States:
         self._callbacks = callbacks
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "kinds": self._kinds(),
-            "states": [callback.state_dict() for callback in self._callbacks],
-        }
+        states = [callback.state_dict() for callback in self._callbacks]
+        return {"kinds": self._kinds(), "states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["kinds"] != self._kinds():
@@ -183,9 +187,9 @@ class EndedRun:
     """A run that trains no more, and is finished once its program has ended with code 0.
 
     Attributes:
-        record: its decision.json.
+        record: decision.json of the run.
         step: step of its last checkpoint.
-        is_removed: whether its checkpoints are removed then.
+        is_removed: whether its checkpoints are removed once it is finished.
     """
 
     record: RunRecord
@@ -200,7 +204,9 @@ class EndedRun:
 
 
 def end_when_done(
-    handler: PreemptionCheckpointHandler, manager: CheckpointManager, is_removed: bool = False
+    handler: PreemptionCheckpointHandler,
+    manager: CheckpointManager,
+    is_removed: bool = False,
 ) -> None:
     """Let a run save no more, and be finished once the program has ended with code 0: it may have more to do.
 

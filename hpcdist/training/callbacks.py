@@ -33,17 +33,17 @@ _MAX_TABLE_BYTES = 1 << 30
 class Callback:
     """The base of callbacks: a subclass overrides the hooks that it needs.
 
-    Hooks run on every rank, at the same points. Logs of epochs are exact over all replicas, and equal on all ranks;
-    those of batches are what this rank's first replica has seen in the epoch so far. Set `model.stop_training` to end
-    fit after the batch or epoch: one rank suffices.
+    Hooks run on every rank, at the same points. Logs of epochs are exact over all replicas, and equal on all ranks.
+    Logs of batches are over the rows that this rank's first replica has seen in the epoch so far. Set
+    `model.stop_training` to end fit after the batch or epoch: one rank suffices.
 
     With BackupAndRestore the attributes named in `saved` are saved, as the chief has them, and set on all ranks in the
-    run that goes on. Override `state_dict` and `load_state_dict` for more than numbers and texts.
+    run that resumes. Override `state_dict` and `load_state_dict` for more than numbers and texts.
 
     Attributes:
-        saved: names of attributes.
-        model: what is trained.
-        params: of fit: epochs, steps (None where not known), verbose.
+        saved: names of the attributes that are saved.
+        model: model that is trained.
+        params: arguments of fit: epochs, steps (None where not known), verbose.
     """
 
     saved: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Callback:
         self.model = model
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Take what fit was given."""
+        """Take the arguments of fit."""
         self.params = params
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -65,10 +65,10 @@ class Callback:
         """Act after the last epoch; not in a run that a stop request ends."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Act before an epoch, counted from 0; not again in an epoch in which a run goes on."""
+        """Act before an epoch, counted from 0; not again in an epoch in which a run resumes."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Act after an epoch and its validation. What is written to `logs` goes to the History."""
+        """Act after an epoch and its validation. Values that are written to `logs` go to the History."""
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Act before a step, counted from 0 in each epoch."""
@@ -109,7 +109,7 @@ class Callback:
         """Act after a batch of a prediction."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run that goes on needs. Not collective."""
+        """Return the state that a run needs to resume. Not collective."""
         return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,16 +117,17 @@ class Callback:
         vars(self).update(state)
 
     def steps_until(self, batch: int) -> int:
-        """Return how many steps the hook after a batch stands for: the last one of an epoch for the rest."""
+        """Return the number of steps since the last call of the hook after a batch. It is smaller at an epoch's end."""
         n_steps: int = self.model.steps_per_execution
         return (batch + 1) % n_steps or n_steps
 
     def has_hook(self, *names: str) -> bool:
         """Return whether one of these hooks does something."""
-        return any(
-            name in vars(self) or getattr(type(self), name) is not getattr(Callback, name)
-            for name in names
-        )
+        for name in names:
+            is_overridden = getattr(type(self), name) is not getattr(Callback, name)
+            if is_overridden or name in vars(self):
+                return True
+        return False
 
     def has_batch_hook(self) -> bool:
         """Return whether it acts after each step, and may end fit there."""
@@ -134,49 +135,59 @@ class Callback:
 
 
 def as_callbacks(user_callbacks: Any) -> list[Callback]:
-    """Return callbacks as a list: given one, a sequence or None.
+    """Return callbacks as a list.
+
+    Args:
+        user_callbacks: a callback, a sequence of callbacks, or None.
 
     Raises:
         UsageError: for something else, such as a name, for which it lists close ones.
     """
     if user_callbacks is None:
         return []
-    callbacks: list[Callback] = []
-    for callback in (
-        user_callbacks if isinstance(user_callbacks, (list, tuple)) else [user_callbacks]
-    ):
-        if isinstance(callback, Callback):
-            callbacks.append(callback)
-        elif any(callable(getattr(callback, name, None)) for name in _HOOKS) and not isinstance(
-            callback, type
-        ):
-            callbacks.append(_ForeignCallback(callback))
-        else:
-            raise _no_callback(callback)
-    return callbacks
+    if not isinstance(user_callbacks, (list, tuple)):
+        user_callbacks = [user_callbacks]
+    return [_as_callback(callback) for callback in user_callbacks]
+
+
+def _as_callback(callback: Any) -> Callback:
+    """Return a callback as it is, or a wrapper around a callback of another library.
+
+    Raises:
+        UsageError: for an object without hooks.
+    """
+    if isinstance(callback, Callback):
+        return callback
+    has_hook = any(callable(getattr(callback, name, None)) for name in _HOOKS)
+    if has_hook and not isinstance(callback, type):
+        return _ForeignCallback(callback)
+    raise _no_callback(callback)
 
 
 def _no_callback(callback: Any) -> UsageError:
     names = [kind.__name__ for kind in _kinds_of(Callback) if not kind.__name__.startswith("_")]
-    close = difflib.get_close_matches(callback, names, 4, 0.4) if isinstance(callback, str) else []
+    close: list[str] = []
+    if isinstance(callback, str):
+        close = difflib.get_close_matches(callback, names, 4, 0.4)
     return UsageError(
         f"fit: expected callbacks, objects with hooks such as on_epoch_end, got {callback!r}; those of "
         f"hpcdist.callbacks are {', '.join(close or sorted(names))}."
     )
 
 
+#: Names of the hooks of a callback.
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 def kind_of(callback: Callback) -> str:
-    """Return the name of a class, by which ranks, and a run that goes on, know that callbacks are the same."""
-    return (
-        callback.name_of_kind if isinstance(callback, _ForeignCallback) else type(callback).__name__
-    )
+    """Return the name of a class, by which ranks, and a run that resumes, know that callbacks are the same."""
+    if isinstance(callback, _ForeignCallback):
+        return callback.name_of_kind
+    return type(callback).__name__
 
 
 class _ForeignCallback(Callback):
-    """A callback of another library: an object with some of Keras' hooks, such as those of W&B and MLflow.
+    """A callback of another library: an object with some of Keras' hooks, such as W&B and MLflow have.
 
     Args:
         callback: the object. Logs reach it as dicts; it is saved if it has `state_dict` and `load_state_dict`.
@@ -194,16 +205,21 @@ class _ForeignCallback(Callback):
         return type(self._callback).__name__
 
     def set_model(self, model: "Model") -> None:
-        """Hand the model on, with the optimizer as Keras has it."""
+        """Pass the model to the object, with the optimizer as Keras has it."""
         super().set_model(model)
         self._hand_on("set_model", "model", _ForeignModel(model))
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Hand on what fit was given."""
+        """Pass the arguments of fit to the object."""
         super().set_params(params)
         self._hand_on("set_params", "params", params)
 
-    def _hand_on(self, method: str, attribute: str, value: Any) -> None:
+    def _hand_on(
+        self,
+        method: str,
+        attribute: str,
+        value: Any,
+    ) -> None:
         take = getattr(self._callback, method, None)
         if callable(take):
             take(value)
@@ -212,23 +228,23 @@ class _ForeignCallback(Callback):
 
     @property
     def _has_state(self) -> bool:
-        methods = (
-            getattr(self._callback, name, None) for name in ("state_dict", "load_state_dict")
-        )
-        return all(map(callable, methods))
+        can_save = callable(getattr(self._callback, "state_dict", None))
+        return can_save and callable(getattr(self._callback, "load_state_dict", None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the object, if it has one."""
-        return dict(self._callback.state_dict()) if self._has_state else {}
+        if not self._has_state:
+            return {}
+        return dict(self._callback.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hand the state of an earlier run on."""
+        """Pass the state of an earlier run to the object."""
         if self._has_state:
             self._callback.load_state_dict(state)
 
 
 class _ForeignModel:
-    """A model as callbacks of other libraries see it: its optimizer has what Keras' have."""
+    """A model as callbacks of other libraries see it: its optimizer has the attributes of Keras' optimizers."""
 
     def __init__(self, model: "Model") -> None:
         vars(self)["_model"] = model
@@ -251,7 +267,7 @@ class _ForeignModel:
 
 
 class _ForeignOptimizer:
-    """The optimizer of a model, with what Keras' optimizers have, and all that torch's has. Settings are torch's."""
+    """The optimizer of a model, with the attributes of Keras' optimizers and of torch's. Settings are torch's."""
 
     __slots__ = ("_model",)
 
@@ -260,7 +276,7 @@ class _ForeignOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the first group; setting it scales the others in proportion."""
+        """The rate of the first group; setting it scales the rates of further groups in proportion."""
         return self._model.learning_rate
 
     @learning_rate.setter
@@ -290,39 +306,42 @@ class _ForeignOptimizer:
 
 
 def _does_something(callback: Any, name: str) -> bool:
-    """Return whether an object has a hook of its own, and not the empty one of Keras' base class."""
+    """Return whether an object has a hook that is not the empty one of Keras' base class."""
     method = getattr(callback, name, None)
     is_of_base = getattr(method, "__module__", "") == "keras.src.callbacks.callback"
     return callable(method) and not is_of_base
 
 
 def _with_plain_logs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that gets its logs, the last argument, as a dict; those of an epoch it may change."""
+    """Return a hook that gets its logs, the last argument, as a dict. It may change the logs of an epoch."""
 
     @functools.wraps(hook)
     def call(*arguments: Any) -> Any:
-        # of the epoch or the batch
+        # numbers of the epoch or the batch
         numbers = [argument for argument in arguments if isinstance(argument, int)]
         logs = next((argument for argument in arguments if isinstance(argument, Mapping)), {})
-        return hook(*numbers, logs if isinstance(logs, dict) else dict(logs))
+        if not isinstance(logs, dict):
+            logs = dict(logs)
+        return hook(*numbers, logs)
 
     return call
 
 
 def _kinds_of(kind: type[Callback]) -> list[type[Callback]]:
-    return [
-        descendant
-        for subclass in kind.__subclasses__()
-        for descendant in (subclass, *_kinds_of(subclass))
-    ]
+    """Return the subclasses of a class, and their subclasses."""
+    kinds: list[type[Callback]] = []
+    for subclass in kind.__subclasses__():
+        kinds.append(subclass)
+        kinds += _kinds_of(subclass)
+    return kinds
 
 
 class History(Callback):
-    """What fit returns: the logs of its epochs.
+    """The result of fit: the logs of its epochs.
 
     Attributes:
-        history: name -> a value for each epoch.
-        epoch: the numbers of these epochs.
+        history: name -> value of each epoch.
+        epoch: numbers of these epochs, from 0.
     """
 
     def __init__(self) -> None:
@@ -356,10 +375,9 @@ class LambdaCallback(Callback):
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
-        hook_names = [name for name in vars(Callback) if name.startswith("on_")]
-        wrong = sorted(set(hooks) - set(hook_names))
+        wrong = sorted(set(hooks) - set(_HOOKS))
         if wrong:
-            close = difflib.get_close_matches(wrong[0], hook_names, 3) or hook_names
+            close = difflib.get_close_matches(wrong[0], _HOOKS, 3) or _HOOKS
             raise UsageError(
                 f"LambdaCallback: expected names of hooks, got {wrong[0]!r}; close ones are {close}."
             )
@@ -378,15 +396,21 @@ class TerminateOnNaN(Callback):
 
 
 class _Monitor(Callback):
-    """The base of what watches one value of the logs.
+    """The base of callbacks that watch one value of the logs.
 
     Attributes:
-        best: the best value so far; None before.
+        best: best value so far. None before the first value.
     """
 
     saved: tuple[str, ...] = ("best",)
 
-    def __init__(self, monitor: str, mode: str, best: float | None, min_delta: float = 0.0) -> None:
+    def __init__(
+        self,
+        monitor: str,
+        mode: str,
+        best: float | None,
+        min_delta: float = 0.0,
+    ) -> None:
         if mode not in ("auto", "min", "max"):
             raise UsageError(
                 f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; min is for losses."
@@ -402,7 +426,9 @@ class _Monitor(Callback):
             return True
         if math.isnan(than):  # Keras never finds a better value than a first one that is NaN
             return not math.isnan(value)
-        return value + self.min_delta < than if is_min else value - self.min_delta > than
+        if is_min:
+            return value + self.min_delta < than
+        return value - self.min_delta > than
 
     def _is_min(self) -> bool:
         if self.mode != "auto":
@@ -418,10 +444,9 @@ class _Monitor(Callback):
     def _value(self, logs: Mapping[str, Any]) -> float | None:
         value = logs.get(self.monitor)
         if value is None:
+            kind = type(self).__name__
             log_names = ", ".join(logs)
-            logger.warning(
-                "%s: no %s among the logs: %s", type(self).__name__, self.monitor, log_names
-            )
+            logger.warning("%s: no %s among the logs: %s", kind, self.monitor, log_names)
         return value
 
 
@@ -431,14 +456,14 @@ class EarlyStopping(_Monitor):
     NaN is no improvement, but for the first value; any number is better than a first value that was NaN.
 
     Args:
-        monitor: its name in the logs.
-        min_delta: a smaller change is no improvement.
+        monitor: name of the value in the logs.
+        min_delta: smallest change that is an improvement.
         patience: epochs without improvement after which fit ends.
-        verbose: 1: say so.
+        verbose: 1: print that fit ends, and that weights are restored.
         mode: "min" or "max": which value is best; "auto": by its name.
-        baseline: waits for this value to be beaten, too.
+        baseline: value that an improvement has to beat, too.
         restore_best_weights: whether the model has the weights of the best epoch at the end.
-        start_from_epoch: earlier ones are not looked at.
+        start_from_epoch: number of the first epoch that counts.
     """
 
     saved = ("best", "wait", "stopped_epoch", "best_epoch")
@@ -509,22 +534,21 @@ class EarlyStopping(_Monitor):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state of an earlier run."""
-        self._best_weights = state["best_weights"]
-        super().load_state_dict(
-            {name: value for name, value in state.items() if name != "best_weights"}
-        )
+        numbers = dict(state)
+        self._best_weights = numbers.pop("best_weights")
+        super().load_state_dict(numbers)
 
 
 class ReduceLROnPlateau(_Monitor):
     """Reduces the learning rate when a value has not improved for some epochs; see Keras' of this name.
 
     Args:
-        monitor, verbose, mode: as EarlyStopping.
-        factor: the rate is multiplied by it.
-        patience: epochs without improvement after which it is.
-        min_delta: a smaller change is no improvement.
+        monitor, mode, min_delta: as for EarlyStopping.
+        factor: number below 1 that the rate is multiplied by.
+        patience: epochs without improvement after which the rate is reduced.
+        verbose: 1: print each reduction.
         cooldown: epochs after a reduction that do not count.
-        min_lr: the rate is not reduced below it.
+        min_lr: lowest rate.
 
     Raises:
         UsageError: for a factor of 1 or more.
@@ -596,7 +620,7 @@ class LearningRateScheduler(Callback):
 
     Args:
         schedule: a function of the epoch, counted from 0, and the rate.
-        verbose: 1: say so.
+        verbose: 1: print each rate.
     """
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
@@ -607,11 +631,10 @@ class LearningRateScheduler(Callback):
         """Set the rate."""
         try:
             rate = self._schedule(epoch, self.model.learning_rate)
-        except TypeError:  # of one argument, as in older versions of Keras
+        except TypeError:  # a function of one argument, as in older versions of Keras
             rate = self._schedule(epoch)
-        # of numpy or torch
-        is_number = isinstance(rate, (int, float)) or getattr(rate, "ndim", None) == 0
-        if not is_number:
+        is_scalar_array = getattr(rate, "ndim", None) == 0  # of numpy or torch
+        if not is_scalar_array and not isinstance(rate, (int, float)):
             raise UsageError(
                 f"LearningRateScheduler: expected a number from the schedule, got {type(rate).__name__} for epoch "
                 f"{epoch}; return a float."
@@ -634,15 +657,18 @@ class LearningRateWarmup(Callback):
     Source: Goyal et al., Accurate, large minibatch SGD (2017); Horovod's LearningRateWarmupCallback.
 
     Args:
-        warmup_epochs: how long that takes.
-        initial_lr: the rate of one replica; default: that of the optimizer when fit begins.
-        verbose: 1: say when it is done.
+        warmup_epochs: number of epochs until the last rate is reached.
+        initial_lr: rate of one replica. Default: rate of the optimizer when fit begins.
+        verbose: 1: print the rate at the end.
     """
 
     saved = ("initial_lr", "n_steps", "epoch")
 
     def __init__(
-        self, warmup_epochs: int = 5, initial_lr: float | None = None, verbose: int = 0
+        self,
+        warmup_epochs: int = 5,
+        initial_lr: float | None = None,
+        verbose: int = 0,
     ) -> None:
         self.warmup_epochs = warmup_epochs
         self.initial_lr = initial_lr
@@ -676,7 +702,9 @@ class LearningRateWarmup(Callback):
     def _set(self, epoch: float) -> None:
         if epoch > self.warmup_epochs or self.initial_lr is None:
             return
-        share = epoch / self.warmup_epochs if self.warmup_epochs else 1.0
+        share = 1.0
+        if self.warmup_epochs:
+            share = epoch / self.warmup_epochs
         n_replicas = self.model.strategy.num_replicas_in_sync
         self.model.learning_rate = self.initial_lr * (1 + share * (n_replicas - 1))
 
@@ -692,11 +720,11 @@ class CSVLogger(Callback):
         separator: one character between values.
         append: whether lines of earlier runs stay.
 
-    Where the file cannot be written, that is logged and tried again with a later epoch, and training goes on. A file
-    that is no such table is moved to NAME.bad.
+    A file that cannot be written is logged and tried again with a later epoch, and training continues. A file that is
+    no such table is moved to NAME.bad.
 
     Attributes:
-        retries: what could not be written, and when it is tried again.
+        retries: failures to write, and when the next try is due.
 
     Raises:
         UsageError: for another separator.
@@ -704,7 +732,12 @@ class CSVLogger(Callback):
     Source: keras/src/callbacks/csv_logger.py (Keras 3), whose columns and fields these are.
     """
 
-    def __init__(self, filename: str, separator: str = ",", append: bool = False) -> None:
+    def __init__(
+        self,
+        filename: str,
+        separator: str = ",",
+        append: bool = False,
+    ) -> None:
         if len(separator) != 1 or separator in '"\r\n':
             raise UsageError(
                 f"CSVLogger: expected one character as separator, and no quote or line end, got {separator!r}; "
@@ -755,7 +788,7 @@ class CSVLogger(Callback):
         return {"n_rows": len(self._rows)}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Append a line; where the file may be another one, or columns come, write it whole and at once."""
+        """Append a line; where the file may have been replaced, or columns are new, write the whole file at once."""
         fields = {_field_of(name): _field_of(value) for name, value in logs.items()}
         new_columns = sorted(name for name in fields if name not in self._columns)
         self._columns += new_columns
@@ -765,7 +798,8 @@ class CSVLogger(Callback):
             return
         try:
             if self._is_written and not new_columns and self._path.exists():
-                durable.append_line(Disk(), self._path, self._text_of(self._rows[-1:]).rstrip("\n"))
+                line = self._text_of(self._rows[-1:]).rstrip("\n")
+                durable.append_line(Disk(), self._path, line)
             else:
                 durable.make_folders(Disk(), self._path.parent)
                 durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
@@ -777,7 +811,7 @@ class CSVLogger(Callback):
             self.retries.succeeded()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Write what could not be written before, a last time."""
+        """Try a last time to write lines that could not be written before."""
         if self.retries.failure is not None:
             with contextlib.suppress(OSError):  # it was logged before
                 durable.make_folders(Disk(), self._path.parent)
@@ -821,7 +855,7 @@ def _parse_table(table: str, separator: str) -> tuple[list[str], list[dict[str, 
 
     Raises:
         ValueError: if it is no table of epochs.
-        csv.Error: likewise.
+        csv.Error: if it cannot be read as CSV.
     """
     limit_before = csv.field_size_limit(_MAX_TABLE_BYTES)  # a list in the logs may be long
     try:
@@ -830,9 +864,14 @@ def _parse_table(table: str, separator: str) -> tuple[list[str], list[dict[str, 
         rows = list(reader)
     finally:
         csv.field_size_limit(limit_before)
-    is_torn = not table.endswith("\n") or (rows and (None in rows[-1] or None in rows[-1].values()))
-    if rows and is_torn:  # by a crash while it was appended
+    # the last row may be torn by a crash while it was appended
+    if rows and (not table.endswith("\n") or _has_other_length(rows[-1])):
         rows.pop()
-    if columns[0] != "epoch" or any(None in row or None in row.values() for row in rows):
+    if columns[0] != "epoch" or any(map(_has_other_length, rows)):
         raise ValueError(f"columns {columns} and {len(rows)} rows, some of another length")
     return columns, rows
+
+
+def _has_other_length(row: Mapping[Any, Any]) -> bool:
+    """Return whether a row of `csv.DictReader` has more or fewer fields than there are columns."""
+    return None in row or None in row.values()

@@ -1,4 +1,4 @@
-"""What a model is made of and how it was compiled: as JSON, where both can be made of that again, and as a table.
+"""What a model is made of and how it was compiled: as JSON, from which both can be made again, and as a table.
 
 No code is stored, and none is run when a file is loaded: layers are classes of torch.nn, made by the arguments that
 they were made with.
@@ -7,7 +7,8 @@ they were made with.
 import inspect
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,41 +25,32 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def describe(model: "Model", layers: Any, extra: list[str]) -> str:
-    """Return what a model is made of, and how it was compiled, as JSON.
+def describe(
+    model: "Model",
+    layers: Any,
+    extra: list[str],
+) -> str:
+    """Return the layers of a model, and how it was compiled, as JSON.
 
     Args:
-        model: see above.
-        layers: what `describe_layers` returned for it.
-        extra: what else it trains with, which cannot be made again.
+        model: the model to describe.
+        layers: result of `describe_layers` for its module.
+        extra: names of further things that it trains with, which cannot be made again.
     """
     frozen = [
         name for name, parameter in model.net.named_parameters() if not parameter.requires_grad
     ]
-    return json.dumps(
-        {"layers": layers, "frozen": frozen, "compiled": describe_compiled(model, extra)}
-    )
+    compiled = describe_compiled(model, extra)
+    return json.dumps({"layers": layers, "frozen": frozen, "compiled": compiled})
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
 def describe_layers(module: nn.Module) -> Any:
-    """Return what a layer of torch.nn, or a Sequential of them, is made of, as JSON; None for anything else."""
+    """Return a layer of torch.nn, or a Sequential of such layers, as JSON; None for another module."""
     if type(module) is nn.Sequential:
-        layers = list(module._modules.items())  # one that comes twice is there twice
-        shared = [
-            candidate
-            for _, candidate in layers
-            if sum(candidate is sibling for _, sibling in layers) > 1
-        ]
-        if any(
-            shared_layer is None or list(shared_layer.parameters()) or list(shared_layer.buffers())
-            for shared_layer in shared
-        ):
-            return None
-        parts = [(name, describe_layers(layer)) for name, layer in layers if layer is not None]
-        return {"Sequential": parts} if all(part is not None for _, part in parts) else None
+        return _describe_sequential(module)
     kind = type(module)
     if getattr(nn, kind.__name__, None) is not kind or list(module.children()):
         return None
@@ -67,12 +59,39 @@ def describe_layers(module: nn.Module) -> Any:
         return None
     with torch.device("meta"):  # which draws no random numbers
         rebuilt = _make_layer(kind.__name__, arguments)
-    shapes = [(name, value.shape) for name, value in module.state_dict().items()]
-    is_alike = (
-        rebuilt is not None
-        and [(name, value.shape) for name, value in rebuilt.state_dict().items()] == shapes
-    )
-    return {kind.__name__: arguments} if is_alike and repr(rebuilt) == repr(module) else None
+    if rebuilt is None or _shapes_of(rebuilt) != _shapes_of(module):
+        return None
+    if repr(rebuilt) != repr(module):
+        return None
+    return {kind.__name__: arguments}
+
+
+def _describe_sequential(sequential: nn.Sequential) -> Any:
+    """Return the layers of a Sequential as JSON. None if one cannot be described.
+
+    A layer that has weights cannot be described if it comes twice, as two new layers would not share them.
+    """
+    n_uses = Counter(map(id, sequential._modules.values()))
+    parts = []
+    for name, layer in sequential._modules.items():
+        is_repeated = n_uses[id(layer)] > 1
+        if layer is None:
+            if is_repeated:
+                return None
+            continue
+        has_weights = list(layer.parameters()) or list(layer.buffers())
+        if is_repeated and has_weights:
+            return None
+        part = describe_layers(layer)
+        if part is None:
+            return None
+        parts.append((name, part))
+    return {"Sequential": parts}
+
+
+def _shapes_of(layer: nn.Module) -> list[tuple[str, torch.Size]]:
+    """Return the names and shapes of the weights of a layer, buffers included."""
+    return [(name, value.shape) for name, value in layer.state_dict().items()]
 
 
 def _arguments_of(layer: nn.Module) -> dict[str, Any] | None:
@@ -85,20 +104,21 @@ def _arguments_of(layer: nn.Module) -> dict[str, Any] | None:
         value = getattr(layer, name, parameter.default)
         if isinstance(value, torch.Tensor) or (name == "bias" and value is None):
             value = value is not None
-        is_list = isinstance(value, (tuple, list)) and all(
-            isinstance(element, _PLAIN) for element in value
-        )
-        if not is_list and not isinstance(value, _PLAIN):
+        is_sequence = isinstance(value, (tuple, list))
+        if is_sequence and all(isinstance(element, _PLAIN) for element in value):
+            arguments[name] = list(value)
+        elif isinstance(value, _PLAIN):
+            arguments[name] = value
+        else:
             return None
-        arguments[name] = list(value) if is_list else value
     return arguments
 
 
 def make_layers(description: Any) -> nn.Module:
-    """Return new layers for what `describe_layers` returned.
+    """Return new layers by a description that `describe_layers` returned.
 
     Raises:
-        CheckpointMismatch: for what it does not return.
+        CheckpointMismatch: for a description of another form.
     """
     if not isinstance(description, dict) or len(description) != 1:
         raise CheckpointMismatch(
@@ -122,10 +142,7 @@ def _make_layer(kind: str, arguments: dict[str, Any]) -> nn.Module | None:
     make = getattr(nn, kind, None)
     if not (inspect.isclass(make) and issubclass(make, nn.Module)):
         return None
-    constructor_arguments = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in arguments.items()
-    }
+    constructor_arguments = {name: _without_list(value) for name, value in arguments.items()}
     try:
         layer: nn.Module = make(**constructor_arguments)
     except (TypeError, ValueError, RuntimeError):
@@ -133,11 +150,16 @@ def _make_layer(kind: str, arguments: dict[str, Any]) -> nn.Module | None:
     return layer
 
 
+def _without_list(value: Any) -> Any:
+    """Return an argument that was read from JSON as a constructor takes it: a list as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 # -- how it was compiled ----------------------------------------------------------------------------------------------
 
 
 def describe_compiled(model: "Model", extra: list[str]) -> Any:
-    """Return how a model was compiled, as JSON, with the names of what cannot be made again as "lost"."""
+    """Return how a model was compiled, as JSON. "lost" has the names of arguments that cannot be made again."""
     if model.optimizer is None:
         return None
     compile_arguments = model.compiled_with
@@ -165,11 +187,15 @@ def _describe_nest(nest: Any) -> Any:
     """Return losses, metrics or weights as JSON: one, or a list or dict of them; None if one is the program's own."""
     if isinstance(nest, dict):
         parts = {key: _describe_nest(value) for key, value in nest.items()}
-        is_whole = all(isinstance(key, str) and part is not None for key, part in parts.items())
-        return {"dict": parts} if is_whole else None
+        has_texts_as_keys = all(isinstance(key, str) for key in parts)
+        if None in parts.values() or not has_texts_as_keys:
+            return None
+        return {"dict": parts}
     if isinstance(nest, (list, tuple)):
         items = [_describe_nest(value) for value in nest]
-        return {"list": items} if all(item is not None for item in items) else None
+        if None in items:
+            return None
+        return {"list": items}
     if isinstance(nest, np.number):
         nest = nest.item()
     if isinstance(nest, (str, int, float)):
@@ -192,10 +218,10 @@ def _arguments_of_loss(loss: losses.Loss) -> dict[str, Any]:
 
 
 def _make_nest(description: Any) -> Any:
-    """Return what `_describe_nest` has described.
+    """Return the losses, metrics or weights that `_describe_nest` has described.
 
     Raises:
-        CheckpointMismatch: for what it does not return.
+        CheckpointMismatch: for a description of another form.
     """
     match description:
         case None:
@@ -221,8 +247,8 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
     """Compile a model as `describe_compiled` says.
 
     Raises:
-        CheckpointMismatch: for an optimizer that is neither one of torch nor one that has a name. UsageError: for a
-            loss of the program's own.
+        CheckpointMismatch: for an optimizer that is neither one of torch nor one that has a name.
+        UsageError: for a loss of the program's own.
     """
     kind = optimizers.class_of(compiled["optimizer"])
     if kind is None:
@@ -233,7 +259,7 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
     defaults: dict[str, Any] = {}
     for name, value in compiled["defaults"].items():
         if name in accepted:
-            defaults[name] = tuple(value) if isinstance(value, list) else value
+            defaults[name] = _without_list(value)
     compile_parameters = inspect.signature(model.compile).parameters
     unknown = sorted(set(compiled["options"]) - set(compile_parameters))
     if unknown:
@@ -254,39 +280,70 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
 
 
 def last_layer_of(net: nn.Module) -> nn.Module | None:
-    """Return the layer whose outputs are those of a Sequential; None for another module, which may do more."""
-    if not isinstance(net, nn.Sequential):
-        return net if not list(net.children()) else None
-    return last_layer_of(net[-1]) if len(net) else None
+    """Return the layer that makes the outputs of a Sequential; None for another module, which may do more."""
+    if isinstance(net, nn.Sequential):
+        if not len(net):
+            return None
+        return last_layer_of(net[-1])
+    if list(net.children()):
+        return None
+    return net
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
+
+
+class _LayerRow(NamedTuple):
+    """A row of the table of layers, as texts.
+
+    Attributes:
+        name: name of the layer in its model.
+        kind: name of its class.
+        n_parameters: number of its parameters, without the parameters of its parts.
+        shapes: shapes of these parameters.
+    """
+
+    name: str
+    kind: str
+    n_parameters: str
+    shapes: str
 
 
 def table_of_layers(net: nn.Module, name: str) -> list[str]:
     """Return lines with the layers, their shapes and numbers of parameters.
 
     Args:
-        net: what the layers are part of.
-        name: of itself, where it has no parts.
+        net: module that has the layers as its parts.
+        name: name of the module itself, where it has no parts.
     """
-    rows = [
-        (
-            layer_name or name,
-            type(layer).__name__,
-            [list(parameter.shape) for parameter in layer.parameters(recurse=False)],
-        )
-        for layer_name, layer in net.named_modules()
-        if not list(layer.children()) or list(layer.parameters(recurse=False))
-    ]
-    counts = [sum(math.prod(shape) for shape in shapes) for _, _, shapes in rows]
-    table = [("layer", "kind", "parameters", "shapes")]
-    table += [(*row[:2], f"{n:,}", str(row[2])[1:-1]) for row, n in zip(rows, counts, strict=True)]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    lines = [
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip()
-        for a, b, c, d in table
-    ]
-    n_all = sum(parameter.numel() for parameter in net.parameters())
-    n_trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+    rows = [_LayerRow("layer", "kind", "parameters", "shapes")]
+    for layer_name, layer in net.named_modules():
+        if not list(layer.children()) or list(layer.parameters(recurse=False)):
+            rows.append(_row_of(layer, layer_name or name))
+    name_width = max(len(row.name) for row in rows)
+    kind_width = max(len(row.kind) for row in rows)
+    number_width = max(len(row.n_parameters) for row in rows)
+    lines = []
+    for row in rows:
+        name_and_kind = f"{row.name:<{name_width}}  {row.kind:<{kind_width}}"
+        line = f"{name_and_kind}  {row.n_parameters:>{number_width}}  {row.shapes}"
+        lines.append(line.rstrip())
+    n_all = 0
+    n_trained = 0
+    for parameter in net.parameters():
+        n_all += parameter.numel()
+        if parameter.requires_grad:
+            n_trained += parameter.numel()
     return [*lines, f"{n_all:,} parameters, {n_trained:,} of them trained"]
+
+
+def _row_of(layer: nn.Module, name: str) -> _LayerRow:
+    """Return the row of a layer."""
+    shapes = [list(parameter.shape) for parameter in layer.parameters(recurse=False)]
+    n_parameters = sum(math.prod(shape) for shape in shapes)
+    return _LayerRow(
+        name=name,
+        kind=type(layer).__name__,
+        n_parameters=f"{n_parameters:,}",
+        shapes=str(shapes)[1:-1],
+    )

@@ -5,6 +5,7 @@ A thin front of `Model`, a checkpoint folder and the handler of stop requests, f
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -47,14 +48,14 @@ class RunConfig:
     """How an Estimator runs, as `tf.estimator.RunConfig`.
 
     Attributes:
-        model_dir: the folder of the run; default: a new temporary one.
+        model_dir: folder of the run. Default: a new temporary folder.
         tf_random_seed: torch's seed when the model is made.
-        save_summary_steps: steps between two values for TensorBoard; 0: none.
-        save_checkpoints_steps: steps between two saves; default: by time.
-        save_checkpoints_secs: seconds between two saves, where save_checkpoints_steps is not given.
-        keep_checkpoint_max: checkpoints that are kept.
-        log_step_count_steps: steps between two lines; 0: none.
-        train_distribute: the strategy; default: ParameterServerStrategy where the cluster has ps tasks, else
+        save_summary_steps: steps between two values for TensorBoard. 0 writes no values.
+        save_checkpoints_steps: steps between two saves. Default: save by time.
+        save_checkpoints_secs: seconds between two saves, where save_checkpoints_steps is None.
+        keep_checkpoint_max: number of checkpoints that are kept.
+        log_step_count_steps: steps between two printed lines. 0 prints no lines.
+        train_distribute: strategy. Default: ParameterServerStrategy where the cluster has ps tasks, else
             MultiWorkerMirroredStrategy.
         eval_distribute: accepted: evaluation uses the strategy that the variables belong to.
     """
@@ -70,23 +71,24 @@ class RunConfig:
     eval_distribute: Strategy | None = None
 
     def strategy(self) -> Strategy:
-        """Return the strategy. Collective where it is made: all ranks; ps ranks serve in it, and end there."""
+        """Return the strategy. Collective over all ranks where it is made; ps ranks serve in it, and end there."""
         configured_strategy = self.train_distribute or self.eval_distribute
         if configured_strategy is not None:
             return configured_strategy
         spec = TFConfigClusterResolver().cluster_spec() or MPIClusterResolver().cluster_spec()
-        has_servers = spec.has_tasks("ps")
-        return ParameterServerStrategy() if has_servers else MultiWorkerMirroredStrategy()
+        if spec.has_tasks("ps"):
+            return ParameterServerStrategy()
+        return MultiWorkerMirroredStrategy()
 
 
 class _TrainCall:
     """The call of `train` that is in progress, and the steps so far, as a checkpoint holds them.
 
     Attributes:
-        global_step: steps so far, of all workers.
+        global_step: number of steps so far, of all workers.
         is_running: whether the call has not ended.
-        number: of the call in its program, from 1.
-        end: the global step at which it ends; None: with the data.
+        number: number of the call in its program, from 1.
+        end: global step at which the call ends. None if it ends with the data.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,12 @@ class _TrainCall:
         self._batches: DistributedInput | None = None
         self._cursor: dict[str, Any] | None = None
 
-    def begin(self, number: int, batches: DistributedInput, end: int | None) -> bool:
+    def begin(
+        self,
+        number: int,
+        batches: DistributedInput,
+        end: int | None,
+    ) -> bool:
         """Begin a call, or resume at its next batch the one that was loaded; return whether it is new."""
         self._batches = batches
         if self.is_running and self.number == number and self._cursor is not None:
@@ -115,40 +122,41 @@ class _TrainCall:
         self._cursor = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it. Equal on all ranks."""
+        """Return all attributes, and the position in the batches. Equal on all ranks."""
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {
-            **public,
-            "cursor": self._cursor if self._batches is None else self._batches.state_dict(),
-        }
+        cursor = self._cursor
+        if self._batches is not None:
+            cursor = self._batches.state_dict()
+        return {**public, "cursor": cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the call of an earlier run."""
-        self._cursor = state["cursor"]
-        vars(self).update({name: value for name, value in state.items() if name != "cursor"})
+        public = dict(state)
+        self._cursor = public.pop("cursor")
+        vars(self).update(public)
 
 
 class Estimator:
     """Trains, evaluates and predicts by input functions; see `tf.estimator.Estimator`.
 
-    Chief and workers run the same calls. What is trained is saved in `model_dir`; a call begins with the newest
-    checkpoint there. A call of `train` that was stopped or killed resumes at its next batch when the program runs
-    again, and the calls before it are left out. Where a job may be stopped between calls of `train`, give `max_steps`.
+    Chief and workers run the same calls. The model is saved in `model_dir`; a call begins with the newest checkpoint
+    there. A call of `train` that was stopped or killed resumes at its next batch when the program runs again, and the
+    calls before it are left out. Where a job may be stopped between calls of `train`, give `max_steps`.
 
     An input function returns an `hpcdist.Dataset` of (features, labels) with `batch`. It is called on every worker, and
-    its rows are neither split nor sharded: a batch is that of one replica. It may take `input_context`, and `params`
-    and `config` as model_fn.
+    its rows are neither split nor sharded: a batch is for one replica. It may take `input_context`, and `params` and
+    `config` as model_fn.
 
     Args:
-        model_fn: returns a compiled `Model`; called once, in the strategy's scope. It may take `params` and `config`.
-            TensorFlow's builds a graph for each mode; a torch module is made once, and knows its mode.
-        model_dir: the folder; default: that of `config`.
-        config: see `RunConfig`.
-        params: for model_fn and input functions.
+        model_fn: function that returns a compiled `Model`; called once, in the strategy's scope. It may take `params`
+            and `config`. TensorFlow's builds a graph for each mode; a torch module is made once, and knows its mode.
+        model_dir: folder of the run. Default: folder of `config`.
+        config: options of the run.
+        params: argument of model_fn and of input functions.
 
     Attributes:
-        model_dir: the folder of the run: `checkpoints/`, event files, `decision.json`.
-        config: as given.
+        model_dir: folder of the run, with `checkpoints/`, event files and `decision.json`.
+        config: options of the run.
 
     Raises:
         UsageError: when model_fn returns something else; at the first call.
@@ -174,13 +182,14 @@ class Estimator:
         self._writers: dict[str, Any] = {}
 
     def _temporary_folder(self) -> str:
-        """Return a new folder of the chief. Collective: chief and workers."""
+        """Return a new folder of the chief. Collective over chief and workers."""
         if self.strategy.cluster_resolver.cluster_spec().has_tasks("evaluator"):
             raise UsageError(
                 "Estimator: expected model_dir, as an evaluator looks there, got none; give a folder."
             )
-        folder = tempfile.mkdtemp(prefix="hpcdist-estimator-") if self.strategy.is_chief else ""
+        folder = ""
         if self.strategy.is_chief:
+            folder = tempfile.mkdtemp(prefix="hpcdist-estimator-")
             log(f"Estimator: model_dir is {folder}")
         if isinstance(self.strategy, MultiWorkerMirroredStrategy):
             return str(broadcast_object(folder, comm=self.strategy.world.role_comm))
@@ -193,17 +202,20 @@ class Estimator:
 
     @property
     def global_step(self) -> int:
-        """Steps so far: of all workers together where each makes its own. Collective at the first use."""
+        """Number of steps so far, of all workers together where each makes separate steps.
+
+        Collective at the first use.
+        """
         self._make()
         return self._call.global_step
 
     @property
     def _n_apart(self) -> int:
-        """Workers that make steps of their own; 1 where all make each step together."""
+        """Number of workers that make separate steps; 1 where all workers make each step together."""
         return self.strategy.n_replicas // self.strategy.num_replicas_in_sync
 
     def _make(self) -> tuple[Model, Checkpoint]:
-        """Return the model and what is saved of it. It writes nothing: an evaluation is no attempt to train."""
+        """Return the model and the objects that are saved. It writes nothing: an evaluation is no attempt to train."""
         if self._model_and_checkpoint is None:
             model = self.new_model()
             # before the first batch, which may be the same on all workers
@@ -250,22 +262,27 @@ class Estimator:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train(
-        self, input_fn: InputFunction, steps: int | None = None, max_steps: int | None = None
+        self,
+        input_fn: InputFunction,
+        steps: int | None = None,
+        max_steps: int | None = None,
     ) -> "Estimator":
-        """Train, and save at the end; return self. Collective: chief and workers.
+        """Train, and save at the end; return self. Collective over chief and workers.
 
         Args:
-            input_fn: see above.
-            steps: that many more; default: until the data ends.
-            max_steps: until `global_step`, which counts earlier calls and runs too; the one to use in jobs that are
-                stopped and started again.
+            input_fn: input function; see `Estimator`.
+            steps: number of further steps. Default: until the data ends.
+            max_steps: `global_step` at which training ends. It counts earlier calls and runs too: use it in jobs that
+                are stopped and started again.
 
         Raises:
-            UsageError: for both, or less than 1 step; on an evaluator. DataError: when there are no batches.
+            UsageError: for both steps and max_steps, or less than 1 step; on an evaluator.
+            DataError: when there are no batches.
             SystemExit: on a stop request, with code 75.
         """
+        has_both = steps is not None and max_steps is not None
         for name, value in (("steps", steps), ("max_steps", max_steps)):
-            if value is not None and (value < 1 or (steps is not None and max_steps is not None)):
+            if value is not None and (value < 1 or has_both):
                 raise UsageError(
                     f"train: expected {name} of at least 1, and one of steps and max_steps, got {value}; give one."
                 )
@@ -275,14 +292,16 @@ class Estimator:
             )
         model, checkpoint = self._make()
         self._n_calls += 1
-        # before the call that was stopped
-        if self._call.is_running and self._n_calls < self._call.number:
+        is_before_stop = self._call.is_running and self._n_calls < self._call.number
+        if is_before_stop:  # this call had ended before the call that was stopped
             return self
         with self._handling(checkpoint) as (manager, handler):  # from here on stop requests count
             if max_steps is not None and self.global_step >= max_steps:
                 return self  # before input_fn is called, as in TensorFlow; the run is finished
             batches = self._batches(input_fn)
-            end = max_steps if steps is None else self.global_step + steps
+            end = max_steps
+            if steps is not None:
+                end = self.global_step + steps
             is_new = self._call.begin(self._n_calls, batches, end)
             first = self.global_step
             try:
@@ -311,12 +330,11 @@ class Estimator:
             self._manager = CheckpointManager(checkpoint, folder, self.config.keep_checkpoint_max)
         manager = self._manager
         manager.wait()  # for a save of a call that has raised
-        every = self.config.save_checkpoints_steps
-        config = self.config
-        schedule = SaveSchedule(
-            every_steps=None if every is None else max(1, every // self._n_apart),
-            every_s=config.save_checkpoints_secs if every is None else None,
-        )
+        global_steps = self.config.save_checkpoints_steps
+        if global_steps is None:
+            schedule = SaveSchedule(every_s=self.config.save_checkpoints_secs)
+        else:
+            schedule = SaveSchedule(every_steps=max(1, global_steps // self._n_apart))
         with contextlib.ExitStack() as stack:
             handler = PreemptionCheckpointHandler(None, manager, schedule=schedule)
             stack.push(handler)  # records how the run ends, if that is not well
@@ -325,19 +343,23 @@ class Estimator:
         end_when_done(handler, manager)
 
     def _agree_on_step(self) -> None:
-        """Take the chief's global step: workers that step apart may have seen other numbers of batches. Collective."""
+        """Take the chief's global step, as workers that step separately may have seen different numbers of batches.
+
+        Collective over chief and workers.
+        """
         world = self._make()[1].world
-        self._call.global_step = int(
-            world.broadcast_text(str(self._call.global_step), 0, world.role_comm)
-        )
+        chief_step = world.broadcast_text(str(self._call.global_step), 0, world.role_comm)
+        self._call.global_step = int(chief_step)
 
     def _steps(self, model: Model, batches: DistributedInput) -> None:
-        """Make the steps of the call that are left."""
+        """Make the remaining steps of the call."""
         call = self._call
         config = self.config
         n_apart = self._n_apart
         first = self._call.global_step
-        n_remaining = None if call.end is None else max(0, math.ceil((call.end - first) / n_apart))
+        n_remaining = None
+        if call.end is not None:
+            n_remaining = max(0, math.ceil((call.end - first) / n_apart))
         began_at = time.monotonic()
         model.train()
         with self.strategy.scope():
@@ -355,12 +377,15 @@ class Estimator:
                 if is_written and loss is not None:
                     self._write("", {"loss": loss}, call.global_step)
                 if is_printed:
-                    pace = (call.global_step - first) / max(1e-9, time.monotonic() - began_at)
-                    text = "" if loss is None else f"  loss {loss:.4g} (this rank)"
-                    model.print_once(f"step {call.global_step}  {pace:.3g} steps/s{text}")
+                    elapsed_s = max(1e-9, time.monotonic() - began_at)
+                    pace = (call.global_step - first) / elapsed_s
+                    line = f"step {call.global_step}  {pace:.3g} steps/s"
+                    if loss is not None:
+                        line += f"  loss {loss:.4g} (this rank)"
+                    model.print_once(line)
 
     def _batches(self, input_fn: InputFunction) -> DistributedInput:
-        """Return the batches of an input function, called on this worker. Collective: chief and workers."""
+        """Return the batches of an input function, called on this worker. Collective over chief and workers."""
 
         def make(context: Any) -> Any:
             return _call_with(
@@ -370,7 +395,12 @@ class Estimator:
         with self.strategy.scope():
             return self.strategy.distribute_datasets_from_function(make)
 
-    def _write(self, kind: str, values: dict[str, Any], step: int) -> None:
+    def _write(
+        self,
+        kind: str,
+        values: dict[str, Any],
+        step: int,
+    ) -> None:
         """Write values for TensorBoard, where that is installed, on the chief alone."""
         if self.strategy.is_chief:
             if kind not in self._writers:
@@ -384,26 +414,29 @@ class Estimator:
     # -- evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluate(
-        self, input_fn: InputFunction, steps: int | None = None, name: str | None = None
+        self,
+        input_fn: InputFunction,
+        steps: int | None = None,
+        name: str | None = None,
     ) -> dict[str, Any]:
-        """Return loss and metrics by name, with "average_loss" and "global_step". Collective: chief and workers.
+        """Return loss and metrics by name, with "average_loss" and "global_step". Collective over chief and workers.
 
         Args:
-            input_fn: see above: rows that several workers give count several times.
-            steps: batches; default: until the data ends.
-            name: of the folder of its event files: `eval_NAME`; default: `eval`.
+            input_fn: input function. Rows that several workers give count several times.
+            steps: number of batches. Default: until the data ends.
+            name: end of the name of the folder of event files, `eval_NAME`. Default: `eval`.
         """
         model = self.model
         batches = self._batches(input_fn)
         with self.strategy.scope():
             logs: dict[str, Any] = evaluation(model, batches, steps, [], 0)
-        self._write("eval" if name is None else f"eval_{name}", logs, self.global_step)
+        self._write(_evaluation_folder(name), logs, self.global_step)
         return {"average_loss": logs.get("loss"), **logs, "global_step": self.global_step}
 
     def predict(self, input_fn: InputFunction) -> Iterator[dict[str, Any]]:
-        """Yield the outputs for each row of this worker's input, by name; of a single output as "predictions".
+        """Yield the outputs for each row of this worker's input, by name; a single output as "predictions".
 
-        Collective: chief and workers go through as many batches.
+        Collective over chief and workers, which go through the same number of batches.
         """
         model = self.model
         batches = self._batches(input_fn)
@@ -411,20 +444,26 @@ class Estimator:
             for batch, n_rows in rows_of_batches(batches):
                 with self.strategy.scope(), model.evaluating():
                     predictions = model.run_step(model.predict_step, batch, n_rows)
-                columns = [
-                    np.concatenate(
-                        [
-                            np.asarray(replica_column)
-                            for replica_column in self.strategy.experimental_local_results(column)
-                        ]
-                    )
-                    for column in leaves(predictions)
-                ]
+                columns = [self._joined_rows(value) for value in leaves(predictions)]
                 for row in zip(*columns, strict=True):
                     outputs = with_leaves(predictions, list(row))
-                    yield outputs if isinstance(outputs, dict) else {"predictions": outputs}
+                    if not isinstance(outputs, dict):
+                        outputs = {"predictions": outputs}
+                    yield outputs
         finally:
             batches.drop_batch()
+
+    def _joined_rows(self, value: Any) -> Any:
+        """Return the rows of this rank's replicas as one array."""
+        replica_values = self.strategy.experimental_local_results(value)
+        return np.concatenate([np.asarray(replica_value) for replica_value in replica_values])
+
+
+def _evaluation_folder(name: str | None) -> str:
+    """Return the name of the folder of the event files of an evaluation."""
+    if name is None:
+        return "eval"
+    return f"eval_{name}"
 
 
 def _is_due(every: int, step: int, n_new: int) -> bool:
@@ -433,14 +472,15 @@ def _is_due(every: int, step: int, n_new: int) -> bool:
 
 
 def _call_with(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function with those of the known arguments that it names."""
+    """Call a function with the arguments that it has parameters for."""
     parameters = inspect.signature(function).parameters
-    return function(**{name: value for name, value in arguments.items() if name in parameters})
+    accepted = {name: value for name, value in arguments.items() if name in parameters}
+    return function(**accepted)
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What `train_and_evaluate` trains on: an input function, and the global step at which training ends."""
+    """The data that `train_and_evaluate` trains on: an input function, and the global step at which training ends."""
 
     input_fn: InputFunction
     max_steps: int | None = None
@@ -448,12 +488,12 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """What `train_and_evaluate` evaluates on.
+    """The data that `train_and_evaluate` evaluates on.
 
     Attributes:
-        input_fn: see `Estimator`.
-        steps: batches; None: until the data ends.
-        name: of the folder of event files.
+        input_fn: input function; see `Estimator`.
+        steps: number of batches. None until the data ends.
+        name: end of the name of the folder of event files; see `Estimator.evaluate`.
         start_delay_secs: accepted: an evaluator begins with the first checkpoint.
         throttle_secs: accepted: it takes the newest checkpoint as soon as it is free.
     """
@@ -466,14 +506,16 @@ class EvalSpec:
 
 
 def train_and_evaluate(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+    estimator: Estimator,
+    train_spec: TrainSpec,
+    eval_spec: EvalSpec,
 ) -> tuple[dict[str, Any], list[Any]] | None:
     """Train, and evaluate: beside training on the evaluator of the cluster, else when training has ended.
 
-    Collective: all ranks, each in its role.
+    Collective over all ranks, each in its role.
 
     Returns:
-        what `Estimator.evaluate` returns, and an empty list, for the exports of TensorFlow; None where an evaluator of
+        Result of `Estimator.evaluate`, and an empty list, for the exports of TensorFlow. None where an evaluator of
         the cluster evaluates, whose results are in `eval/`.
 
     Raises:
@@ -492,22 +534,24 @@ def _evaluate_beside(estimator: Estimator, spec: EvalSpec) -> NoReturn:
     """Evaluate each new checkpoint until the job ends."""
     model = estimator.new_model()
     batches = estimator._batches(spec.input_fn)
-    folder = estimator.model_dir / ("eval" if spec.name is None else f"eval_{spec.name}")
-    SidecarEvaluator(
-        model, batches, estimator.model_dir / "checkpoints", spec.steps, log_dir=folder
-    ).start()
-    raise SystemExit(0)  # a job of its own, whose run is finished
+    checkpoints = estimator.model_dir / "checkpoints"
+    folder = estimator.model_dir / _evaluation_folder(spec.name)
+    evaluator = SidecarEvaluator(model, batches, checkpoints, spec.steps, log_dir=folder)
+    evaluator.start()
+    raise SystemExit(0)  # as a separate job, whose run is finished
 
 
 def model_to_estimator(
-    keras_model: Model | None = None, model_dir: Any = None, config: RunConfig | None = None
+    keras_model: Model | None = None,
+    model_dir: Any = None,
+    config: RunConfig | None = None,
 ) -> Estimator:
-    """Return an Estimator for a compiled model of a module. What that trains is a copy, made in its strategy's scope.
+    """Return an Estimator for a compiled model of a module. It trains a copy, made in its strategy's scope.
 
     Args:
-        keras_model: which begins with the weights that it has now.
-        model_dir: see `Estimator`.
-        config: see `Estimator`.
+        keras_model: model to copy, with the weights that it has now.
+        model_dir: folder of the run; see `Estimator`.
+        config: options of the run; see `Estimator`.
 
     Raises:
         UsageError: for a subclass without a module: its own code makes it, `Estimator(lambda: MyModel())`.
@@ -524,11 +568,8 @@ def model_to_estimator(
         (make, names.get(id(parameter))) for make, parameter in source_model.regularizers
     ]
     groups = source_model.optimizer.param_groups
-    if (
-        len(groups) > 1
-        or source_model.has_added_losses
-        or any(name is None for _, name in regularizers)
-    ):
+    has_unknown_parameter = any(name is None for _, name in regularizers)
+    if len(groups) > 1 or source_model.has_added_losses or has_unknown_parameter:
         raise UsageError(
             "model_to_estimator: expected one group of parameters, and regularizers of parameters of the module, got "
             "more groups, add_loss or others; write Estimator(function) with a function that makes the model."
@@ -537,13 +578,10 @@ def model_to_estimator(
 
     def copy_model() -> Model:
         model = Model(copy.deepcopy(source_model.net), source_model.name)
-        compiled = dict(source_model.compiled_with)
-        more = compiled.pop("options")
-        model.compile(
-            lambda parameters: type(source_model.optimizer)(parameters, **options),
-            **compiled,
-            **more,
-        )
+        make_optimizer = functools.partial(type(source_model.optimizer), **options)
+        compile_arguments = dict(source_model.compiled_with)
+        compile_options = compile_arguments.pop("options")
+        model.compile(make_optimizer, **compile_arguments, **compile_options)
         for make, name in regularizers:
             model.add_regularizer(make, model.net.get_parameter(str(name)))
         return model

@@ -1,6 +1,6 @@
 """Event files for TensorBoard: read, and written at once and by no thread, so that errors come where they are handled.
 
-The record format, and the events, are those of the packages tensorboard and torch.
+The packages tensorboard and torch define the record format and the events.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class EventFile:
     """One event file, new in its folder.
 
     Args:
-        folder: made if it is not there.
-        purge_step: events of this step and later ones in older files are hidden from readers. None hides nothing.
+        folder: folder of the file; made if it is missing.
+        purge_step: first step whose events in older files are hidden from readers. None hides no events.
 
     Raises:
         ImportError: without the package tensorboard.
@@ -49,7 +49,9 @@ class EventFile:
         folder.mkdir(parents=True, exist_ok=True)
         now_ns = time.time_ns()
         # readers take the files of a folder in the order of their names
-        name = f"events.out.tfevents.{now_ns // 10**9:010d}.{now_ns % 10**9:09d}.{secrets.token_hex(8)}"
+        seconds, nanoseconds = divmod(now_ns, 10**9)
+        token = secrets.token_hex(8)
+        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{token}"
         self._file = open(folder / name, "xb")  # noqa: SIM115  closed by `close`
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -69,7 +71,7 @@ class EventFile:
         self._write(self._make_event(wall_time=scalar.time_s, step=scalar.step, summary=summary))
 
     def flush(self) -> None:
-        """Hand what was written to the file system."""
+        """Pass the written events to the file system."""
         self._file.flush()
 
     def close(self) -> None:
@@ -78,48 +80,63 @@ class EventFile:
 
 
 class EventWriter:
-    """Writes numbers for TensorBoard beside training: what cannot be written now is kept, and tried again later.
+    """Writes numbers for TensorBoard beside training: numbers that cannot be written now are kept, and tried later.
 
-    What waits is also written when this object is dropped, and when the program ends.
+    Waiting numbers are also written when this object is dropped, and when the program ends.
 
     Args:
-        folder: where the event files are; made at the first number.
-        purge_step: events of this step and later ones that are there are hidden from readers.
-        retries: what could not be written, and when it is tried again. Writers may share it.
+        folder: folder of the event files; made at the first number.
+        purge_step: first step whose events in older files are hidden from readers.
+        retries: failures to write, and when the next try is due. Writers may share it.
 
     Raises:
         ImportError: without the package tensorboard.
     """
 
-    def __init__(self, folder: Path, purge_step: int, retries: Retries) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        purge_step: int,
+        retries: Retries,
+    ) -> None:
         import tensorboard  # noqa: F401  whether it is there
 
         self._events = _Events(folder, purge_step, retries)
         weakref.finalize(self, self._events.close)
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
+    def add_scalar(
+        self,
+        tag: str,
+        value: float,
+        step: int,
+    ) -> None:
         """Add a number to a curve."""
         self._events.add(Scalar(tag, float(value), step, time.time()))
 
     def flush(self) -> None:
-        """Write what waits, unless that has just failed."""
+        """Write the waiting numbers, unless that has just failed."""
         self._events.flush()
 
     def close(self) -> None:
-        """Write what waits, a last time, and close the file."""
+        """Write the waiting numbers, a last time, and close the file."""
         self._events.close()
 
 
 class _Events:
-    """The events of a writer that wait, and the file in progress.
+    """The waiting numbers of a writer, and the file in progress.
 
     Args:
-        folder: see `EventWriter`.
-        purge_step: see `EventWriter`.
-        retries: see `EventWriter`.
+        folder: folder of the event files.
+        purge_step: first step whose events in older files are hidden from readers.
+        retries: failures to write, and when the next try is due.
     """
 
-    def __init__(self, folder: Path, purge_step: int, retries: Retries) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        purge_step: int,
+        retries: Retries,
+    ) -> None:
         self._retries = retries
         self._folder = folder
         self._purge_step: int | None = purge_step
@@ -133,7 +150,7 @@ class _Events:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, unless that has just failed."""
+        """Write the waiting numbers, unless that has just failed."""
         if self._waiting and self._retries.is_due:
             self._try_to_write()
 
@@ -158,20 +175,20 @@ class _Events:
         file = self._file
         self._file = None
         if file is not None:
-            with contextlib.suppress(OSError):  # what it holds is written again
+            with contextlib.suppress(OSError):  # the numbers in it are written again
                 file.close()
 
     def close(self) -> None:
-        """Write what waits, a last time, and close the file."""
+        """Write the waiting numbers, a last time, and close the file."""
         if self._waiting:
             self._try_to_write()
         self._abandon()
 
 
 def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the numbers in the event files of a folder, by tag, with their steps, as TensorBoard shows them.
+    """Return (step, value) of the numbers in the event files of a folder, by tag, as TensorBoard shows them.
 
-    Of a file that is cut off, what comes before counts. Without the package tensorboard there are none.
+    A file that is cut off counts up to its cut. Without the package tensorboard there are no numbers.
     """
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
@@ -195,25 +212,28 @@ def require_tensorboard() -> None:
 
 
 def open_writer(
-    folder: Path, step: int, is_needed: bool = True, retries: Retries | None = None
+    folder: Path,
+    step: int,
+    is_needed: bool = True,
+    retries: Retries | None = None,
 ) -> EventWriter | None:
     """Return a writer of events in a folder, from a step on.
 
     Args:
-        folder: where.
-        step: events of this step and later ones that are there are hidden from readers.
+        folder: folder of the event files.
+        step: first step whose events in older files are hidden from readers.
         is_needed: whether a missing package is an error; else None is returned.
-        retries: see `EventWriter`. Default: one of its own.
+        retries: failures to write; see `EventWriter`. Default: a new one.
 
     Raises:
         ConfigurationError: if there is no such package.
     """
     if is_needed:
         require_tensorboard()
+    if retries is None:
+        retries = Retries(f"TensorBoard: writing events in {folder}")
     try:
-        return EventWriter(
-            folder, step, retries or Retries(f"TensorBoard: writing events in {folder}")
-        )
+        return EventWriter(folder, step, retries)
     except ImportError:
         if is_needed:
             raise

@@ -1,4 +1,4 @@
-"""What fit, evaluate and predict take: arrays and datasets, as batches of this rank's replicas."""
+"""The inputs of fit, evaluate and predict: arrays and datasets, as batches of this rank's replicas."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,21 +28,21 @@ def distribute(
     shuffle: bool = False,
     call: str = "fit",
 ) -> DistributedInput:
-    """Return batches of what a user gives. Collective: chief and workers.
+    """Return batches of a user's arrays or dataset. Collective over chief and workers.
 
     Args:
-        strategy: of the model.
-        x: a nest of arrays with y and sample_weight; an hpcdist.Dataset with `batch`, a DataLoader, or a distributed
-            dataset, whose elements are x, (x, y) or (x, y, sample_weight), without.
-        y: a nest of arrays of as many rows.
-        sample_weight: a weight for each row.
+        strategy: strategy of the model.
+        x: nest of arrays. Or an hpcdist.Dataset with `batch`, a DataLoader, or a distributed dataset, whose elements
+            are x, (x, y) or (x, y, sample_weight); then without y and sample_weight.
+        y: nest of arrays with the same number of rows as x.
+        sample_weight: weight of each row.
         batch_size: rows of a global batch, for arrays.
         shuffle: whether arrays are read in random order, a new one in every epoch; by torch.manual_seed.
-        call: for messages.
+        call: name of the calling function, for messages.
 
     Raises:
         UsageError: for y, batch_size or weights beside a dataset.
-        DataError: for what has no rows, or does not fit together.
+        DataError: for data without rows, or of different lengths.
     """
     if isinstance(x, (DistributedInput, Dataset)) or is_torch_data(x):
         extra = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
@@ -52,7 +52,9 @@ def distribute(
                 f"{call}: expected x alone where it is a dataset, got {', '.join(unexpected_names)} too; a dataset "
                 f"has all of them: from_tensor_slices((x, y)).batch(rows)."
             )
-        return x if isinstance(x, DistributedInput) else _distributed(strategy, x, call)
+        if isinstance(x, DistributedInput):
+            return x
+        return _distributed(strategy, x, call)
     if x is None or not (is_nest(x) or hasattr(x, "shape")):
         raise UsageError(
             f"{call}: expected arrays, an hpcdist.Dataset or a DataLoader, got {type(x).__name__}; use "
@@ -65,14 +67,18 @@ def distribute(
     if not len(dataset):
         raise DataError(f"{call}: expected rows, got arrays without any; give data.")
     if shuffle:
-        # the chief's counts
-        dataset = dataset.shuffle().with_drawn_seed(int(torch.randint(1 << 62, ())))
-    return _distributed(
-        strategy, dataset.batch(BATCH_SIZE if batch_size is None else batch_size), call
-    )
+        shuffled = dataset.shuffle()
+        dataset = shuffled.with_drawn_seed(int(torch.randint(1 << 62, ())))  # the chief's counts
+    if batch_size is None:
+        batch_size = BATCH_SIZE
+    return _distributed(strategy, dataset.batch(batch_size), call)
 
 
-def _distributed(strategy: Strategy, dataset: Any, call: str) -> DistributedInput:
+def _distributed(
+    strategy: Strategy,
+    dataset: Any,
+    call: str,
+) -> DistributedInput:
     distributed_dataset = strategy.experimental_distribute_dataset(dataset)
     # without a strategy it comes back as it is
     if not isinstance(distributed_dataset, DistributedInput):
@@ -81,32 +87,44 @@ def _distributed(strategy: Strategy, dataset: Any, call: str) -> DistributedInpu
 
 
 def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
-    """Return a nest of arrays without its last rows, and those, as Keras' validation_split does."""
+    """Return the first rows of a nest of arrays, and its last `fraction` of rows, as Keras' validation_split does."""
     n_rows = len(leaves(arrays)[0])
     first = int(n_rows * (1 - fraction))
     if not 0 < first < n_rows:
         raise UsageError(
             f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."
         )
-    return map_nest(lambda array: array[:first], arrays), map_nest(
-        lambda array: array[first:], arrays
-    )
+    first_rows = map_nest(lambda array: array[:first], arrays)
+    last_rows = map_nest(lambda array: array[first:], arrays)
+    return first_rows, last_rows
 
 
 def split_all(
-    x: Any, y: Any, weight: Any, fraction: float
+    x: Any,
+    y: Any,
+    weight: Any,
+    fraction: float,
 ) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
-    """Return (x, y, sample_weight) of all rows but the last `fraction`, and what there is of the last, as a tuple."""
-    parts = {"x": x, "y": y, "weight": weight}
-    split_parts = {name: split(part, fraction) for name, part in parts.items() if part is not None}
-    first = tuple(split_parts[name][0] if name in split_parts else None for name in parts)
-    return (first[0], first[1], first[2]), tuple(pair[1] for pair in split_parts.values())
+    """Return (x, y, sample_weight) of all rows but the last `fraction`, and a tuple of the last rows.
+
+    A part that is None is None in the first result, and left out of the second one.
+    """
+    first_parts: list[Any] = []
+    last_parts: list[Any] = []
+    for part in (x, y, weight):
+        if part is None:
+            first_parts.append(None)
+        else:
+            first_rows, last_rows = split(part, fraction)
+            first_parts.append(first_rows)
+            last_parts.append(last_rows)
+    return (first_parts[0], first_parts[1], first_parts[2]), tuple(last_parts)
 
 
 def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
-    """Yield each batch of a pass with the rows of all replicas together, or None where only each replica knows its own.
+    """Yield each batch of a pass, and its number of rows on all replicas. None if each replica knows only its rows.
 
-    Collective where batches are agreed on: chief and workers.
+    Collective over chief and workers where batches are agreed on.
     """
     batches.trust_draws()
     if not batches.has_global_rows:
@@ -118,18 +136,22 @@ def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None
 
 
 def unpack(element: Any) -> tuple[Any, Any, Any]:
-    """Return x, y and sample_weight of an element, as `keras.utils.unpack_x_y_sample_weight`; None for what is missing.
+    """Return x, y and sample_weight of an element, as `keras.utils.unpack_x_y_sample_weight`; None for a missing part.
 
     Arrays become tensors, of float64 in torch's default dtype, as Keras' floatx.
     """
     parts = children_of(element) if isinstance(element, (tuple, list)) else [element]
-    if len(parts) > 3:
+    n_parts = len(parts)
+    if n_parts > 3:
         raise UsageError(
-            f"batch: expected x, (x, y) or (x, y, sample_weight), got {len(parts)} parts; several inputs are a tuple "
-            f"of their own: ((a, b), y)."
+            f"batch: expected x, (x, y) or (x, y, sample_weight), got {n_parts} parts; several inputs are a tuple of "
+            f"their own: ((a, b), y)."
         )
     x, y, weight = [*parts, None, None][:3]
-    return _tensors_of(x), None if y is None else _tensors_of(y), weight
+    x = _tensors_of(x)
+    if y is not None:
+        y = _tensors_of(y)
+    return x, y, weight
 
 
 def _tensors_of(nest: Any) -> Any:
@@ -148,18 +170,13 @@ def by_name(outputs: Any) -> dict[str, Any]:
     """Return outputs by the names of datasets: keys, joined by "/", and positions in lists after a "_"."""
     if not is_nest(outputs):
         return {"predictions": outputs}
+    outputs_by_key = outputs
+    if not isinstance(outputs, dict):
+        outputs_by_key = {f"predictions_{n}": output for n, output in enumerate(outputs)}
     named_outputs = {}
-    pairs = (
-        outputs.items()
-        if isinstance(outputs, dict)
-        else ((f"predictions_{n}", element) for n, element in enumerate(outputs))
-    )
-    for key, output in pairs:
+    for key, output in outputs_by_key.items():
         for name, value in by_name(output).items():
-            suffix = name.removeprefix("predictions")
-            full_name = (
-                f"{key}{suffix}" if suffix.startswith("_") or not suffix else f"{key}/{suffix}"
-            )
+            full_name = _name_below(key, name)
             if full_name in named_outputs:
                 raise UsageError(
                     f"predict: expected outputs with different names, got two of {full_name!r}; rename one."
@@ -168,13 +185,26 @@ def by_name(outputs: Any) -> dict[str, Any]:
     return named_outputs
 
 
+def _name_below(key: Any, name: str) -> str:
+    """Return the name of an output in a dict or list.
+
+    Args:
+        key: key of the dict or list in the outputs.
+        name: name of the output among those under the key, by `by_name`.
+    """
+    suffix = name.removeprefix("predictions")
+    if suffix and not suffix.startswith("_"):
+        return f"{key}/{suffix}"
+    return f"{key}{suffix}"
+
+
 def is_empty(x: Any) -> bool:
     """Return whether a nest of tensors has no rows."""
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and not len(leaf) for leaf in leaves(x))
 
 
 def pieces(parts: tuple[Any, Any, Any], n_pieces: int) -> list[tuple[Any, Any, Any]]:
-    """Return x, y and sample_weight in at most n_pieces pieces, none of them empty; in one where there are no rows."""
+    """Return x, y and sample_weight in at most n_pieces pieces. No piece is empty, unless there are no rows at all."""
     n_pieces = max(1, min(n_pieces, len(leaves(parts[0])[0])))
     if n_pieces == 1:
         return [parts]
@@ -208,16 +238,19 @@ def weights_of_classes(y: Any, table: Tensor) -> Tensor:
 
 
 def table_of_classes(class_weight: dict[int, float]) -> Tensor:
-    """Return (2, n) float64: classes, and the weight of each; others weigh 1.
+    """Return (2, n) float64: classes, and the weight of each; further classes weigh 1.
 
     Raises:
         UsageError: for classes that are no whole numbers, and weights that are no numbers.
     """
     try:
-        table = torch.tensor([list(class_weight), list(class_weight.values())], dtype=torch.float64)
+        columns = [list(class_weight), list(class_weight.values())]
+        table = torch.tensor(columns, dtype=torch.float64)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         table = torch.zeros(2, 0)
-    if not table.numel() or bool((table[0] != table[0].round()).any()):
+    classes = table[0]
+    has_fractions = bool((classes != classes.round()).any())
+    if has_fractions or not table.numel():
         raise UsageError(
             f"fit: expected class_weight as a dict of whole numbers and weights, got {class_weight!r}; give "
             f"{{class: weight}}."
@@ -226,7 +259,7 @@ def table_of_classes(class_weight: dict[int, float]) -> Tensor:
 
 
 def with_class_weights(element: Any, table: Tensor | None) -> Any:
-    """Return an element with its rows' weights multiplied by those of their classes."""
+    """Return an element with the weights of its rows multiplied by the weights of their classes."""
     if table is None:
         return element
     parts = children_of(element) if isinstance(element, (tuple, list)) else [element]
@@ -235,4 +268,6 @@ def with_class_weights(element: Any, table: Tensor | None) -> Any:
     weight = weights_of_classes(parts[1], table)
     if len(parts) > 2:
         weight = weight * torch.as_tensor(parts[2]).reshape(-1)
-    return with_children(element if len(parts) > 2 else (*parts, None), [*parts[:2], weight])
+    else:
+        element = (*parts, None)
+    return with_children(element, [*parts[:2], weight])

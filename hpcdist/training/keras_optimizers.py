@@ -1,4 +1,4 @@
-"""Optimizers whose steps are those that Keras 3 writes, where torch's of the same name make others.
+"""Optimizers that make the steps of Keras 3, where torch's optimizers of the same name make different steps.
 
 They are subclasses of torch's, with torch's settings and names of state. Most differ by where epsilon is added, which
 decides how far small gradients move a parameter.
@@ -19,17 +19,17 @@ Closure = Callable[[], Any]
 
 
 class _StepCounts:
-    """How many steps an optimizer has made of each parameter.
+    """The number of steps that an optimizer has made of each parameter.
 
-    What the host counts is read; what a GPU counts only where it is not known, as it would be waited for.
+    A counter on the host is read. A counter on a GPU is read only where its value is not known, as it is waited for.
     """
 
     def __init__(self) -> None:
-        # id of the parameter -> torch's counter, its value
+        # id of the parameter -> torch's counter, and its value
         self._step_counts: dict[int, tuple[Tensor, int]] = {}
 
     def next_number(self, parameter: nn.Parameter, state: dict[str, Any]) -> int:
-        """Return the number of the step that is made now, from 1; called once for each step of a parameter."""
+        """Return the number of the current step, from 1. Call it once for each step of a parameter."""
         counter = state.get("step")
         if counter is None:
             return 1
@@ -45,14 +45,14 @@ class _StepCounts:
         return n_made + 1
 
     def forget(self) -> None:
-        """Read all counters at the next step: this one may not count, as where a GradScaler finds an overflow."""
+        """Read all counters at the next step: this step may not count, such as if a GradScaler finds an overflow."""
         self._step_counts = {}
 
 
 def _groups_by_step(
     optimizer: Optimizer, counts: _StepCounts
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield groups of parameters that have a gradient and have made as many steps, and the number of this step."""
+    """Yield groups of parameters that have a gradient and are at the same step, and the number of this step."""
     for group in optimizer.param_groups:
         by_number: dict[int, list[nn.Parameter]] = {}
         for parameter in group["params"]:
@@ -86,9 +86,10 @@ class _Counting(Optimizer):
 
 
 class _ScalesEpsilon(_Counting):
-    """Makes torch's step with the epsilon that gives Keras' one.
+    """Makes torch's step with the epsilon that gives Keras' step.
 
-    Keras divides by sqrt(v) + epsilon and corrects the bias of both moments outside; torch corrects that of v first.
+    Keras divides by sqrt(v) + epsilon and corrects the bias of both moments outside; torch corrects the bias of v
+    first.
     """
 
     _torch_kind: type[Optimizer]
@@ -113,7 +114,7 @@ class _ScalesEpsilon(_Counting):
 class Adam(_ScalesEpsilon, torch.optim.Adam):
     """Adam with epsilon added to the root of the second moment before its bias is corrected.
 
-    Args: those of `torch.optim.Adam`.
+    Args: see `torch.optim.Adam`.
     """
 
     _torch_kind = torch.optim.Adam
@@ -122,7 +123,7 @@ class Adam(_ScalesEpsilon, torch.optim.Adam):
 class AdamW(_ScalesEpsilon, torch.optim.AdamW):
     """`Adam` with weight decay apart from the gradients.
 
-    Args: those of `torch.optim.AdamW`.
+    Args: see `torch.optim.AdamW`.
     """
 
     _torch_kind = torch.optim.AdamW
@@ -185,9 +186,11 @@ def _gradients_of(parameters: list[nn.Parameter], name: str) -> list[Tensor]:
 
 
 def _states_of(
-    optimizer: Optimizer, parameters: list[nn.Parameter], names: list[str]
+    optimizer: Optimizer,
+    parameters: list[nn.Parameter],
+    names: list[str],
 ) -> dict[str, list[Tensor]]:
-    """Return what an optimizer keeps of parameters, by name, zeros at first; count the step that is made now."""
+    """Return the state of parameters by name, zeros before the first step; count the current step."""
     states: dict[str, list[Tensor]] = {name: [] for name in names}
     for parameter in parameters:
         state = optimizer.state[parameter]

@@ -31,11 +31,13 @@ def numeric_column(
     """Return a column of numbers, as `tf.feature_column.numeric_column`.
 
     Args:
-        key: in the features.
-        shape: of the numbers of one row.
-        normalizer_fn: is applied to the (rows, ...) tensor.
+        key: key in the features.
+        shape: shape of the numbers of one row.
+        normalizer_fn: function that is applied to the (rows, ...) tensor.
     """
-    return NumericColumn(key, (shape,) if isinstance(shape, int) else tuple(shape), normalizer_fn)
+    if isinstance(shape, int):
+        shape = (shape,)
+    return NumericColumn(key, tuple(shape), normalizer_fn)
 
 
 class LinearRegressor(Estimator):
@@ -44,12 +46,12 @@ class LinearRegressor(Estimator):
     Features are a dict of arrays by the keys of the columns. Weights and bias begin at 0.
 
     Args:
-        feature_columns: made by `numeric_column`.
-        model_dir: see `Estimator`.
-        label_dimension: numbers of a label.
-        optimizer: a name, with a learning rate of 0.2, or 1 / sqrt(columns) where that is less; or as `Model.compile`
-            takes it. "Ftrl" without regularization is Adagrad.
-        config: see `Estimator`.
+        feature_columns: columns that `numeric_column` has made.
+        model_dir: folder of the run; see `Estimator`.
+        label_dimension: number of values of a label.
+        optimizer: a name, with a learning rate of 0.2, or 1 / sqrt(columns) where that is less; or an argument of
+            `Model.compile`. "Ftrl" without regularization is Adagrad.
+        config: options of the run; see `Estimator`.
 
     Raises:
         UsageError: for anything else than columns.
@@ -73,12 +75,11 @@ class LinearRegressor(Estimator):
 
         def make() -> Model:
             model = Model(_Linear(columns, label_dimension))
-            named = (
-                optimizers.with_rate(optimizer, rate) if isinstance(optimizer, str) else optimizer
-            )
-            model.compile(
-                named, "mse", metrics=[_mean_of("label/mean", 0), _mean_of("prediction/mean", 1)]
-            )
+            metrics = [_mean_of("label/mean", 0), _mean_of("prediction/mean", 1)]
+            model_optimizer = optimizer
+            if isinstance(optimizer, str):
+                model_optimizer = optimizers.with_rate(optimizer, rate)
+            model.compile(model_optimizer, "mse", metrics=metrics)
             return model
 
         super().__init__(make, model_dir, config)
@@ -90,16 +91,13 @@ class _Linear(nn.Module):
     def __init__(self, columns: Sequence[NumericColumn], n_outputs: int) -> None:
         super().__init__()
         self._columns = columns
-        self.linear = nn.Linear(sum(math.prod(column.shape) for column in columns), n_outputs)
+        n_inputs = sum(math.prod(column.shape) for column in columns)
+        self.linear = nn.Linear(n_inputs, n_outputs)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, *unnamed: Tensor, **features: Tensor) -> Tensor:
-        missing = [
-            required_column.key
-            for required_column in self._columns
-            if required_column.key not in features
-        ]
+        missing = [column.key for column in self._columns if column.key not in features]
         if missing or unnamed:
             raise UsageError(
                 f"LinearRegressor: expected features {missing}, got {sorted(features) or 'arrays without keys'}; "

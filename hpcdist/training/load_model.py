@@ -14,12 +14,12 @@ from hpcdist.training.model import Model
 def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model:
     """Return a model that `Model.save` or ModelCheckpoint has written, with its optimizer, in the current strategy.
 
-    Collective: chief and workers; the chief reads.
+    Collective over chief and workers; the chief reads.
 
     Args:
         filepath: path of the file.
-        factory: makes the model, or its module, as it was; needed where it is not a Sequential of layers of torch.nn.
-            What it returns is compiled as the saved one was, unless it is compiled already.
+        factory: function that makes the model, or its module, as it was; needed where it is not a Sequential of layers
+            of torch.nn. Its model is compiled as the saved model was, unless it is compiled already.
 
     Raises:
         UsageError: when a factory is needed, and there is none.
@@ -33,8 +33,9 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
             f"load_model: expected a factory for {filepath}, whose model is not a Sequential of layers of torch.nn, "
             f"got none; give a function that makes it: load_model(path, lambda: MyModel())."
         )
-    model_or_module = make_layers(layers) if factory is None else factory()
-    model = model_or_module if isinstance(model_or_module, Model) else Model(model_or_module)
+    model = make_layers(layers) if factory is None else factory()
+    if not isinstance(model, Model):
+        model = Model(model)
     for name, parameter in model.net.named_parameters():
         if name in description["frozen"]:
             parameter.requires_grad_(False)

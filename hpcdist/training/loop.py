@@ -31,7 +31,11 @@ _INFINITE = -1
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How fit goes; see `Model.fit`. `is_validated` says whether an epoch ends with a validation."""
+    """The arguments of fit that its loops need; see `Model.fit`.
+
+    Attributes:
+        is_validated: returns whether an epoch, counted from 0, ends with a validation.
+    """
 
     epochs: int
     initial_epoch: int
@@ -45,20 +49,20 @@ class Position:
     """Where fit is, as a checkpoint holds it: consistent whenever a batch is asked for, where stop requests act.
 
     Attributes:
-        epoch: the one in progress, or the next.
-        has_begun: whether it has begun.
-        step: steps of it.
+        epoch: number of the epoch in progress, or of the next one, from 0.
+        has_begun: whether this epoch has begun.
+        step: number of its steps so far.
         is_validating: whether its steps are done.
-        logs: of its steps, once these are done.
-        step_logs: means of what the last step, or test step, has returned that is no metric, where an earlier run made
-            it.
+        logs: logs of its steps, once these are done.
+        step_logs: means of the values of the last step, or test step, that are no metrics, where an earlier run made
+            this step.
         has_begun_test: whether its validation has begun.
-        test_step: batches of its validation.
+        test_step: number of batches of its validation so far.
         is_over: whether `stop_training` has ended fit.
 
     Args:
-        model: which knows these means.
-        epoch: where to begin.
+        model: model that trains; it computes these means.
+        epoch: number of the first epoch.
     """
 
     #: All ranks must call `state_dict` together.
@@ -75,28 +79,31 @@ class Position:
         self.logs: dict[str, Any] = {}
 
     def count_step(self, returned: Any) -> None:
-        """Count a step, and keep what it has returned."""
+        """Count a step, and keep its result."""
         self.step += 1
         self._last = returned
 
     def count_test_step(self, returned: Any) -> None:
-        """Count a batch of the validation, and keep what its step has returned."""
+        """Count a batch of the validation, and keep the result of its step."""
         self.test_step += 1
         self._last = returned
 
     def end_steps(self) -> None:
-        """Move to the validation. Collective: chief and workers."""
+        """Move to the validation. Collective over chief and workers."""
         self.logs = self.results()
         self._last = None
         self.step_logs = {}
         self.is_validating = True
 
     def results(self) -> dict[str, float]:
-        """Return the metrics, and the other values of the last step. Collective: chief and workers."""
+        """Return the metrics, and the means of further values of the last step. Collective over chief and workers."""
         return {**self._model.results(), **self._means()}
 
     def _means(self) -> dict[str, float]:
-        return self.step_logs if self._last is None else self._model.mean_of_step(self._last)
+        """Return the means of the values of the last step that are no metrics. Collective over chief and workers."""
+        if self._last is None:
+            return self.step_logs
+        return self._model.mean_of_step(self._last)
 
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
@@ -108,7 +115,7 @@ class Position:
         self.step_logs = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it. Equal on all ranks. Collective: chief and workers."""
+        """Return all attributes. Equal on all ranks. Collective over chief and workers."""
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {**public, "step_logs": self._means()}
 
@@ -119,9 +126,9 @@ class Position:
 
 
 class LocalLogs(Mapping[str, float]):
-    """The metrics of this rank's replicas so far, each read when it is asked for. Not collective.
+    """The metrics of this rank's replicas so far, each computed when it is read. Not collective.
 
-    Those of torchmetrics are left out: reading one is collective.
+    Metrics of torchmetrics are left out: reading one is collective.
     """
 
     def __init__(self, model: "Model") -> None:
@@ -133,7 +140,9 @@ class LocalLogs(Mapping[str, float]):
         ]
 
     def __getitem__(self, name: str) -> float:
-        value = self._model.local_result(name) if name in self._names else None
+        if name not in self._names:
+            raise KeyError(name)
+        value = self._model.local_result(name)
         if value is None:
             raise KeyError(name)
         return value
@@ -149,10 +158,10 @@ class Fit:
     """One call of fit.
 
     Args:
-        model: what is trained.
-        train, validation: batches.
-        options: see `FitOptions`.
-        callbacks: the user's, and the History last.
+        model: model to train.
+        train, validation: batches to train on, and to validate on.
+        options: arguments of fit.
+        callbacks: callbacks of the user, and the History last.
     """
 
     def __init__(
@@ -172,9 +181,12 @@ class Fit:
         if len(backups) > 1:
             raise UsageError("fit: expected at most one BackupAndRestore, got several; leave one.")
         self._backup = backups[0] if backups else None
-        shown = [Progress(options.verbose, self._backup.next_save if self._backup else lambda: "")]
+        next_save = self._backup.next_save if self._backup else lambda: ""
+        progress = Progress(options.verbose, next_save)
         self._callbacks_of_user = callbacks
-        self._callbacks = [*callbacks, *(shown if options.verbose else [])]
+        self._callbacks = list(callbacks)
+        if options.verbose:
+            self._callbacks.append(progress)
         self._has_begin_hooks = any(
             callback.has_hook("on_train_batch_begin", "on_batch_begin") for callback in callbacks
         )
@@ -203,32 +215,26 @@ class Fit:
             )
 
     def run(self) -> None:
-        """Run it; with a BackupAndRestore from where an earlier run was. Collective: chief and workers.
+        """Train; with a BackupAndRestore from where an earlier run was. Collective over chief and workers.
 
         Raises:
-            UsageError: when ranks have other callbacks: some act on all ranks together; on every rank.
+            UsageError: when ranks have different callbacks, as some act on all ranks together; on every rank.
         """
         self._require_same_callbacks()
         self._model.train()
         self._call("on_train_begin")
         self._model.reset_metrics()
-        with (
-            self._backup.over(self._objects(), self._callbacks_of_user)
-            if self._backup
-            else contextlib.nullcontext()
-        ):
-            with _dropping_last(self._train):
-                self._epochs()
+        saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._backup:
+            saving = self._backup.over(self._objects(), self._callbacks_of_user)
+        with saving, _dropping_last(self._train):
+            self._epochs()
         self._call("on_train_end", self._model.history.history and self._last_logs())
 
     def _require_same_callbacks(self) -> None:
         strategy = self._model.strategy
         if isinstance(strategy, MultiWorkerMirroredStrategy):
-            # a hook after batches makes fit ask all ranks whether to stop
-            kinds = ", ".join(
-                f"{kind_of(callback)}{' (after batches)' * callback.has_batch_hook()}"
-                for callback in self._callbacks_of_user
-            )
+            kinds = ", ".join(map(_kind_with_hooks, self._callbacks_of_user))
             strategy.world.require_same(
                 kinds,
                 strategy.world.role_comm,
@@ -265,9 +271,9 @@ class Fit:
 
     def _epochs(self) -> None:
         position = self.position
-        while position.epoch < self._options.epochs and (
-            position.has_begun or not position.is_over
-        ):
+        while position.epoch < self._options.epochs:
+            if position.is_over and not position.has_begun:
+                break
             self._epoch(position.epoch)
             if self._backup:
                 self._backup.after_epoch()
@@ -287,29 +293,27 @@ class Fit:
         self._model.n_steps_of_epoch = position.step
         logs = dict(position.logs)
         if self._validation is not None and self._options.is_validated(epoch):
-            validation_logs = self._validate(self._validation)
-            logs.update({f"val_{name}": value for name, value in validation_logs.items()})
+            for name, value in self._validate(self._validation).items():
+                logs[f"val_{name}"] = value
         self._call("on_epoch_end", epoch, logs)
         self._model.reset_metrics()
         position.is_over = position.is_over or self._any_rank_stops()
         position.next_epoch()
 
     def _steps(self, epoch: int) -> None:
-        """Make the steps of an epoch that are left."""
+        """Make the remaining steps of an epoch."""
         position = self.position
         model = self._model
         logs = LocalLogs(model)
-        n_remaining = (
-            None
-            if self._options.steps_per_epoch is None
-            else self._options.steps_per_epoch - position.step
-        )
+        n_remaining = self._options.steps_per_epoch
+        if n_remaining is not None:
+            n_remaining -= position.step
         for batch, n_rows in self._batches(n_remaining):
             if self._has_begin_hooks and position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_begin", position.step)
-            position.count_step(
-                model.run_step(model.train_step, batch, n_rows, must_check=not self._is_checked)
-            )
+            must_check = not self._is_checked
+            returned = model.run_step(model.train_step, batch, n_rows, must_check=must_check)
+            position.count_step(returned)
             self._is_checked = True
             if position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_end", position.step - 1, logs)
@@ -323,7 +327,7 @@ class Fit:
             )
 
     def _batches(self, n_batches: int | None) -> Iterator[tuple[Any, int | None]]:
-        """Yield the batches of one pass; with `n_batches`, that many, and continue from there in the next epoch."""
+        """Yield the batches of one pass. With `n_batches`, yield this number, and continue there in the next epoch."""
         if n_batches is None:
             yield from rows_of_batches(self._train)
             return
@@ -332,16 +336,16 @@ class Fit:
         yield from itertools.islice(self._endless, n_batches)
 
     def _validate(self, batches: DistributedInput) -> dict[str, float]:
-        if not self.position.test_step:  # else a run goes on in the middle of a validation
+        if not self.position.test_step:  # else a run resumes in the middle of a validation
             batches.leave_pass()
         return _evaluate(
             self._model, batches, self._options.validation_steps, self._call, self.position
         )
 
     def _is_stopped_between_batches(self) -> bool:
-        """Return whether the epoch ends here. Collective where callbacks act after batches: chief and workers.
+        """Return whether the epoch ends here. Collective over chief and workers where callbacks act after batches.
 
-        Workers of asynchronous parameter servers, which are at batches of their own, end at an epoch's end only.
+        Workers of asynchronous parameter servers, which are at different batches, end at an epoch's end only.
         """
         if not self._has_batch_hooks:
             return False
@@ -353,22 +357,32 @@ class Fit:
         return not is_apart and self._any_rank_stops()
 
     def _any_rank_stops(self) -> bool:
-        """Return whether a callback of any rank asks for the end. Collective: chief and workers."""
+        """Return whether a callback of any rank asks for the end. Collective over chief and workers."""
         strategy = self._model.strategy
-        world = strategy.world if isinstance(strategy, MultiWorkerMirroredStrategy) else None
-        if world is None or world.role_comm.size == 1:
-            return self._model.stop_training
-        return bool(world.all_reduce_int(int(self._model.stop_training), MPI.MAX, world.role_comm))
+        is_stopped = self._model.stop_training
+        if not isinstance(strategy, MultiWorkerMirroredStrategy):
+            return is_stopped
+        world = strategy.world
+        if world.role_comm.size == 1:
+            return is_stopped
+        return bool(world.all_reduce_int(int(is_stopped), MPI.MAX, world.role_comm))
 
     def _call(self, hook: str, *args: Any) -> None:
-        """Call a hook of all callbacks. A stop request waits: between two of them the state is of no use."""
+        """Call a hook of all callbacks. A stop request waits: between two callbacks the state is of no use."""
         with self._backup.busy() if self._backup else contextlib.nullcontext():
             for callback in self._callbacks:
                 getattr(callback, hook)(*args)
 
 
+def _kind_with_hooks(callback: Callback) -> str:
+    """Return the kind of a callback, and whether it has a hook after batches, as fit then asks all ranks to stop."""
+    if callback.has_batch_hook():
+        return f"{kind_of(callback)} (after batches)"
+    return kind_of(callback)
+
+
 def validated_epochs(freq: int | Sequence[int]) -> Callable[[int], bool]:
-    """Return what says whether an epoch, counted from 0, ends with a validation; see `Model.fit`."""
+    """Return a function that returns whether an epoch, counted from 0, ends with a validation; see `Model.fit`."""
     if isinstance(freq, int) and freq < 1:
         raise UsageError(f"fit: expected validation_freq of at least 1, got {freq}; leave it out.")
     if isinstance(freq, int):
@@ -378,7 +392,7 @@ def validated_epochs(freq: int | Sequence[int]) -> Callable[[int], bool]:
 
 def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
     """Yield batches of one pass after another."""
-    n_empty = 0  # a run that goes on at the end of a pass finds one that has no rows left
+    n_empty = 0  # a run that resumes at the end of a pass finds one without rows
     while n_empty < 2:
         n_empty += 1
         for batch_with_rows in rows_of_batches(batches):
@@ -389,8 +403,13 @@ def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
     )
 
 
-def require_end(batches: DistributedInput, steps: int | None, call: str, name: str) -> None:
-    """Raise UsageError for a dataset without end where nothing says how many batches are wanted."""
+def require_end(
+    batches: DistributedInput,
+    steps: int | None,
+    call: str,
+    name: str,
+) -> None:
+    """Raise UsageError for a dataset without end if `steps` does not limit the number of its batches."""
     is_endless = (
         isinstance(batches, DistributedDataset) and batches.dataset.cardinality() == _INFINITE
     )
@@ -401,11 +420,13 @@ def require_end(batches: DistributedInput, steps: int | None, call: str, name: s
 
 
 def n_batches_of(batches: DistributedInput) -> int | None:
-    """Return the batches of a pass; None where they are not known, or have no end."""
+    """Return the number of batches of a pass; None where it is not known, or there is no end."""
     if not isinstance(batches, DistributedDataset):
         return None
     n_batches = batches.dataset.cardinality()
-    return n_batches if n_batches >= 0 else None
+    if n_batches < 0:
+        return None
+    return n_batches
 
 
 def _evaluate(
@@ -415,27 +436,28 @@ def _evaluate(
     call: Callable[..., None],
     position: Position,
 ) -> dict[str, float]:
-    """Evaluate the batches that are left of a validation; return its logs. Collective: chief and workers.
+    """Evaluate the remaining batches of a validation; return its logs. Collective over chief and workers.
 
     Args:
-        model: what is evaluated.
-        batches: of this rank.
-        steps: batches; None: all.
-        call: calls a hook of all callbacks.
-        position: counts the batches.
+        model: model to evaluate.
+        batches: batches of this rank.
+        steps: number of batches. None for all of them.
+        call: function that calls a hook of all callbacks.
+        position: counter of the batches.
     """
     if not position.has_begun_test:
         call("on_test_begin")
         position.has_begun_test = True
     local = LocalLogs(model)
-    n_remaining = None if steps is None else steps - position.test_step
+    n_remaining = steps
+    if n_remaining is not None:
+        n_remaining -= position.test_step
     with model.evaluating(), _dropping_last(batches):
         for batch, n_rows in itertools.islice(rows_of_batches(batches), n_remaining):
             call("on_test_batch_begin", position.test_step)
             is_first = position.test_step == 0
-            position.count_test_step(
-                model.run_step(model.test_step, batch, n_rows, must_check=is_first)
-            )
+            returned = model.run_step(model.test_step, batch, n_rows, must_check=is_first)
+            position.count_test_step(returned)
             call("on_test_batch_end", position.test_step - 1, local)
         if not position.test_step:
             raise DataError("evaluate: expected batches, got none; give data with rows.")
@@ -460,7 +482,7 @@ def evaluation(
     callbacks: Sequence[Callback],
     verbose: int | str,
 ) -> dict[str, float]:
-    """Evaluate, for `Model.evaluate`. Collective: chief and workers."""
+    """Evaluate, for `Model.evaluate`. Collective over chief and workers."""
     call = _caller([*callbacks, Progress(verbose)], model, steps or n_batches_of(batches), verbose)
     require_end(batches, steps, "evaluate", "steps")
     model.reset_metrics()
@@ -468,9 +490,12 @@ def evaluation(
 
 
 def _caller(
-    callbacks: Sequence[Callback], model: "Model", steps: int | None, verbose: int | str
+    callbacks: Sequence[Callback],
+    model: "Model",
+    steps: int | None,
+    verbose: int | str,
 ) -> Callable[..., None]:
-    """Return what calls a hook of all callbacks, outside of fit."""
+    """Return a function that calls a hook of all callbacks, outside of fit."""
     for callback in callbacks:
         callback.set_model(model)
         callback.set_params({"epochs": 1, "steps": steps, "verbose": verbose})
@@ -483,9 +508,15 @@ def _caller(
 
 
 def prediction(
-    model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback]
+    model: "Model",
+    batches: DistributedInput,
+    steps: int | None,
+    callbacks: Sequence[Callback],
 ) -> Generator[Any, None, None]:
-    """Yield the outputs of all rows of each batch, for `Model.predict`; close it. Collective: chief and workers."""
+    """Yield the outputs of all rows of each batch, for `Model.predict`. Close the generator.
+
+    Collective over chief and workers.
+    """
     call = _caller(callbacks, model, steps or n_batches_of(batches), 0)
     require_end(batches, steps, "predict", "steps")
     call("on_predict_begin")
@@ -502,30 +533,40 @@ def prediction(
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return outputs of batches as those of all rows."""
+    """Return the outputs of batches, joined to outputs of all rows."""
     columns = zip(*map(leaves, parts), strict=True)
     return with_leaves(parts[0], [np.concatenate(column) for column in columns])
 
 
-def write_rows(strategy: Strategy, path: Any, parts: Generator[Any, None, None]) -> None:
-    """Write outputs of batches to an HDF5 file as they come, on the chief. Collective: chief and workers.
+def write_rows(
+    strategy: Strategy,
+    path: Any,
+    parts: Generator[Any, None, None],
+) -> None:
+    """Write outputs of batches to an HDF5 file as they come, on the chief. Collective over chief and workers.
 
     Args:
-        strategy: of the model.
-        path: of the file.
-        parts: what `prediction` returned; it is closed.
+        strategy: strategy of the model.
+        path: path of the file.
+        parts: generator that `prediction` returned; it is closed.
 
     Raises:
         DataError: when it cannot be written; on all ranks.
     """
-    world = strategy.world if isinstance(strategy, MultiWorkerMirroredStrategy) else None
     file = RowFile(path) if strategy.is_chief else None
     with contextlib.closing(parts), file or contextlib.nullcontext():
         for part in parts:
             named = by_name(part)
-            with world.agreed(world.role_comm) if world else contextlib.nullcontext():
+            with _agreed(strategy):
                 if file is not None:
                     file.append(named)
-        with world.agreed(world.role_comm) if world else contextlib.nullcontext():
+        with _agreed(strategy):
             if file is not None:
                 file.publish()
+
+
+def _agreed(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
+    """Return a block that fails on all ranks if it fails on one. Collective over chief and workers at its end."""
+    if isinstance(strategy, MultiWorkerMirroredStrategy):
+        return strategy.world.agreed(strategy.world.role_comm)
+    return contextlib.nullcontext()

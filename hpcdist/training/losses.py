@@ -1,4 +1,4 @@
-"""Losses by the names of Keras: of each row, on tensors, with what a name means checked against what a model returns.
+"""Losses by the names of Keras: losses of rows, on tensors. The outputs of a model are checked for what a loss expects.
 
 Source: keras/src/losses (Keras 3), whose values these are.
 """
@@ -15,17 +15,18 @@ from torch.nn import functional
 from hpcdist.errors import UsageError
 from hpcdist.strategy.base import get_replica_context, get_strategy
 
-#: Stands for no class where torch wants one to ignore, -100 by default, which would hide a wrong label.
+#: A class that no label has, for torch's `ignore_index`, which is -100 by default and would hide a wrong label.
 _NO_CLASS = -(1 << 62)
 #: Probabilities are kept this far from 0 and 1, as in Keras.
 _EPSILON = 1e-7
+#: Ways to reduce the losses of rows.
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
 #: How far the probabilities of a row may be from a sum of 1.
 _SUM_TOLERANCE = 1e-2
 
 
 class Reduction:
-    """How a loss makes one number of those of rows, as `tf.keras.losses.Reduction`."""
+    """How a loss reduces the losses of rows to one number, as `tf.keras.losses.Reduction`."""
 
     NONE = "none"
     SUM = "sum"
@@ -37,14 +38,14 @@ class Loss:
     """The base of losses: a subclass defines `call(y_true, y_pred)`, which returns one value for each row, or more.
 
     In a custom loop with several replicas use reduction NONE and `compute_average_loss`: a replica does not know the
-    rows of the others. `Model.fit` needs no reduction.
+    rows of the further replicas. `Model.fit` needs no reduction.
 
     Args:
-        reduction: "sum_over_batch_size", the mean; "sum"; or "none". In any case, or of `Reduction`.
-        name: for logs; default: that of the class, in lower case.
+        reduction: "sum_over_batch_size", the mean; "sum"; or "none". Upper case is accepted, and so is a `Reduction`.
+        name: name in logs. Default: name of the class, in snake case.
 
     Attributes:
-        from_logits: whether predictions are logits; None where that makes no difference.
+        from_logits: whether predictions are logits. None where that makes no difference.
 
     Raises:
         UsageError: for another reduction.
@@ -67,30 +68,42 @@ class Loss:
         )
 
     def counts(self, y_true: Any) -> tuple[int, int] | None:
-        """Return how many labels count, and how many there are; None: all count.
+        """Return the number of labels that count, and the number of all labels. None if all count.
 
-        A mean divides by those that count, of the whole batch. Cost: labels on a GPU are waited for.
+        A mean divides by the number of labels of the whole batch that count. Cost: labels on a GPU are waited for.
         """
         return None
 
-    def of_rows(self, y_true: Any, y_pred: Tensor, sample_weight: Any = None) -> Tensor:
+    def of_rows(
+        self,
+        y_true: Any,
+        y_pred: Tensor,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Return (rows,) losses, each multiplied by its weight; elements of a row are averaged.
 
         Labels that do not count are 0, and still a part of the average; see `counts`.
 
         Args:
-            y_true: (rows, ...) tensor or array; given one dimension of 1 more or less, it is made to fit.
+            y_true: (rows, ...) tensor or array. A last dimension of 1 is added or dropped to fit the predictions.
             y_pred: (rows, ...) predictions.
-            sample_weight: a number, or one weight for each row, or for each element of it.
+            sample_weight: a number, or one weight for each row, or for each element of a row.
 
         Raises:
             UsageError: when the shapes do not fit, or labels are not classes of the predictions.
         """
         values = self.of_elements(y_true, y_pred, sample_weight)
-        return values.flatten(1).mean(1) if values.dim() > 1 else values
+        if values.dim() > 1:
+            return values.flatten(1).mean(1)
+        return values
 
-    def of_elements(self, y_true: Any, y_pred: Tensor, sample_weight: Any = None) -> Tensor:
-        """Return what `call` returns, (rows, ...), each value multiplied by its weight; see `of_rows`."""
+    def of_elements(
+        self,
+        y_true: Any,
+        y_pred: Tensor,
+        sample_weight: Any = None,
+    ) -> Tensor:
+        """Return the (rows, ...) values of `call`, each multiplied by its weight; see `of_rows`."""
         truth = torch.as_tensor(y_true, device=y_pred.device)
         try:
             values = self.call(truth, y_pred)
@@ -103,12 +116,12 @@ class Loss:
             return values
         weights = torch.as_tensor(sample_weight, device=values.device).to(values.dtype)
         if weights.dim() in (0, values.dim()):
-            fits = weights.shape[:1] == values.shape[: weights.dim()][:1] and _may_broadcast(
-                weights, values
-            )
+            has_rows = weights.shape[:1] == values.shape[: weights.dim()][:1]
+            fits = has_rows and _may_broadcast(weights, values)
         else:
             fits = len(values) == weights.numel()
-            weights = weights.reshape(-1, *[1] * (values.dim() - 1))
+            n_elements = [1] * (values.dim() - 1)
+            weights = weights.reshape(-1, *n_elements)
         if not fits:
             raise UsageError(
                 f"{self.name}: expected a weight for each of {len(values)} rows, got {tuple(weights.shape)}; give one "
@@ -116,7 +129,12 @@ class Loss:
             )
         return values * weights
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Return the loss, reduced: a number, or with reduction NONE (rows, ...) values.
 
         Raises:
@@ -135,15 +153,18 @@ class Loss:
         counts = self.counts(y_true)
         if counts is None:
             return values.mean()
+        total = values.sum()
         n_counted, _ = counts
-        return values.sum() / n_counted if n_counted else values.sum()
+        if n_counted:
+            total = total / n_counted
+        return total
 
     def check(self, y_pred: Tensor) -> None:
         """Raise UsageError if predictions are surely not what `from_logits` says. Cost: they are read once."""
 
 
 def _may_broadcast(weights: Tensor, values: Tensor) -> bool:
-    """Return whether each size of weights is that of values, or 1."""
+    """Return whether each size of weights is equal to the size of values, or 1."""
     sizes = zip(reversed(weights.shape), reversed(values.shape), strict=False)
     return all(size in (1, whole) for size, whole in sizes)
 
@@ -170,28 +191,32 @@ class MeanAbsolutePercentageError(Loss):
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred)
-        return 100 * _mean_of_last(((truth - y_pred) / truth.abs().clamp_min(_EPSILON)).abs())
+        relative_errors = (truth - y_pred) / truth.abs().clamp_min(_EPSILON)
+        return 100 * _mean_of_last(relative_errors.abs())
 
 
 class Huber(Loss):
-    """Squared errors up to `delta`, absolute ones beyond it.
+    """Squared errors up to `delta`, absolute errors beyond it.
 
     Args:
-        delta: where it changes.
-        reduction, name: as `Loss`.
+        delta: largest error that is squared.
+        reduction, name: as for `Loss`.
     """
 
     def __init__(
-        self, delta: float = 1.0, reduction: str = "sum_over_batch_size", name: str | None = None
+        self,
+        delta: float = 1.0,
+        reduction: str = "sum_over_batch_size",
+        name: str | None = None,
     ) -> None:
         super().__init__(reduction, name)
         self.delta = delta
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
-        return _mean_of_last(
-            functional.huber_loss(y_pred, _like(y_true, y_pred), reduction="none", delta=self.delta)
-        )
+        truth = _like(y_true, y_pred)
+        values = functional.huber_loss(y_pred, truth, reduction="none", delta=self.delta)
+        return _mean_of_last(values)
 
 
 class Hinge(Loss):
@@ -201,7 +226,9 @@ class Hinge(Loss):
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred)
         is_binary = bool(((truth == 0) | (truth == 1)).all())
-        return _mean_of_last((1 - (2 * truth - 1 if is_binary else truth) * y_pred).clamp_min(0))
+        if is_binary:
+            truth = 2 * truth - 1
+        return _mean_of_last((1 - truth * y_pred).clamp_min(0))
 
 
 class KLDivergence(Loss):
@@ -218,8 +245,8 @@ class _OfProbabilities(Loss):
     """A loss of probabilities, or of logits.
 
     Args:
-        from_logits: whether predictions are logits, as of a last layer without softmax or sigmoid.
-        reduction, name: as `Loss`.
+        from_logits: whether predictions are logits, as from a last layer without softmax or sigmoid.
+        reduction, name: as for `Loss`.
     """
 
     _activation = "Softmax"
@@ -234,7 +261,7 @@ class _OfProbabilities(Loss):
         self.from_logits: bool = from_logits
 
     def _sums(self, y_pred: Tensor) -> Tensor:
-        """Return what is 1 for probabilities."""
+        """Return sums that are 1 if predictions are probabilities."""
         return y_pred.sum(-1)
 
     def check(self, y_pred: Tensor) -> None:
@@ -242,16 +269,18 @@ class _OfProbabilities(Loss):
         predictions = y_pred.detach()
         if not predictions.numel() or not bool(torch.isfinite(predictions).all()):
             return
-        is_inside = bool((predictions >= 0).all()) and bool((predictions <= 1).all())
-        are_probabilities = is_inside and bool(
-            ((self._sums(predictions) - 1).abs() < _SUM_TOLERANCE).all()
-        )
         low = float(predictions.min())
         high = float(predictions.max())
+        are_probabilities = False
+        flaw = ""
+        if low >= 0 and high <= 1:
+            deviations = (self._sums(predictions) - 1).abs()
+            are_probabilities = bool((deviations < _SUM_TOLERANCE).all())
+            flaw = " that do not add up to 1"
         if not self.from_logits and not are_probabilities:
             raise UsageError(
                 f"{self.name}: expected probabilities, as it was made with from_logits=False, got outputs from "
-                f"{low:.3g} to {high:.3g}{'' if not is_inside else ' that do not add up to 1'}; use "
+                f"{low:.3g} to {high:.3g}{flaw}; use "
                 f"{_class_name(self)}(from_logits=True), or end the model with {self._activation}."
             )
         if self.from_logits and are_probabilities and self._can_tell(predictions):
@@ -262,17 +291,17 @@ class _OfProbabilities(Loss):
             )
 
     def _can_tell(self, y_pred: Tensor) -> bool:
-        """Return whether what looks like probabilities can hardly be logits."""
+        """Return whether predictions that look like probabilities can hardly be logits."""
         return y_pred.shape[-1] > 1
 
 
 class BinaryCrossentropy(_OfProbabilities):
-    """The cross-entropy of predictions with truths of 0 and 1; of rows with several, their mean.
+    """The cross-entropy of predictions with truths of 0 and 1; the mean over the truths of a row.
 
     Args:
-        from_logits: whether predictions are logits, as of a last layer without sigmoid.
-        label_smoothing: how far truths are moved to 1/2, from 0 to 1.
-        reduction, name: as `Loss`.
+        from_logits: whether predictions are logits, as from a last layer without sigmoid.
+        label_smoothing: fraction by which truths are moved to 1/2, from 0 to 1.
+        reduction, name: as for `Loss`.
     """
 
     _activation = "Sigmoid"
@@ -292,11 +321,12 @@ class BinaryCrossentropy(_OfProbabilities):
         truth = _like(y_true, y_pred)
         truth = truth * (1 - self.label_smoothing) + 0.5 * self.label_smoothing
         if self.from_logits:
-            return _mean_of_last(
-                functional.binary_cross_entropy_with_logits(y_pred, truth, reduction="none")
-            )
+            values = functional.binary_cross_entropy_with_logits(y_pred, truth, reduction="none")
+            return _mean_of_last(values)
         probabilities = y_pred.clamp(_EPSILON, 1 - _EPSILON)
-        return _mean_of_last(-truth * probabilities.log() - (1 - truth) * (1 - probabilities).log())
+        loss_of_ones = -truth * probabilities.log()
+        log_likelihood_of_zeros = (1 - truth) * (1 - probabilities).log()
+        return _mean_of_last(loss_of_ones - log_likelihood_of_zeros)
 
     def _sums(self, y_pred: Tensor) -> Tensor:
         return torch.ones_like(y_pred)  # any number from 0 to 1 is a probability
@@ -310,8 +340,8 @@ class CategoricalCrossentropy(_OfProbabilities):
 
     Args:
         from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
-        label_smoothing: how far truths are moved to 1/classes, from 0 to 1.
-        reduction, name: as `Loss`.
+        label_smoothing: fraction by which truths are moved to 1/classes, from 0 to 1.
+        reduction, name: as for `Loss`.
     """
 
     def __init__(
@@ -332,12 +362,12 @@ class CategoricalCrossentropy(_OfProbabilities):
 
 
 class SparseCategoricalCrossentropy(_OfProbabilities):
-    """The cross-entropy of (rows, ..., classes) predictions with the given classes, (rows, ...) or (rows, ..., 1).
+    """The cross-entropy of (rows, ..., classes) predictions with classes as labels, (rows, ...) or (rows, ..., 1).
 
     Args:
         from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
-        ignore_class: labels of this class count neither in the sum nor in what a mean divides by; None: all count.
-        reduction, name: as `Loss`.
+        ignore_class: class whose labels count neither in the sum nor in the divisor of a mean. None if all count.
+        reduction, name: as for `Loss`.
     """
 
     def __init__(
@@ -351,7 +381,7 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
         self.ignore_class = ignore_class
 
     def counts(self, y_true: Any) -> tuple[int, int] | None:
-        """Return how many labels are not ignored, and how many there are; None where none is ignored."""
+        """Return the number of labels that are not ignored, and of all labels. None if no class is ignored."""
         if self.ignore_class is None:
             return None
         labels = torch.as_tensor(y_true)
@@ -360,9 +390,16 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
         classes = self._classes(y_true, y_pred)
-        logs = y_pred if self.from_logits else _log_probabilities(y_pred, False)
-        ignored = _NO_CLASS if self.ignore_class is None else self.ignore_class
-        formula = functional.cross_entropy if self.from_logits else functional.nll_loss
+        formula: Callable[..., Tensor]
+        if self.from_logits:
+            logs = y_pred
+            formula = functional.cross_entropy
+        else:
+            logs = _log_probabilities(y_pred, False)
+            formula = functional.nll_loss
+        ignored = _NO_CLASS
+        if self.ignore_class is not None:
+            ignored = self.ignore_class
         if logs.dim() == 2:  # each reshape would be a node of the graph
             return formula(logs, classes, reduction="none", ignore_index=ignored)
         flat_logs = logs.reshape(-1, logs.shape[-1])
@@ -380,7 +417,7 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
 
 
 class _OfTorch(Loss):
-    """A loss of torch, such as torch.nn.CrossEntropyLoss, whose arguments are the other way round."""
+    """A loss of torch, such as torch.nn.CrossEntropyLoss, whose arguments are in reverse order."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("sum_over_batch_size", snake_case(type(module).__name__))
@@ -398,10 +435,11 @@ class _OfTorch(Loss):
 
 
 class _OfFunction(Loss):
-    """A function of (y_true, y_pred) that returns a loss for each row, or elements of them."""
+    """A function of (y_true, y_pred) that returns a loss for each row, or for each element of a row."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(name=getattr(function, "__name__", snake_case(type(function).__name__)))
+        kind = snake_case(type(function).__name__)
+        super().__init__(name=getattr(function, "__name__", kind))
         self._function = function
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
@@ -432,10 +470,10 @@ NAMED: dict[str, Callable[[], Loss]] = {
 
 
 def get(loss: Any) -> Loss:
-    """Return the loss that is given by name, as a `Loss`, a loss module of torch, or a function (y_true, y_pred).
+    """Return a loss by its name, or as a `Loss`, a loss module of torch, or a function (y_true, y_pred).
 
     Raises:
-        UsageError: for an unknown name, which lists close ones; for anything else.
+        UsageError: for an unknown name, with a list of close ones; for an object of another kind.
     """
     if getattr(loss, "reduction", None) == "sum":
         raise UsageError(
@@ -457,7 +495,12 @@ def get(loss: Any) -> Loss:
 
 
 def named(name: str, table: dict[str, Any], kind: str) -> Any:
-    """Return what has a name, in the spelling of Keras: its class too, such as "MeanSquaredError".
+    """Return the entry of a table under a name, in the spelling of Keras, or under the name of its class.
+
+    Args:
+        name: name such as "mean_squared_error", or "MeanSquaredError".
+        table: entries by name.
+        kind: kind of the entries, for messages.
 
     Raises:
         UsageError: for an unknown name; lists close ones.
@@ -494,10 +537,14 @@ def _like(y_true: Tensor, y_pred: Tensor) -> Tensor:
 
 def _mean_of_last(values: Tensor) -> Tensor:
     """Return the mean over the last dimension; (rows,) unchanged."""
-    return values.mean(-1) if values.dim() > 1 else values
+    if values.dim() > 1:
+        return values.mean(-1)
+    return values
 
 
 def _log_probabilities(y_pred: Tensor, are_logits: bool) -> Tensor:
+    """Return the logarithms of probabilities, which are logits, or are divided by their sum."""
     if are_logits:
         return functional.log_softmax(y_pred, -1)
-    return (y_pred / y_pred.sum(-1, keepdim=True)).clamp(_EPSILON, 1 - _EPSILON).log()
+    probabilities = y_pred / y_pred.sum(-1, keepdim=True)
+    return probabilities.clamp(_EPSILON, 1 - _EPSILON).log()

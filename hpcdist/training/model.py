@@ -44,12 +44,12 @@ logger = logging.getLogger("hpcdist")
 
 
 class Piece(NamedTuple):
-    """What is computed at once of a replica's part of a batch.
+    """The rows of a replica's part of a batch that are computed at once.
 
     Attributes:
-        share: of the losses that count once in a step.
-        n_rows: rows of the whole part; None: those at hand.
-        counts: of losses that leave out some labels: those of the batch of all replicas; None: not counted yet.
+        share: fraction of the losses that count once in a step, such as losses of regularizers.
+        n_rows: number of rows of the whole part. None if this piece is the whole part.
+        counts: for losses that leave out some labels, `Objective.counts` over all replicas. None if not counted yet.
     """
 
     share: float = 1.0
@@ -75,7 +75,7 @@ class _StepState:
 
 
 _WHOLE = Piece()
-#: The piece that this replica computes; replicas of a rank take turns, each with a context of its own.
+#: The piece that this replica computes. Replicas of a rank take turns, and each has a separate context.
 _piece: ContextVar[Piece] = ContextVar("piece", default=_WHOLE)
 #: Whether `Model.step` lets the optimizer of this replica step.
 _is_stepping: ContextVar[bool] = ContextVar("is_stepping", default=False)
@@ -84,27 +84,27 @@ _is_stepping: ContextVar[bool] = ContextVar("is_stepping", default=False)
 class Model(nn.Module):
     """A module that trains, evaluates and predicts on all replicas of a strategy.
 
-    It belongs to the strategy in whose scope it is made, and enters that by itself. Pass a module, or write a subclass
-    with `forward`; `train_step`, `test_step` and `predict_step` may be overridden, and run on each replica.
+    It belongs to the strategy in whose scope it is made, and enters that scope by itself. Pass a module, or write a
+    subclass with `forward`; `train_step`, `test_step` and `predict_step` may be overridden, and run on each replica.
 
     >>> with strategy.scope():
     ...     model = hpcdist.Model(torch.nn.Sequential(torch.nn.Linear(64, 10), torch.nn.Softmax(-1)))
     ...     model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     >>> model.fit(x, y, batch_size=64, epochs=3)
 
-    fit, evaluate and predict are collective: chief and workers, with the same arguments.
+    fit, evaluate and predict are collective over chief and workers, with the same arguments.
 
     Args:
-        module: what it computes; None in a subclass.
-        name: for messages and `summary`; default: that of the class.
+        module: module to train. None in a subclass.
+        name: name in messages and in `summary`. Default: name of the module's class.
 
     Attributes:
-        strategy: where it was made.
-        optimizer: after `compile`.
-        stop_training: fit ends after this batch or epoch where any rank has set it.
-        history: of the last fit, or of the one in progress.
-        n_steps_of_epoch: steps of the last epoch that was completed.
-        loss_scale: of float16; None without.
+        strategy: strategy in whose scope the model was made.
+        optimizer: optimizer of the parameters. None before `compile`.
+        stop_training: whether fit ends after this batch or epoch. It suffices that one rank sets it.
+        history: logs of the last fit, or of the fit in progress.
+        n_steps_of_epoch: number of steps of the last epoch that was completed.
+        loss_scale: loss scale of float16. None without float16.
     """
 
     def __init__(self, module: nn.Module | None = None, name: str | None = None) -> None:
@@ -139,7 +139,7 @@ class Model(nn.Module):
 
     @property
     def net(self) -> nn.Module:
-        """The module that was given; the model itself where it is a subclass without one."""
+        """The module that the model was made of; the model itself where it is a subclass without a module."""
         is_wrapper = (
             list(self._modules) == ["module"] and not self._parameters and not self._buffers
         )
@@ -153,7 +153,7 @@ class Model(nn.Module):
             )
         return (self._compiled_modules or [self.module])[0](*args, **kwargs)
 
-    # -- what it trains with ----------------------------------------------------------------------------------------
+    # -- compile, metrics, learning rate ----------------------------------------------------------------------------
 
     def compile(  # noqa: PLR0913  Keras' names
         self,
@@ -170,30 +170,31 @@ class Model(nn.Module):
         dtype_policy: str = "float32",
         run_eagerly: bool | None = None,
     ) -> None:
-        """Say how to train; inside or outside of the strategy's scope.
+        """Set how to train; inside or outside of the strategy's scope.
 
         Args:
-            optimizer: of torch; a function of the parameters that makes one, such as a class of torch.optim; or a name,
-                which means the formula and the defaults of Keras.
+            optimizer: an optimizer of torch; a function of the parameters that makes one, such as a class of
+                torch.optim; or a name, which means the formula and the defaults of Keras.
             loss: a name; a Loss of `hpcdist.losses`; a loss module of torch; or a function (y_true, y_pred) that
                 returns a loss for each row. By name it takes probabilities, as in Keras: for logits give
-                `SparseCategoricalCrossentropy(from_logits=True)`. A list or dict of them where the model returns one.
+                `SparseCategoricalCrossentropy(from_logits=True)`. A list or dict of losses where the model returns
+                a list or dict.
             metrics: names, Metrics, metrics of torchmetrics, or functions (y_true, y_pred); a list, or a list or dict
                 of lists where the model returns several outputs.
-            loss_weights: of several losses, a list or dict of them.
+            loss_weights: list or dict of the weights of several losses.
             weighted_metrics: metrics that take sample weights into account.
             jit_compile: whether torch.compile compiles the module.
-            steps_per_execution: callbacks act after this many steps.
-            global_clipnorm: summed gradients are scaled so that the norm of all of them is at most this.
-            gradient_accumulation_steps: each replica computes its part of a batch in this many pieces, one after
-                another, for batches that do not fit into memory. Gradients are those of the whole batch, but for layers
-                that look at the batch, such as BatchNorm, which see a piece; they are summed over replicas once.
+            steps_per_execution: number of steps after which callbacks act.
+            global_clipnorm: largest norm of all gradients together. Summed gradients are scaled down to it.
+            gradient_accumulation_steps: number of pieces in which each replica computes its part of a batch, one after
+                another, for batches that do not fit into memory. Gradients are over the whole batch, but for layers
+                that look at the batch, such as BatchNorm, which see a piece. They are summed over replicas once.
             dtype_policy: "mixed_bfloat16" or "mixed_float16": layers compute in half precision, by torch.autocast;
                 parameters, outputs and losses are float32. For float16 losses are scaled; see `LossScale`.
             run_eagerly: accepted and ignored.
 
         Raises:
-            UsageError: for an unknown name, which lists close ones; for something else than these.
+            UsageError: for an unknown name, with a list of close ones; for an argument of another kind.
         """
         self.compiled_with = {
             "loss": loss,
@@ -221,7 +222,9 @@ class Model(nn.Module):
                 f"compile: expected global_clipnorm above 0, got {global_clipnorm!r}; leave it out."
             )
         self._half = dtype_of(dtype_policy)
-        self.loss_scale = LossScale() if self._half == torch.float16 else None
+        self.loss_scale = None
+        if self._half == torch.float16:
+            self.loss_scale = LossScale()
         self._require_applicable(global_clipnorm, gradient_accumulation_steps)
         if jit_compile and self.net is self:
             raise UsageError(
@@ -243,16 +246,20 @@ class Model(nn.Module):
         if self._changes_gradients and not self._watches_steps:
             self._watches_steps = True
             weakref.finalize(self, torch_hooks.before_any_step(self._require_own_step).remove)
-        self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
+        self._compiled_modules = []
+        if jit_compile:
+            self._compiled_modules = [torch.compile(self.net)]
 
     def _require_applicable(self, global_clipnorm: float | None, n_pieces: int) -> None:
-        """Raise UsageError for options that this strategy, this model or a train_step of its own does not have."""
+        """Raise UsageError for options that do not go with the strategy, the model or an overridden train_step."""
         is_half = self.loss_scale is not None
-        if isinstance(self.strategy, ParameterServerStrategy) and (
-            is_half or global_clipnorm is not None
-        ):
-            option = "mixed_float16" if is_half else "global_clipnorm"
-            cure = "take mixed_bfloat16" if is_half else "leave it out"
+        needs_sums = is_half or global_clipnorm is not None
+        if needs_sums and isinstance(self.strategy, ParameterServerStrategy):
+            option = "global_clipnorm"
+            cure = "leave it out"
+            if is_half:
+                option = "mixed_float16"
+                cure = "take mixed_bfloat16"
             raise UsageError(
                 f"compile: expected no {option} with parameter servers, where no worker knows the sums of gradients, "
                 f"got it; {cure}."
@@ -264,12 +271,12 @@ class Model(nn.Module):
             )
         if n_pieces > 1 and type(self).train_step is not Model.train_step:
             raise UsageError(
-                "compile: expected no gradient_accumulation_steps for a model with a train_step of its own, got it; "
-                "accumulate there, with self.strategy.no_sync()."
+                "compile: expected no gradient_accumulation_steps for a model with a train_step of "
+                "its own, got it; accumulate there, with self.strategy.no_sync()."
             )
-        if global_clipnorm is not None and any(
-            getattr(layer, "sparse", False) for layer in self.modules()
-        ):
+        if global_clipnorm is None:
+            return
+        if any(getattr(layer, "sparse", False) for layer in self.modules()):
             raise UsageError(
                 "compile: expected dense gradients with global_clipnorm, got a layer made with sparse=True; leave one "
                 "of them out."
@@ -278,12 +285,10 @@ class Model(nn.Module):
     @property
     def metrics(self) -> list[Any]:
         """The metrics that fit and evaluate reset, read and save: of `compile`; a subclass may return its own."""
-        compiled = self._objective
-        return (
-            []
-            if compiled is None
-            else [compiled.total, *(named_metric.metric for named_metric in compiled.metrics)]
-        )
+        objective = self._objective
+        if objective is None:
+            return []
+        return [objective.total, *(named_metric.metric for named_metric in objective.metrics)]
 
     @property
     def metrics_names(self) -> list[str]:
@@ -292,26 +297,28 @@ class Model(nn.Module):
 
     def named_metrics(self) -> Mapping[str, Any]:
         """Return the metrics by their names in logs."""
-        return {} if self._objective is None else self._objective.by_name(self.metrics)
+        if self._objective is None:
+            return {}
+        return self._objective.by_name(self.metrics)
 
     def direction_of(self, name: str) -> str | None:
         """Return "max" or "min", whichever is the best value of a log; None where that is not known."""
-        return (
-            "min"
-            if name == "loss" or name.endswith("_loss")
-            else named_metrics.direction_of(self.named_metrics().get(name))
-        )
+        if name == "loss" or name.endswith("_loss"):
+            return "min"
+        return named_metrics.direction_of(self.named_metrics().get(name))
 
     @property
     def learning_rate(self) -> float:
-        """That of the optimizer's first group; setting it scales the others in proportion."""
+        """The rate of the optimizer's first group; setting it scales the rates of further groups in proportion."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
         before = self.learning_rate
         for group in self.optimizer.param_groups:
-            new_rate = rate if group["lr"] == before or not before else group["lr"] * rate / before
+            new_rate = rate
+            if before and group["lr"] != before:
+                new_rate = group["lr"] * rate / before
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(new_rate)
             else:
@@ -336,13 +343,13 @@ class Model(nn.Module):
         """Add regularizer(parameter) to the loss of each step, once for all replicas.
 
         Args:
-            regularizer: such as `hpcdist.regularizers.L2(1e-4)`.
-            parameter: such as `module.weight`.
+            regularizer: function of a parameter, such as `hpcdist.regularizers.L2(1e-4)`.
+            parameter: parameter to regularize, such as `module.weight`.
         """
         self._regularizers.append((regularizer, parameter))
 
     def add_loss(self, loss: Any) -> None:
-        """Add a loss to those of this step, from `forward`; or, given a function without arguments, to every step's.
+        """Add a loss to the losses of this step, from `forward`. A function without arguments is added to every step.
 
         It counts as a regularization: its mean over the replicas.
         """
@@ -350,12 +357,12 @@ class Model(nn.Module):
 
     @property
     def regularizers(self) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
-        """What `add_regularizer` was given."""
+        """The regularizers and parameters that `add_regularizer` was called with."""
         return list(self._regularizers)
 
     @property
     def has_added_losses(self) -> bool:
-        """Whether `add_loss` was given a function, for every step."""
+        """Whether `add_loss` was called with a function, for every step."""
         return any(map(callable, self._added_losses))
 
     @property
@@ -364,11 +371,17 @@ class Model(nn.Module):
         added = [loss() if callable(loss) else loss for loss in self._added_losses]
         return [*(make(parameter) for make, parameter in self._regularizers), *added]
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def compute_loss(
+        self,
+        x: Any,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Return this replica's part of the loss of a step: the parts of all replicas add up to the mean over all rows.
 
-        It is added to the metric "loss", the mean over the rows of an epoch. Collective where a loss leaves out labels
-        (`ignore_class`): all replicas count them together, those without rows, too.
+        It is added to the metric "loss", the mean over the rows of an epoch. Collective over all replicas where a loss
+        leaves out labels (`ignore_class`), as they count labels together, also without rows.
 
         Raises:
             UsageError: when outputs, labels and losses do not fit together.
@@ -377,28 +390,33 @@ class Model(nn.Module):
         piece = _piece.get()
         counts = self._counts_of(y) if piece.counts is None else piece.counts
         rows = objective.loss_of_rows(y, y_pred, sample_weight, self._step_state.must_check, counts)
-        extra_losses = self.losses if self._regularizers or self._added_losses else []
-        extra = (
-            torch.stack([torch.as_tensor(loss).sum() for loss in extra_losses]).sum()
-            if extra_losses
-            else None
-        )
-        objective.total.update_state(
-            rows.detach() if extra is None else rows.detach() + extra.detach()
-        )
+        extra_losses: list[Tensor] = []
+        if self._regularizers or self._added_losses:
+            extra_losses = self.losses
+        extra = None
+        if extra_losses:
+            extra = torch.stack([torch.as_tensor(loss).sum() for loss in extra_losses]).sum()
+        counted_rows = rows.detach()
+        if extra is not None:
+            counted_rows = counted_rows + extra.detach()
+        objective.total.update_state(counted_rows)
         if self.strategy.is_averaging:
-            return (rows.mean() if len(rows) else rows.sum()) + (0 if extra is None else extra)
+            mean = rows.mean() if len(rows) else rows.sum()
+            return mean + (0 if extra is None else extra)
         # asynchronous workers, too, push their part of a round
         n_replicas = self.strategy.n_replicas
-        global_rows = self._step_state.global_rows
-        n_rows = (piece.n_rows or len(rows)) * n_replicas if global_rows is None else global_rows
+        n_rows = self._step_state.global_rows
+        if n_rows is None:
+            n_rows = (piece.n_rows or len(rows)) * n_replicas
         total: Tensor = compute_average_loss(rows, global_batch_size=n_rows)
-        return total if extra is None else total + extra * piece.share / n_replicas
+        if extra is not None:
+            total = total + extra * piece.share / n_replicas
+        return total
 
     def _counts_of(self, y: Any) -> Mapping[Any, tuple[float, float]]:
         """Return how many labels of a batch count for each loss that leaves out some; see `Objective.counts`.
 
-        Collective if a loss does: all replicas.
+        Collective over all replicas if a loss leaves out some labels.
 
         Raises:
             UsageError: on parameter servers, whose workers do not see each other's batches.
@@ -415,13 +433,18 @@ class Model(nn.Module):
                 f"{self.name}: expected no ignore_class with parameter servers, where no worker knows how many labels "
                 f"of the others count, got it; give these labels a sample_weight of 0."
             )
-        of_replica = torch.tensor(list(counts.values()), dtype=torch.float64)
-        return dict(zip(counts, replica.all_reduce(ReduceOp.SUM, of_replica).tolist(), strict=True))
+        replica_counts = torch.tensor(list(counts.values()), dtype=torch.float64)
+        global_counts = replica.all_reduce(ReduceOp.SUM, replica_counts)
+        return dict(zip(counts, global_counts.tolist(), strict=True))
 
     def compute_metrics(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+        self,
+        x: Any,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
     ) -> Mapping[str, Any]:
-        """Update the metrics by the rows of this replica; return them, to be read when somebody asks."""
+        """Update the metrics by the rows of this replica; return the metrics, each computed when it is read."""
         self.require_compiled("compute_metrics").update_metrics(y, y_pred, sample_weight)
         return Results(self.named_metrics)
 
@@ -434,31 +457,42 @@ class Model(nn.Module):
             data: x, (x, y) or (x, y, sample_weight).
 
         Returns:
-            Metrics by name, or values of this step that are no metrics: their mean over replicas at the last step of an
-            epoch goes to the logs.
+            Metrics by name, or values of this step that are no metrics. The mean over replicas of such values at the
+            last step of an epoch goes to the logs.
         """
         self.optimizer.zero_grad()
         x, y, weight = inputs.unpack(data)
-        logs = (
-            self._train_on_piece(x, y, weight)
-            if self._n_pieces == 1
-            else self._train_in_pieces(x, y, weight)
-        )
+        train = self._train_on_piece
+        if self._n_pieces > 1:
+            train = self._train_in_pieces
+        logs = train(x, y, weight)
         self.step()
         return logs
 
-    def _train_in_pieces(self, x: Any, y: Any, weight: Any) -> Mapping[str, Any]:
-        *first, last = inputs.pieces((x, y, weight), self._n_pieces)
-        token = _piece.set(Piece(1 / (len(first) + 1), len(leaves(x)[0]), self._counts_of(y)))
+    def _train_in_pieces(
+        self,
+        x: Any,
+        y: Any,
+        weight: Any,
+    ) -> Mapping[str, Any]:
+        *first_pieces, last_piece = inputs.pieces((x, y, weight), self._n_pieces)
+        share = 1 / (len(first_pieces) + 1)
+        n_rows = len(leaves(x)[0])
+        token = _piece.set(Piece(share, n_rows, self._counts_of(y)))
         try:
-            for piece in first:
+            for piece in first_pieces:
                 with self.strategy.no_sync():
                     self._train_on_piece(*piece)
-            return self._train_on_piece(*last)
+            return self._train_on_piece(*last_piece)
         finally:
             _piece.reset(token)
 
-    def _train_on_piece(self, x: Any, y: Any, weight: Any) -> Mapping[str, Any]:
+    def _train_on_piece(
+        self,
+        x: Any,
+        y: Any,
+        weight: Any,
+    ) -> Mapping[str, Any]:
         y_pred = self.call_with(x)
         self.backward(self.compute_loss(x, y, y_pred, weight))
         return self.compute_metrics(x, y, y_pred, weight)
@@ -466,12 +500,16 @@ class Model(nn.Module):
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of a loss, in a train_step of your own: scaled, where float16 needs it."""
         self._step_state.has_own_call = True
-        torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.scale
+        torch.autograd.backward(loss)
 
     def step(self) -> None:
         """Let the optimizer step, in a train_step of your own, after `backward`: on clipped gradients, if asked for."""
         self._step_state.has_own_call = True
-        parameters = self.trainable_variables if self._changes_gradients else []
+        parameters: list[nn.Parameter] = []
+        if self._changes_gradients:
+            parameters = self.trainable_variables
         if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
             return  # an overflow, which all ranks see
         if self._global_clipnorm is not None:
@@ -504,7 +542,7 @@ class Model(nn.Module):
 
     @staticmethod
     def unpack(data: Any) -> tuple[Any, Any, Any]:
-        """Return x, y and sample_weight of what a step gets, as tensors; None for what is missing."""
+        """Return x, y and sample_weight of the argument of a step, as tensors; None for a missing part."""
         return inputs.unpack(data)
 
     def test_step(self, data: Any) -> Mapping[str, Any]:
@@ -540,7 +578,9 @@ class Model(nn.Module):
             raise explanation from error
         if is_empty:
             outputs = map_nest(lambda leaf: leaf[:0], outputs)
-        return map_nest(as_float32, outputs) if half else outputs
+        if half:
+            outputs = map_nest(as_float32, outputs)
+        return outputs
 
     def _call_on(self, x: Any) -> Any:
         if isinstance(x, (tuple, list)):
@@ -552,7 +592,9 @@ class Model(nn.Module):
     @property
     def _device(self) -> torch.device:
         parameter = _first_parameter(self)
-        return self.strategy.device if parameter is None else parameter.device
+        if parameter is None:
+            return self.strategy.device
+        return parameter.device
 
     def run_step(
         self,
@@ -561,13 +603,13 @@ class Model(nn.Module):
         global_rows: int | None,
         must_check: bool = False,
     ) -> Any:
-        """Run one of the steps above on every replica of this rank; return what it returns.
+        """Run train_step, test_step or predict_step on every replica of this rank; return its result.
 
         Args:
-            step: of one replica.
-            batch: of this rank.
-            global_rows: of all replicas together; None where each knows its own only.
-            must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
+            step: step of one replica.
+            batch: batch of this rank.
+            global_rows: number of rows of all replicas together. None if each replica knows only its rows.
+            must_check: whether outputs are checked, such as for probabilities where logits are expected.
         """
         state = self._step_state
         state.global_rows = global_rows
@@ -619,17 +661,17 @@ class Model(nn.Module):
             batch_size: rows of a batch of all replicas together, for arrays; default 32.
             epochs: number of the last epoch + 1.
             verbose: 0: nothing; 1: a bar; 2: a line for each epoch; "auto": a bar on a terminal, else lines.
-            callbacks: see `hpcdist.callbacks`.
-            validation_split: of arrays, the last rows are for validation.
+            callbacks: one callback, or a sequence of them; see `hpcdist.callbacks`.
+            validation_split: fraction of the rows of arrays, from their end, that are for validation.
             validation_data: (x, y), (x, y, sample_weight) or a dataset.
             shuffle: whether arrays are read in a new random order in every epoch.
             class_weight: class -> weight of its rows.
-            sample_weight: a weight for each row of arrays.
-            initial_epoch: where to begin.
-            steps_per_epoch: steps of an epoch; default: all of the data. The next epoch goes on where it ended.
+            sample_weight: weight of each row of arrays.
+            initial_epoch: number of the first epoch, from 0.
+            steps_per_epoch: steps of an epoch; default: all of the data. The next epoch resumes where it ended.
             validation_steps: batches of a validation; default: all of the data.
-            validation_batch_size: for arrays; default: batch_size.
-            validation_freq: validate every N epochs, or after these epochs, counted from 1.
+            validation_batch_size: rows of a batch of a validation, for arrays; default: batch_size.
+            validation_freq: number of epochs between validations, or the epochs that end with one, counted from 1.
 
         Raises:
             UsageError: before `compile`; for arguments that do not fit together. DataError: for data without rows.
@@ -638,30 +680,22 @@ class Model(nn.Module):
         milliseconds; nothing is sent for metrics before an epoch ends.
         """
         self.require_compiled("fit")
-        if (
-            isinstance(self.strategy, ParameterServerStrategy)
-            and self.strategy.world.coordinator is not None
-        ):
+        strategy = self.strategy
+        if isinstance(strategy, ParameterServerStrategy) and strategy.world.coordinator is not None:
             raise UsageError(
                 "fit: expected every worker to run the program, got workers that serve; schedule steps by a "
                 "ClusterCoordinator, or let workers call fit in place of Server.join()."
             )
-        launcher = launcher_of(read_environment()) if type(self.strategy) is Strategy else None
-        if launcher is not None and launcher.size > 1:
-            logger.warning(
-                "fit: %s was made outside of every strategy.scope(): each of %d ranks trains a model of its own; make "
-                "it in the scope of a strategy.",
-                self.name,
-                launcher.size,
-            )
+        if type(strategy) is Strategy:
+            self._warn_of_several_ranks()
         if epochs < initial_epoch or epochs < 0:
             raise UsageError(
                 f"fit: expected epochs of at least initial_epoch, got {epochs} and {initial_epoch}; epochs count "
                 f"from 0."
             )
-        self._class_weights = (
-            None if class_weight is None else inputs.table_of_classes(class_weight)
-        )
+        self._class_weights = None
+        if class_weight is not None:
+            self._class_weights = inputs.table_of_classes(class_weight)
         if validation_split:
             if validation_data is not None or not (is_nest(x) or hasattr(x, "shape")):
                 raise UsageError(
@@ -700,23 +734,33 @@ class Model(nn.Module):
                 self._is_fitting = False
         return self.history
 
+    def _warn_of_several_ranks(self) -> None:
+        """Log a warning if a model without a strategy is trained by each rank of a launcher."""
+        launcher = launcher_of(read_environment())
+        if launcher is not None and launcher.size > 1:
+            logger.warning(
+                "fit: %s was made outside of every strategy.scope(): each of %d ranks trains a model of "
+                "its own; make it in the scope of a strategy.",
+                self.name,
+                launcher.size,
+            )
+
     def _validation(self, validation_data: Any, batch_size: int | None) -> Any:
+        """Return the batches to validate on. None without validation."""
         if validation_data is None:
             return None
-        parts = (
-            validation_data if isinstance(validation_data, (tuple, list)) else (validation_data,)
-        )
+        parts = validation_data
+        if not isinstance(validation_data, (tuple, list)):
+            parts = (validation_data,)
         if len(parts) > 3:
             raise UsageError(
                 f"fit: expected validation_data of (x, y) or (x, y, sample_weight), got {len(parts)} parts; "
                 f"leave out the others."
             )
-        is_dataset = len(parts) == 1
+        if len(parts) == 1:  # a dataset, which has batches already
+            batch_size = None
         return inputs.distribute(
-            self.strategy,
-            *parts,
-            batch_size=None if is_dataset else batch_size,
-            call="validation_data",
+            self.strategy, *parts, batch_size=batch_size, call="validation_data"
         )
 
     def evaluate(  # noqa: PLR0913  Keras' names
@@ -748,15 +792,19 @@ class Model(nn.Module):
                 self.strategy, x, y, sample_weight, batch_size=batch_size, call="evaluate"
             )
             # an evaluation in a hook of fit leaves what metrics have seen in the epoch as it is
-            seen = [metric.state_dict() for metric in self.metrics] if self._is_fitting else []
+            states_of_fit: list[dict[str, Any]] = []
+            if self._is_fitting:
+                states_of_fit = [metric.state_dict() for metric in self.metrics]
             logs = evaluation(self, batches, steps, as_callbacks(callbacks), verbose)
-            for metric, state in zip(self.metrics, seen, strict=self._is_fitting):
+            for metric, state in zip(self.metrics, states_of_fit, strict=self._is_fitting):
                 metric.reset_state()
                 metric.load_state_dict(state)
         if return_dict:
             return logs
         values = list(logs.values())
-        return values[0] if len(values) == 1 else values
+        if len(values) == 1:
+            return values[0]
+        return values
 
     def predict(
         self,
@@ -778,24 +826,23 @@ class Model(nn.Module):
             steps: batches; default: all of the data.
             output_file: path of an HDF5 file that the chief writes in place of returning arrays, batch by batch, so
                 that no rank holds all of them: the dataset "predictions", or one under the key of each output,
-                "predictions_0" and so on for those of a list. It is there once it is whole.
+                "predictions_0" and so on for a list of outputs. The file appears once it is whole.
 
         Raises:
             DataError: for data without rows; when the file cannot be written; on all ranks.
 
-        With AutoShardPolicy FILE or OFF, and of a stream that workers read, the order is that of the replicas' parts;
-        with OFF each row comes once for each replica.
+        With AutoShardPolicy FILE or OFF, and for a stream that workers read, rows come in the order of the replicas'
+        parts; with OFF each row comes once for each replica.
 
         Cost: every rank receives the outputs of all.
         """
         with self.strategy.scope():
             batches = inputs.distribute(self.strategy, x, batch_size=batch_size, call="predict")
             parts = prediction(self, batches, steps, as_callbacks(callbacks))
-            return (
-                joined(list(parts))
-                if output_file is None
-                else write_rows(self.strategy, output_file, parts)
-            )
+            if output_file is None:
+                return joined(list(parts))
+            write_rows(self.strategy, output_file, parts)
+            return None
 
     def train_on_batch(
         self,
@@ -806,28 +853,38 @@ class Model(nn.Module):
     ) -> dict[str, float]:
         """Train on one global batch; return the logs of that batch alone.
 
-        Collective: chief and workers, with the same rows.
+        Collective over chief and workers, with the same rows.
         """
         self.require_compiled("train_on_batch")
         self.train()
         return self._on_batch(self.train_step, x, y, sample_weight, class_weight)
 
-    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, float]:
-        """Evaluate one global batch; return its logs. Collective: chief and workers, with the same rows."""
+    def test_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+    ) -> dict[str, float]:
+        """Evaluate one global batch; return its logs. Collective over chief and workers, with the same rows."""
         self.require_compiled("test_on_batch")
         with self.evaluating():
             return self._on_batch(self.test_step, x, y, sample_weight, None)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """Return the outputs for one global batch, as numpy arrays. Collective: chief and workers."""
+        """Return the outputs for one global batch, as numpy arrays. Collective over chief and workers."""
         return self.predict(x, batch_size=len(leaves(x)[0]), verbose=0)
 
     def _on_batch(
-        self, step: Any, x: Any, y: Any, weight: Any, class_weight: dict[int, float] | None
+        self,
+        step: Any,
+        x: Any,
+        y: Any,
+        weight: Any,
+        class_weight: dict[int, float] | None,
     ) -> dict[str, float]:
-        self._class_weights = (
-            None if class_weight is None else inputs.table_of_classes(class_weight)
-        )
+        self._class_weights = None
+        if class_weight is not None:
+            self._class_weights = inputs.table_of_classes(class_weight)
         with self.strategy.scope():
             rows = len(leaves(x)[0])
             batches = inputs.distribute(
@@ -842,7 +899,7 @@ class Model(nn.Module):
     # -- for loops and callbacks --------------------------------------------------------------------------------------
 
     def reset_metrics(self) -> None:
-        """Reset the metrics. Collective: chief and workers."""
+        """Reset the metrics. Collective over chief and workers."""
         for metric in self.metrics:
             metric.reset_state()
 
@@ -853,11 +910,14 @@ class Model(nn.Module):
                 metric.reset_state()
 
     def results(self) -> dict[str, float]:
-        """Return the metrics over all replicas, by name, as numbers. Collective: chief and workers."""
+        """Return the metrics over all replicas, by name, as numbers. Collective over chief and workers."""
         return {name: _number(metric.result()) for name, metric in self.named_metrics().items()}
 
     def local_result(self, name: str) -> float | None:
-        """Return what this rank's replicas have seen of a metric; None where that cannot be told. Not collective."""
+        """Return a metric over the rows of this rank's replicas so far. None for torchmetrics. Not collective.
+
+        None also for a name that is no metric.
+        """
         metric = self.named_metrics().get(name)
         if metric is None or isinstance(metric, TorchMetric):
             return None
@@ -869,7 +929,10 @@ class Model(nn.Module):
         return _Evaluating(self)
 
     def mean_of_step(self, values: Any) -> dict[str, float]:
-        """Return the mean over replicas of what a step returned that is no metric. Collective: chief and workers."""
+        """Return the means over replicas of the values of a step that are no metrics.
+
+        Collective over chief and workers.
+        """
         if not isinstance(values, Mapping) or isinstance(values, Results):
             return {}
         metric_names = self.named_metrics()
@@ -893,32 +956,35 @@ class Model(nn.Module):
 
     def get_weights(self) -> list[Any]:
         """Return all weights as numpy arrays, buffers included."""
-        return [value.detach().cpu().numpy().copy() for value in self.net.state_dict().values()]
+        arrays = []
+        for value in self.net.state_dict().values():
+            array = value.detach().cpu().numpy()
+            arrays.append(array.copy())
+        return arrays
 
     def set_weights(self, weights: Any) -> None:
         """Set all weights: a list as `get_weights` returns it, or a state_dict. All ranks give the same.
 
-        On parameter servers collective: the workers.
+        On parameter servers collective over the workers.
         """
-        if not isinstance(weights, Mapping):
+        if isinstance(weights, Mapping):
+            self.load_state_dict(weights)
+        else:
             current_state = self.net.state_dict()
             if len(weights) != len(current_state):
                 raise UsageError(
                     f"set_weights: expected {len(current_state)} arrays, got {len(weights)}; see get_weights."
                 )
-            weights = {
-                name: torch.as_tensor(np.asarray(array))
-                for name, array in zip(current_state, weights, strict=True)
-            }
-            self.net.load_state_dict(weights)
-        else:
-            self.load_state_dict(weights)
+            new_state = {}
+            for name, array in zip(current_state, weights, strict=True):
+                new_state[name] = torch.as_tensor(np.asarray(array))
+            self.net.load_state_dict(new_state)
         Checkpoint(model=self.net).publish()
 
     def save_weights(self, filepath: Any) -> None:
         """Write the weights to one file, for `load_weights` and `load_checkpoint(path, model=module)`.
 
-        Collective: chief and workers; the chief writes.
+        Collective over chief and workers; the chief writes.
 
         Raises:
             CheckpointError: when it cannot be written; on all ranks.
@@ -926,26 +992,35 @@ class Model(nn.Module):
         Checkpoint(model=self.net, **self._with_strategy()).write(filepath)
 
     def load_weights(self, filepath: Any) -> None:
-        """Load weights that `save_weights` or `save` has written, or those of any checkpoint with a "model".
+        """Load weights that `save_weights` or `save` has written, or the weights of any checkpoint with a "model".
 
-        Collective: chief and workers; the chief reads.
+        Collective over chief and workers; the chief reads.
 
         Raises:
-            CheckpointMismatch: for those of another model. CheckpointError: when they cannot be read.
+            CheckpointMismatch: for weights of another model.
+            CheckpointError: when they cannot be read.
         """
         load_checkpoint(filepath, model=self.net)
 
     def save(self, filepath: Any) -> None:
-        """Write weights, optimizer, how it was compiled and, where it is one of torch.nn, the module to one file.
+        """Write weights, optimizer, the arguments of `compile`, and a module of torch.nn to one file.
 
-        `hpcdist.load_model` reads it. Collective: chief and workers; the chief writes.
+        `hpcdist.load_model` reads it. Collective over chief and workers; the chief writes.
 
         Raises:
             CheckpointError: when it cannot be written; on all ranks.
         """
-        optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
-        layers = self._layers if self.optimizer is not None else describe_layers(self.net)
-        extra = ["regularizers"] * bool(self._regularizers) + ["add_loss"] * self.has_added_losses
+        optimizer: dict[str, Any] = {}
+        if self.optimizer is None:
+            layers = describe_layers(self.net)
+        else:
+            layers = self._layers
+            optimizer = {"optimizer": self.optimizer}
+        extra: list[str] = []
+        if self._regularizers:
+            extra.append("regularizers")
+        if self.has_added_losses:
+            extra.append("add_loss")
         description = describe(self, layers, extra)
         checkpoint = Checkpoint(
             model=self.net, description=description, **optimizer, **self._with_strategy()
@@ -953,8 +1028,10 @@ class Model(nn.Module):
         checkpoint.write(filepath)
 
     def _with_strategy(self) -> dict[str, Any]:
-        """Return the strategy by its name in checkpoints, where ranks are its."""
-        return {"strategy": self.strategy} if type(self.strategy) is not Strategy else {}
+        """Return the strategy by its name in checkpoints; nothing outside of every strategy."""
+        if type(self.strategy) is Strategy:
+            return {}
+        return {"strategy": self.strategy}
 
     def summary(self, print_fn: Callable[[str], Any] | None = None) -> None:
         """Print layers, shapes and numbers of parameters, on the chief alone."""
@@ -1007,14 +1084,16 @@ def _first_parameter(module: nn.Module) -> nn.Parameter | None:
         if parameter is not None:
             return parameter
     for child in module._modules.values():
-        parameter = None if child is None else _first_parameter(child)
+        if child is None:
+            continue
+        parameter = _first_parameter(child)
         if parameter is not None:
             return parameter
     return None
 
 
 def _number(value: Any) -> float:
-    """Return a metric's value as a number; of several their mean."""
+    """Return a metric's value as a number; the mean of several values."""
     return float(torch.as_tensor(value).double().mean())
 
 

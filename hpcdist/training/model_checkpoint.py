@@ -15,12 +15,13 @@ class ModelCheckpoint(_Monitor):
     resume a run at the exact sample use BackupAndRestore.
 
     Args:
-        filepath: its path, in which {epoch}, counted from 1, {batch} and names of logs are replaced.
-        monitor, verbose, mode: as EarlyStopping.
+        filepath: path of the file, in which {epoch}, counted from 1, {batch} and names of logs are replaced.
+        monitor, mode: as for EarlyStopping.
+        verbose: 1: print each save.
         save_best_only: whether to write only when the value is better than before.
         save_weights_only: whether to leave the optimizer out.
         save_freq: "epoch", or a number of steps, counted over epochs.
-        initial_value_threshold: a best value to begin with.
+        initial_value_threshold: best value before the first save.
 
     Raises:
         UsageError: for another save_freq, or a name in filepath that is not among the logs.
@@ -62,7 +63,7 @@ class ModelCheckpoint(_Monitor):
         return False
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Write after every save_freq steps; values are those of all replicas."""
+        """Write after every save_freq steps; values are over all replicas."""
         if self._save_freq == "epoch":
             return
         self.n_steps += self.steps_until(batch)
@@ -76,7 +77,7 @@ class ModelCheckpoint(_Monitor):
             self._save(None, logs)
 
     def _save(self, batch: int | None, logs: dict[str, Any]) -> None:
-        """Write, if the value is good enough. Collective: chief and workers, where something is written."""
+        """Write, if the value is good enough. Collective over chief and workers where something is written."""
         path = self._path_of(batch, logs)
         if not self._is_wanted(path, logs):
             return
@@ -103,14 +104,16 @@ class ModelCheckpoint(_Monitor):
         return True
 
     def _path_of(self, batch: int | None, logs: dict[str, Any]) -> str:
-        numbers = {} if batch is None else {"batch": batch + 1}
+        numbers: dict[str, Any] = {}
+        if batch is not None:
+            numbers["batch"] = batch + 1
+        values = {**numbers, **logs}
         try:
-            return str(
-                self._folder / self._filepath.format(epoch=self.epoch + 1, **{**numbers, **logs})
-            )
+            name = self._filepath.format(epoch=self.epoch + 1, **values)
         except (KeyError, IndexError) as error:
             known_names = ", ".join(["epoch", *numbers, *logs])
             raise UsageError(
                 f"ModelCheckpoint: expected names of {known_names} in filepath, got {error} in {self._filepath!r}; "
                 f"correct the name."
             ) from None
+        return str(self._folder / name)

@@ -11,11 +11,11 @@ from hpcdist.training.losses import Loss, named, snake_case
 
 
 class NamedAccuracy(metrics.Accuracy):
-    """What "accuracy" means for the shapes at hand: of classes, of one-hot rows, or of yes and no.
+    """The accuracy that the shapes of labels and predictions ask for: of classes, one-hot rows, or yes and no.
 
     Args:
-        name: in the logs.
-        are_logits: whether yes is above 0 rather than above 1/2.
+        name: name in the logs.
+        are_logits: whether predictions mean yes above 0, rather than above 1/2.
     """
 
     def __init__(self, name: str = "accuracy", are_logits: bool = False) -> None:
@@ -24,17 +24,17 @@ class NamedAccuracy(metrics.Accuracy):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         if y_pred.ndim < 2 or y_pred.shape[-1] == 1:
-            y_pred = y_pred[..., 0] if y_pred.ndim > 1 else y_pred
-            y_true = y_true.reshape(y_pred.shape) if y_true.size == y_pred.size else y_true
+            if y_pred.ndim > 1:
+                y_pred = y_pred[..., 0]
+            if y_true.size == y_pred.size:
+                y_true = y_true.reshape(y_pred.shape)
             return super()._scores(to_floats(y_true), to_floats(y_pred > self._threshold))
-        is_one_hot = y_true.shape == y_pred.shape
-        classes = (
-            y_true.argmax(-1)
-            if is_one_hot
-            else y_true[..., 0]
-            if y_true.ndim == y_pred.ndim
-            else y_true
-        )
+        if y_true.shape == y_pred.shape:  # one-hot rows
+            classes = y_true.argmax(-1)
+        elif y_true.ndim == y_pred.ndim:
+            classes = y_true[..., 0]
+        else:
+            classes = y_true
         return super()._scores(classes, y_pred.argmax(-1))
 
 
@@ -62,12 +62,14 @@ NAMED: dict[str, Callable[[str], Metric]] = {
     "categorical_crossentropy": metrics.CategoricalCrossentropy,
     "sparse_categorical_crossentropy": metrics.SparseCategoricalCrossentropy,
 }
+#: Metric -> its option for predictions that are logits.
 _WITH_LOGITS = {
     NamedAccuracy: "are_logits",
     metrics.BinaryCrossentropy: "from_logits",
     metrics.CategoricalCrossentropy: "from_logits",
     metrics.SparseCategoricalCrossentropy: "from_logits",
 }
+#: Metrics whose largest value is the best one.
 _LARGEST = (
     metrics.Accuracy,
     metrics.BinaryAccuracy,
@@ -78,6 +80,7 @@ _LARGEST = (
     metrics.Precision,
     metrics.Recall,
 )
+#: Metrics whose smallest value is the best one.
 _SMALLEST = (
     metrics.MeanSquaredError,
     metrics.MeanAbsoluteError,
@@ -92,18 +95,23 @@ def get(metric_or_name: Any, loss: Loss | None) -> tuple[str, Any]:
 
     Args:
         metric_or_name: a name, a Metric, a metric of torchmetrics, or a function (y_true, y_pred) that returns values.
-        loss: of the model: where its predictions are logits, so are those of metrics by name.
+        loss: loss of the model. If it takes logits, so do metrics that are given by name.
 
     Raises:
         UsageError: for an unknown name, which lists close ones; for anything else.
     """
     if isinstance(metric_or_name, str):
         make = named(metric_or_name, NAMED, "metric")
-        key = _WITH_LOGITS.get(make) if loss is not None and loss.from_logits else None
-        return metric_or_name, make(metric_or_name, **{key: True}) if key else make(metric_or_name)
+        are_logits = loss is not None and loss.from_logits
+        if are_logits and make in _WITH_LOGITS:
+            option = _WITH_LOGITS[make]
+            return metric_or_name, make(metric_or_name, **{option: True})
+        return metric_or_name, make(metric_or_name)
     if isinstance(metric_or_name, (Metric, TorchMetric)):
         name = str(metric_or_name.name)
-        return (snake_case(name) if name == type(metric_or_name).__name__ else name), metric_or_name
+        if name == type(metric_or_name).__name__:
+            name = snake_case(name)
+        return name, metric_or_name
     if hasattr(metric_or_name, "update") and hasattr(metric_or_name, "compute"):  # of torchmetrics
         return snake_case(type(metric_or_name).__name__), TorchMetric(metric_or_name)
     if callable(metric_or_name):
@@ -121,7 +129,12 @@ class _OfFunction(Metric):
         super().__init__(name)
         self._function = function
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> None:
         """Add rows of this replica."""
         self._add(to_floats(self._function(y_true, y_pred)), sample_weight)
 
@@ -130,4 +143,6 @@ def direction_of(metric: Any) -> str | None:
     """Return "max" or "min", whichever is the best value of a metric; None where that is not known."""
     if isinstance(metric, _LARGEST):
         return "max"
-    return "min" if isinstance(metric, _SMALLEST) else None
+    if isinstance(metric, _SMALLEST):
+        return "min"
+    return None

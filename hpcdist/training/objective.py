@@ -1,4 +1,4 @@
-"""What a model is compiled with to judge its outputs: losses and metrics, of one output or several."""
+"""The losses and metrics that a model is compiled with, of one output or several."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,31 +31,35 @@ class Objective:
         loss, loss_weights, metrics, weighted_metrics: see `Model.compile`.
 
     Attributes:
-        total: the mean loss over the rows of an epoch.
-        metrics: those of `compile`; after them, where several losses were given, the mean of each of these.
+        total: mean loss over the rows of an epoch.
+        metrics: metrics of `compile`; after them, where several losses were given, the mean of each loss.
         ignores_labels: whether a loss leaves out some labels.
     """
 
     def __init__(
-        self, owner: str, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
+        self,
+        owner: str,
+        loss: Any,
+        loss_weights: Any,
+        metrics: Any,
+        weighted_metrics: Any,
     ) -> None:
         self._owner = owner
-        self._loss: Any = None if loss is None else map_nest(losses.get, loss)
+        self._loss: Any = None
+        if loss is not None:
+            self._loss = map_nest(losses.get, loss)
         self._loss_weights = loss_weights
         self.ignores_labels = any(
             getattr(loss, "ignore_class", None) is not None for loss in leaves(self._loss)
         )
         self.total = Mean("loss")
-        self._of_loss = (
-            {key: Mean(f"{key}_loss") for key in _keys_of(self._loss)}
-            if is_nest(self._loss)
-            else {}
-        )
+        self._of_loss: dict[Any, Mean] = {}
+        if is_nest(self._loss):
+            self._of_loss = {key: Mean(f"{key}_loss") for key in _keys_of(self._loss)}
         self._judging = [*self._named(metrics, False), *self._named(weighted_metrics, True)]
-        self.metrics = [
-            *self._judging,
-            *(NamedMetric(mean.name, mean, False, key) for key, mean in self._of_loss.items()),
-        ]
+        self.metrics = list(self._judging)
+        for key, mean in self._of_loss.items():
+            self.metrics.append(NamedMetric(mean.name, mean, False, key))
 
     @property
     def has_loss(self) -> bool:
@@ -76,46 +80,46 @@ class Objective:
                     )
 
     def _named(self, metrics: Any, is_weighted: bool) -> Iterable[NamedMetric]:
-        """Return the metrics that `compile` was given."""
-        metrics = [] if metrics is None else metrics
-        if isinstance(metrics, dict):
-            outputs: list[tuple[Any, Any]] = sorted(metrics.items())
-        elif isinstance(metrics, (list, tuple)) and any(
-            isinstance(item, (list, tuple)) for item in metrics
-        ):
-            outputs = list(enumerate(metrics))
-        else:
-            outputs = [(None, metrics)]
-        for key, several in outputs:
+        """Yield the metrics that `compile` was given."""
+        for key, metrics_of_output in _metrics_by_output(metrics):
             loss = self._loss_of(key)
-            for metric_or_name in several if isinstance(several, (list, tuple)) else [several]:
+            if not isinstance(metrics_of_output, (list, tuple)):
+                metrics_of_output = [metrics_of_output]
+            for metric_or_name in metrics_of_output:
                 name, metric = named_metrics.get(metric_or_name, loss)
                 if is_weighted and isinstance(metric, TorchMetric):
                     raise UsageError(
                         f"compile: expected weighted_metrics that take weights, got {name!r} of torchmetrics, which "
                         f"takes none; give it as one of the metrics."
                     )
-                yield NamedMetric(
-                    name if key is None else f"{key}_{name}", metric, is_weighted, key
-                )
+                if key is not None:
+                    name = f"{key}_{name}"
+                yield NamedMetric(name, metric, is_weighted, key)
 
     def _loss_of(self, key: Any) -> Any:
         """Return the loss of an output. None if it has none."""
         if not is_nest(self._loss):
             return self._loss
-        return self._loss[key] if key in _keys_of(self._loss) else None
+        if key in _keys_of(self._loss):
+            return self._loss[key]
+        return None
 
     def counts(self, y: Any) -> dict[Any, tuple[int, int]]:
         """Return, by output, how many labels count and how many there are, for losses that leave out some.
 
-        Outputs have the same order on all replicas; one that has no key has the key None.
+        Outputs have the same order on all replicas. An output that has no key has the key None.
         """
         counts: dict[Any, tuple[int, int]] = {}
-        for key in _keys_of(y) if is_nest(y) else [None]:
+        keys: Any = [None]
+        if is_nest(y):
+            keys = _keys_of(y)
+        for key in keys:
             loss = self._loss_of(key)
-            of_loss = None if loss is None else loss.counts(_entry(y, key))
-            if of_loss is not None:
-                counts[key] = of_loss
+            if loss is None:
+                continue
+            label_counts = loss.counts(_entry(y, key))
+            if label_counts is not None:
+                counts[key] = label_counts
         return counts
 
     def loss_of_rows(
@@ -126,12 +130,12 @@ class Objective:
         must_check: bool,
         counts: Mapping[Any, tuple[float, float]],
     ) -> Tensor:
-        """Return (rows,) losses: of several outputs their weighted sum.
+        """Return (rows,) losses: the weighted sum over outputs, if there are several.
 
         Args:
             y: labels.
             y_pred: outputs.
-            sample_weight: one weight for each row. None if all weigh 1.
+            sample_weight: weight of each row. None if all weigh 1.
             must_check: whether predictions are checked, such as for probabilities where logits are expected.
             counts: the result of `counts`, summed over all replicas. Rows are scaled so that their mean over the
                 batch is the sum over the labels that count, divided by their number.
@@ -149,7 +153,9 @@ class Objective:
                 loss.check(predictions)
             if key in self._of_loss:
                 self._of_loss[key].update_state(rows.detach())
-            parts.append(rows if weight == 1 else weight * rows)
+            if weight != 1:
+                rows = weight * rows
+            parts.append(rows)
         return functools.reduce(torch.add, parts)
 
     def _pairs(self, y: Any, y_pred: Any) -> list[tuple[Any, losses.Loss, float, Any, Tensor]]:
@@ -165,14 +171,18 @@ class Objective:
             )
         loss_weights = self._loss_weights
         if not is_nest(self._loss) and not is_nest(y_pred):
-            weight = 1.0 if loss_weights is None else float(leaves(loss_weights)[0])
+            weight = 1.0
+            if loss_weights is not None:
+                weight = float(leaves(loss_weights)[0])
             return [(None, self._loss, weight, y, y_pred)]
         outputs = y_pred if is_nest(y_pred) else [y_pred]
         pairs = []
         try:
             for key in _keys_of(outputs):
                 loss = _entry(self._loss, key)
-                weight = 1.0 if loss_weights is None else float(loss_weights[key])
+                weight = 1.0
+                if loss_weights is not None:
+                    weight = float(loss_weights[key])
                 pairs.append((key, loss, weight, y[key], outputs[key]))
         except (KeyError, IndexError, TypeError):
             raise UsageError(
@@ -182,20 +192,29 @@ class Objective:
             ) from None
         return pairs
 
-    def update_metrics(self, y: Any, y_pred: Any, sample_weight: Any) -> None:
+    def update_metrics(
+        self,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any,
+    ) -> None:
         """Update the metrics of `compile` by rows of this replica.
 
         Raises:
             UsageError: for metrics of an output that the model does not have.
         """
         for name, metric, is_weighted, key in self._judging:
-            if is_nest(y_pred) and (key is None or key not in _keys_of(y_pred)):
-                raise UsageError(
-                    f"{self._owner}: expected metrics under the names or places of outputs, {_keys_of(y_pred)}, got "
-                    f"{name!r}; give a dict or a list of lists."
-                )
-            truth = y[key] if is_nest(y_pred) else y
-            predictions = _entry(y_pred, key).detach()
+            truth = y
+            predictions = y_pred
+            if is_nest(y_pred):
+                if key is None or key not in _keys_of(y_pred):
+                    raise UsageError(
+                        f"{self._owner}: expected metrics under the names or places of outputs, {_keys_of(y_pred)}, "
+                        f"got {name!r}; give a dict or a list of lists."
+                    )
+                truth = y[key]
+                predictions = y_pred[key]
+            predictions = predictions.detach()
             if isinstance(metric, TorchMetric):
                 metric.update_state(predictions, truth)
             elif is_weighted and sample_weight is not None:
@@ -204,20 +223,32 @@ class Objective:
                 metric.update_state(truth, predictions)
 
     def by_name(self, metrics: Sequence[Any]) -> Mapping[str, Any]:
-        """Return metrics by their names in logs; of those with the same name the later ones get a number."""
+        """Return metrics by their names in logs. If several have the same name, the later ones get a number."""
         names_by_id = {id(named_metric.metric): named_metric.name for named_metric in self.metrics}
         metrics_by_name: dict[str, Any] = {}
         for metric in metrics:
             name = names_by_id.get(id(metric)) or str(metric.name)
-            name = losses.snake_case(name) if name == type(metric).__name__ else name
-            candidates = [
-                name,
-                *(f"{name}_{number}" for number in range(1, len(metrics_by_name) + 1)),
-            ]
-            metrics_by_name[
-                next(candidate for candidate in candidates if candidate not in metrics_by_name)
-            ] = metric
+            if name == type(metric).__name__:
+                name = losses.snake_case(name)
+            unique_name = name
+            number = 1
+            while unique_name in metrics_by_name:
+                unique_name = f"{name}_{number}"
+                number += 1
+            metrics_by_name[unique_name] = metric
         return metrics_by_name
+
+
+def _metrics_by_output(metrics: Any) -> list[tuple[Any, Any]]:
+    """Return the metrics of `compile` as (key of an output, metric or list of metrics); key None for any output."""
+    if metrics is None:
+        return [(None, [])]
+    if isinstance(metrics, dict):
+        return sorted(metrics.items())
+    is_list = isinstance(metrics, (list, tuple))
+    if is_list and any(isinstance(item, (list, tuple)) for item in metrics):
+        return list(enumerate(metrics))
+    return [(None, metrics)]
 
 
 def _entry(nest: Any, key: Any) -> Any:
@@ -226,6 +257,9 @@ def _entry(nest: Any, key: Any) -> Any:
 
 
 def _keys_of(nest: Any) -> Any:
+    """Return the keys of a nest, in the same order on all replicas; "one" for a value that is no nest."""
     if isinstance(nest, dict):
         return sorted(nest)
-    return list(range(len(nest))) if isinstance(nest, (tuple, list)) else "one"
+    if isinstance(nest, (tuple, list)):
+        return list(range(len(nest)))
+    return "one"

@@ -18,13 +18,20 @@ from hpcdist.training.losses import named
 
 
 def _fused(kind: Callable[..., Optimizer], **settings: Any) -> Callable[..., Optimizer]:
-    """Return what makes an optimizer of a class: its fused step, where torch has one for the parameters."""
+    """Return a function that makes an optimizer of a class, with a fused step where torch has one for the parameters.
+
+    Args:
+        kind: class of the optimizer.
+        settings: defaults of the settings of the optimizer.
+    """
 
     def make(parameters: Iterable[nn.Parameter], **overrides: Any) -> Optimizer:
         trained = list(parameters)
-        are_floats = all(parameter.is_floating_point() for parameter in trained)
-        has_kernel = all(parameter.device.type in _FUSED_DEVICES for parameter in trained)
-        is_fused = True if are_floats and has_kernel else None
+        is_fused: bool | None = True
+        for parameter in trained:
+            has_kernel = parameter.device.type in _FUSED_DEVICES
+            if not has_kernel or not parameter.is_floating_point():
+                is_fused = None  # torch chooses
         return kind(trained, fused=is_fused, **{**settings, **overrides})
 
     return make
@@ -48,15 +55,13 @@ def get(optimizer_or_name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer
     """Return an optimizer: as it is, by name, or made by a function of the parameters, such as a torch class.
 
     Raises:
-        UsageError: for an unknown name, which lists close ones; for what makes no optimizer.
+        UsageError: for an unknown name, with a list of close ones; for an object that makes no optimizer.
     """
     if isinstance(optimizer_or_name, Optimizer):
         return optimizer_or_name
-    make = (
-        named(optimizer_or_name, NAMED, "optimizer")
-        if isinstance(optimizer_or_name, str)
-        else optimizer_or_name
-    )
+    make = optimizer_or_name
+    if isinstance(optimizer_or_name, str):
+        make = named(optimizer_or_name, NAMED, "optimizer")
     if not callable(make):
         raise UsageError(
             f"compile: expected an optimizer, its name, or a function that makes it of the parameters, got "
@@ -72,12 +77,10 @@ def get(optimizer_or_name: Any, parameters: Iterable[nn.Parameter]) -> Optimizer
 
 
 def name_of(kind: type[Optimizer]) -> str:
-    """Return the name of a class of optimizers in files: its own, behind "keras." if its steps are Keras'."""
-    return (
-        f"keras.{kind.__name__}"
-        if getattr(keras_optimizers, kind.__name__, None) is kind
-        else kind.__name__
-    )
+    """Return the name of a class of optimizers in files: its class name, behind "keras." if its steps are Keras'."""
+    if getattr(keras_optimizers, kind.__name__, None) is kind:
+        return f"keras.{kind.__name__}"
+    return kind.__name__
 
 
 def class_of(name: str) -> Callable[..., Optimizer] | None:
@@ -85,26 +88,28 @@ def class_of(name: str) -> Callable[..., Optimizer] | None:
     kind: Any = getattr(torch.optim, name, None)
     if name.startswith("keras."):
         kind = getattr(keras_optimizers, name.removeprefix("keras."), None)
-    return kind if isinstance(kind, type) and issubclass(kind, Optimizer) else None
+    if isinstance(kind, type) and issubclass(kind, Optimizer):
+        return kind
+    return None
 
 
 def settings_of(kind: Callable[..., Optimizer]) -> Iterable[str]:
     """Return the names of the settings that torch's constructor of an optimizer, or of its base class, takes."""
     bases: Iterable[type] = getattr(kind, "__mro__", ())
-    of_torch = next(base for base in bases if getattr(torch.optim, base.__name__, None) is base)
-    return inspect.signature(of_torch).parameters
+    torch_kind = next(base for base in bases if getattr(torch.optim, base.__name__, None) is base)
+    return inspect.signature(torch_kind).parameters
 
 
 def with_rate(name: str, rate: float) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """Return what makes the optimizer of a name, with a learning rate. "Ftrl" as in McMahan (2013), without penalties.
+    """Return a function that makes the optimizer of a name, with a learning rate.
+
+    "Ftrl" follows McMahan (2013), without penalties.
 
     Raises:
-        UsageError: as `get`.
+        UsageError: for an unknown name, as `get`.
     """
-    optimizers_by_name = {
-        **NAMED,
-        "ftrl": partial(torch.optim.Adagrad, initial_accumulator_value=0.1, eps=1e-10),
-    }
+    ftrl = partial(torch.optim.Adagrad, initial_accumulator_value=0.1, eps=1e-10)
+    optimizers_by_name = {**NAMED, "ftrl": ftrl}
     return partial(named(name, optimizers_by_name, "optimizer"), lr=rate)
 
 
@@ -131,7 +136,7 @@ class L2:
 
 
 class L1L2:
-    """A regularizer: both."""
+    """A regularizer: the sum of `L1` and `L2`."""
 
     def __init__(self, l1: float = 0.0, l2: float = 0.0) -> None:
         self._parts = (L1(l1), L2(l2))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hpcdist.errors import NotFiniteError, UsageError
 
-#: Policy -> the dtype in which layers that gain by it compute; None: that of their parameters.
+#: Policy -> the dtype in which layers that gain by it compute. None for the dtype of their parameters.
 POLICIES = {"float32": None, "mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 #: The first scale, and the steps without overflow after which it doubles, as keras.optimizers.LossScaleOptimizer.
 _FIRST_SCALE = 2.0**15
@@ -37,7 +37,7 @@ class LossScale:
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 
     Attributes:
-        scale: the factor.
+        scale: factor of the losses of the next step.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,10 @@ class LossScale:
         Called by each replica of a rank, whose gradients are equal.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sums = (
-            torch.stack([gradient.abs().sum(dtype=torch.float64) for gradient in gradients])
-            if gradients
-            else torch.zeros(1)
-        )
+        if gradients:
+            sums = torch.stack([gradient.abs().sum(dtype=torch.float64) for gradient in gradients])
+        else:
+            sums = torch.zeros(1)
         self._has_overflow = not bool(torch.isfinite(sums).all())
         self._is_removed = True
         for gradient in gradients:
@@ -76,24 +75,27 @@ class LossScale:
                 "fit: expected finite gradients, got infinite or NaN ones with a loss scale of 1: it is no overflow of "
                 "float16; look at the data, or take a smaller learning rate."
             )
-        self._n_good = 0 if self._has_overflow else self._n_good + 1
         if self._has_overflow:
+            self._n_good = 0
             self.scale /= 2
-        elif self._n_good == _GROWTH_STEPS:
+            return
+        self._n_good += 1
+        if self._n_good == _GROWTH_STEPS:
             self.scale = self.scale * 2
             self._n_good = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scale and steps since the last change. Equal on all ranks."""
+        """Return the scale, and the number of steps since its last change. Equal on all ranks."""
         return {"scale": self.scale, "n_good": self._n_good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take those of an earlier run."""
+        """Take the state of an earlier run."""
         self.scale = state["scale"]
         self._n_good = state["n_good"]
 
 
 def as_float32(value: Any) -> Any:
     """Return an output in float32 where it is in half precision, for losses and metrics."""
-    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
+    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value

@@ -33,30 +33,30 @@ _MAX_DECISION_BYTES = 1 << 20
 
 
 class SidecarEvaluator:
-    """Evaluates the newest checkpoint, again and again, on an evaluator rank or in a job of its own.
+    """Evaluates the newest checkpoint, again and again, on an evaluator rank or in a separate job.
 
     It takes the newest checkpoint only, and ends after the last one: on an evaluator rank once the chief has left, with
-    its code; in a job of its own once `decision.json`, in its folder or above, says that the run is finished, or at a
+    its code; in a separate job once `decision.json`, in its folder or above, says that the run is finished, or at a
     signal, with code 75. A checkpoint that is damaged, or gone, is left out.
 
     >>> if strategy.cluster_resolver.task_type == "evaluator":
     ...     hpcdist.SidecarEvaluator(model, test, "runs/fit/checkpoints", log_dir="runs/fit/evaluation").start()
 
     Args:
-        model: compiled, and like the one that trains.
-        data: what `Model.evaluate` takes: a dataset, or (x, y).
-        checkpoint_dir: of a BackupAndRestore or CheckpointManager, whose checkpoints have a "model"; or of a
+        model: a compiled model, like the model that trains.
+        data: a dataset, or (x, y), as for `Model.evaluate`.
+        checkpoint_dir: folder of a BackupAndRestore or CheckpointManager, whose checkpoints have a "model"; or of a
             ModelCheckpoint.
-        steps: batches of an evaluation; default: all of the data.
-        max_evaluations: how many it makes before it ends; default: until training has ended.
-        callbacks: of the evaluations.
-        log_dir: where it writes `evaluations.jsonl`, `best.h5` (the weights with the smallest loss) and events for
-            TensorBoard, where that is installed; None: it prints a line for each evaluation only.
+        steps: batches of an evaluation. Default: all of the data.
+        max_evaluations: number of evaluations before it ends. Default: until training has ended.
+        callbacks: callbacks of the evaluations.
+        log_dir: folder for `evaluations.jsonl`, `best.h5` (the weights with the smallest loss) and events for
+            TensorBoard, where that is installed. None only prints a line for each evaluation.
         poll_s: seconds between two looks for a new checkpoint.
 
     Attributes:
-        evaluations: after `start`, the logs of each, with "step", "path" and "saved_ns", the time of the file; first
-            those of earlier jobs with the same log_dir.
+        evaluations: logs of the evaluations, with "step", "path" and "saved_ns", the time of the file. After `start`
+            it begins with the evaluations of earlier jobs with the same log_dir.
     """
 
     def __init__(  # noqa: PLR0913  Keras' names, and two
@@ -78,7 +78,9 @@ class SidecarEvaluator:
         self._callbacks = list(callbacks or [])
         self._log_dir = None if log_dir is None else Path(log_dir).absolute()
         self._poll_s = poll_s
-        parts = data if isinstance(data, (tuple, list)) else (data,)
+        parts = data
+        if not isinstance(data, (tuple, list)):
+            parts = (data,)
         model.require_compiled("SidecarEvaluator")
         with model.strategy.scope():
             self._batches = inputs.distribute(model.strategy, *parts, call="SidecarEvaluator")
@@ -91,26 +93,28 @@ class SidecarEvaluator:
         self._writer: EventWriter | None = None
         self._retries = Retries("evaluating the newest checkpoint")
         resolver = model.strategy.cluster_resolver
-        index = 0 if resolver is None else resolver.task_id
-        self._errors = SideErrors(self._run_folder(), f"evaluator-{index or 0}")
+        index = 0
+        if resolver is not None:
+            index = resolver.task_id or 0
+        self._errors = SideErrors(self._run_folder(), f"evaluator-{index}")
 
     def _run_folder(self) -> Path:
-        """Return the run folder: that of the checkpoints, or the one above."""
-        is_above = (
-            self._folder.name == "checkpoints" or (self._folder.parent / "decision.json").exists()
-        )
-        return self._folder.parent if is_above else self._folder
+        """Return the run folder: the folder of the checkpoints, or the folder above."""
+        parent = self._folder.parent
+        if self._folder.name == "checkpoints" or (parent / "decision.json").exists():
+            return parent
+        return self._folder
 
     def start(self) -> None:
         """Evaluate until training has ended, or max_evaluations are made.
 
         On an evaluator rank an error is logged, `hpcdist status` shows it, and the evaluation is tried again, after
-        longer and longer pauses: training goes on.
+        longer and longer pauses: training continues.
 
         Raises:
-            SystemExit: on an evaluator rank, once the chief has left; in a job of its own at a signal.
-            Exception: in a job of its own, whatever an evaluation raises.
-            CheckpointError: in a job of its own, if the folder cannot be read or log_dir cannot be written.
+            SystemExit: on an evaluator rank, once the chief has left; in a separate job at a signal.
+            Exception: in a separate job, the error of an evaluation.
+            CheckpointError: in a separate job, if the folder cannot be read or log_dir cannot be written.
         """
         strategy = self._model.strategy
         is_beside = isinstance(strategy, MultiWorkerMirroredStrategy) and strategy.world.size > 1
@@ -133,25 +137,26 @@ class SidecarEvaluator:
         """Evaluate the newest checkpoint, unless that was done, or has just failed; return whether it was evaluated.
 
         Args:
-            is_beside: whether training goes on beside it if that fails.
+            is_beside: whether training runs beside it, and continues if it fails.
             is_last: whether there is no time for a pause, as training has ended.
         """
-        if not (self._retries.is_due or is_last):
+        if not self._retries.is_due and not is_last:
             return False
         try:
             self._read_earlier()
             newest = self._next()
             if newest is None:
                 return False
-            self._batches.leave_pass()  # of an evaluation that has failed
-            self._evaluate(*newest)
+            path, saved_ns = newest
+            self._batches.leave_pass()  # the pass of an evaluation that has failed
+            self._evaluate(path, saved_ns)
         except Exception as error:
             if not is_beside:
                 raise
             self._retries.failed(f"{type(error).__name__}: {error}")
             self._errors.update(self._retries)
             return False
-        self._seen.add((newest[0].name, newest[1]))
+        self._seen.add((path.name, saved_ns))
         self._retries.succeeded()
         self._errors.update(self._retries)
         return True
@@ -195,26 +200,33 @@ class SidecarEvaluator:
         return False
 
     def _next(self) -> tuple[Path, int] | None:
-        """Return the newest checkpoint that is not damaged, with its time; None if it was evaluated, or without one."""
+        """Return the newest checkpoint that is not damaged, with its time. None if it was evaluated, or is missing."""
         whole = (
             checkpoint for checkpoint in self._newest_first() if checkpoint not in self._damaged
         )
         newest = next(whole, None)
-        if newest is None or (newest[0].name, newest[1]) in self._seen:
+        if newest is None:
+            return None
+        path, saved_ns = newest
+        if (path.name, saved_ns) in self._seen:
             return None
         return newest
 
     def _newest_first(self) -> list[tuple[Path, int]]:
         """Return the checkpoints, unverified, with their times, in the order of their names, or of their times."""
         saved = Store(self._folder).saved()
-        names = [str(candidate) for candidate in reversed(saved)] or [
-            candidate.name for candidate in self._folder.glob("*")
-        ]
+        names = list(map(str, reversed(saved)))
+        if not saved:
+            names = [path.name for path in self._folder.glob("*")]
         timed_paths = []
-        for path in [self._folder / name for name in names if name.endswith((".h5", ".keras"))]:
-            with contextlib.suppress(FileNotFoundError):  # gone since
-                timed_paths.append((path, path.stat().st_mtime_ns))
-        return timed_paths if saved else sorted(timed_paths, key=lambda pair: pair[1], reverse=True)
+        for name in names:
+            path = self._folder / name
+            if name.endswith((".h5", ".keras")):
+                with contextlib.suppress(FileNotFoundError):  # gone since
+                    timed_paths.append((path, path.stat().st_mtime_ns))
+        if not saved:
+            timed_paths.sort(key=lambda pair: pair[1], reverse=True)
+        return timed_paths
 
     def _evaluate(self, path: Path, saved_ns: int) -> None:
         try:
@@ -225,24 +237,29 @@ class SidecarEvaluator:
             return
         with self._model.strategy.scope():
             logs = evaluation(self._model, self._batches, self._steps, self._callbacks, 0)
-        step = step or len(self.evaluations) + 1  # files of a ModelCheckpoint have none
-        losses = [
-            earlier_record["loss"]
-            for earlier_record in self.evaluations
-            if math.isfinite(earlier_record.get("loss", math.nan))
-        ]
-        is_best = math.isfinite(logs.get("loss", math.nan)) and all(
-            logs["loss"] < earlier_loss for earlier_loss in losses
-        )
+        step = step or len(self.evaluations) + 1  # files of a ModelCheckpoint have no step
+        is_best = self._is_best(logs.get("loss", math.nan))
         record = {"step": step, "path": str(path), "saved_ns": saved_ns, **logs}
         if self._log_dir is not None:
             self._write(self._log_dir, record, is_best)
         self.evaluations.append(record)
-        text = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
-        self._model.print_once(f"evaluation  step {step}  {text}")
+        texts = [f"{name} {value:.4g}" for name, value in logs.items()]
+        values = "  ".join(texts)
+        self._model.print_once(f"evaluation  step {step}  {values}")
 
-    def _write(self, folder: Path, record: dict[str, Any], is_best: bool) -> None:
-        """Write an evaluation; its line, with which it counts as made, after the rest."""
+    def _is_best(self, loss: float) -> bool:
+        """Return whether a loss is finite, and smaller than the losses of all evaluations so far."""
+        losses = [record.get("loss", math.nan) for record in self.evaluations]
+        smallest = min(filter(math.isfinite, losses), default=math.inf)
+        return math.isfinite(loss) and loss < smallest
+
+    def _write(
+        self,
+        folder: Path,
+        record: dict[str, Any],
+        is_best: bool,
+    ) -> None:
+        """Write an evaluation. Its line comes last, as the evaluation counts as made once the line is there."""
         path = folder / "evaluations.jsonl"
         disk = Disk()
         try:

@@ -12,16 +12,16 @@ from hpcdist.training.event_file import EventWriter, open_writer, require_tensor
 class TensorBoard(Callback):
     """Writes logs for TensorBoard, on the chief alone: `train/` and `validation/` by epoch, `batches/` by step.
 
-    What is there of the steps that it writes is purged, so that a reader sees each step once, also in a run that goes
-    on. Values by step are those of the chief's replicas. Where the folder cannot be written, that is logged and tried
-    again, and training goes on; a reader may then see some values twice.
+    Older events of the steps that it writes are purged, so that a reader sees each step once, also in a run that
+    resumes. Values by step are over the chief's replicas. A folder that cannot be written is logged and tried again,
+    and training continues; a reader may then see some values twice.
 
     Args:
-        log_dir: the folder. Paths of other ranks do not count.
+        log_dir: folder of the event files, on the chief.
         update_freq: "epoch"; or "batch", or a number of steps, after which values are written too.
 
     Attributes:
-        retries: what could not be written, and when it is tried again.
+        retries: failures to write, and when the next try is due.
 
     Raises:
         UsageError: for another update_freq.
@@ -31,11 +31,9 @@ class TensorBoard(Callback):
     saved = ("n_steps",)
 
     def __init__(self, log_dir: Any = "logs", update_freq: str | int = "epoch") -> None:
-        steps = (
-            {"epoch": 0, "batch": 1}.get(update_freq, update_freq)
-            if isinstance(update_freq, str)
-            else update_freq
-        )
+        steps = update_freq
+        if isinstance(update_freq, str):
+            steps = {"epoch": 0, "batch": 1}.get(update_freq, update_freq)
         if not isinstance(steps, int) or steps < 0:
             raise UsageError(
                 f"TensorBoard: expected update_freq 'epoch', 'batch' or steps, got {update_freq!r}; "
@@ -65,24 +63,27 @@ class TensorBoard(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Write the values of this rank, if due."""
         self.n_steps += self.steps_until(batch)
-        if self._every and self.n_steps % self._every == 0 and self.model.strategy.is_chief:
+        is_due = self._every and self.n_steps % self._every == 0
+        if is_due and self.model.strategy.is_chief:
+            step = self.n_steps - 1
             for name in logs:
                 value = logs.get(name)
                 if value is not None:
-                    self._writer("batches", self.n_steps - 1).add_scalar(
-                        f"batch_{name}", value, self.n_steps - 1
-                    )
+                    writer = self._writer("batches", step)
+                    writer.add_scalar(f"batch_{name}", value, step)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Write the values of an epoch."""
         if not self.model.strategy.is_chief:
             return
-        for name, value in {**logs, "learning_rate": self.model.learning_rate}.items():
-            kind = "validation" if name.startswith("val_") else "train"
+        values = {**logs, "learning_rate": self.model.learning_rate}
+        for name, value in values.items():
+            kind = "train"
+            if name.startswith("val_"):
+                kind = "validation"
             if isinstance(value, (int, float)):
-                self._writer(kind, epoch).add_scalar(
-                    f"epoch_{name.removeprefix('val_')}", value, epoch
-                )
+                tag = f"epoch_{name.removeprefix('val_')}"
+                self._writer(kind, epoch).add_scalar(tag, value, epoch)
         for writer in self._writers.values():
             writer.flush()
 
@@ -93,7 +94,7 @@ class TensorBoard(Callback):
         self._writers = {}
 
     def _writer(self, kind: str, step: int) -> EventWriter:
-        """Return what writes events of a kind; those of this step and later ones that are there are purged."""
+        """Return the writer of events of a kind. A new writer purges older events of this step and later ones."""
         if kind not in self._writers:
             writer = open_writer(self._folder / kind, step, retries=self.retries)
             assert writer is not None, "it is needed"
