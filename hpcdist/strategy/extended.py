@@ -80,12 +80,11 @@ class StrategyExtended:
         self._require("update")
         kwargs = kwargs or {}
         copies = local_values(var)
-        firsts: list[
-            int
-        ] = []  # of each copy, the index of the first copy that is the same object or memory
+        # for each copy, the index of the first copy that is the same
+        firsts: list[int] = []
         for copy in copies:
-            is_copy = (_is_same(candidate, copy) for candidate in copies)
-            firsts.append(next(index for index, is_first in enumerate(is_copy) if is_first))
+            same = (index for index, candidate in enumerate(copies) if _is_same(candidate, copy))
+            firsts.append(next(same))
         _require_equal_arguments(firsts, (args, kwargs))
         unique_firsts = sorted(set(firsts))
         calls: list[Callable[[], Any]] = []
