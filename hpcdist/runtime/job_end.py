@@ -138,13 +138,19 @@ class ExitHooks:
         self._exit = leaving
 
     def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
         with contextlib.redirect_stderr(_real_stderr()):
             self._end_for(kind, error, trace)
 
     def _end_for(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
         report = traceback.format_exception(kind, error, trace)
         self._note_uncaught("uncaught exception", report)

@@ -467,7 +467,10 @@ class LoopState:
         return self.n_steps - self._n_steps_at_safe_point
 
     def is_safe_draw(
-        self, source: PartSource, is_for_training: bool, is_last: bool = False
+        self,
+        source: PartSource,
+        is_for_training: bool,
+        is_last: bool = False,
     ) -> bool:
         """Return whether a program that asks `source` for its next part is between two iterations.
 
@@ -523,7 +526,11 @@ class LoopState:
         return any(source.has_peeks for source in self._sources.values())
 
     def share(
-        self, is_entered: bool, has_peeks: bool, key: list[int] | None, moduli: Sequence[int]
+        self,
+        is_entered: bool,
+        has_peeks: bool,
+        key: list[int] | None,
+        moduli: Sequence[int],
     ) -> None:
         """Take what all ranks have reported with the sum of the running backward.
 

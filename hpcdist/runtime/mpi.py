@@ -67,7 +67,9 @@ def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:
     previous_hook = sys.excepthook
 
     def report(
-        kind: type[BaseException], caught: BaseException, trace: TracebackType | None
+        kind: type[BaseException],
+        caught: BaseException,
+        trace: TracebackType | None,
     ) -> None:
         report_agreed(caught, is_reporter)
         previous_hook(kind, caught, trace)

@@ -80,7 +80,10 @@ class StepFlags:
         self._received = Request.NONE
 
     def attach(
-        self, requester: Requester, optimizers: Iterable[Any] = (), saved: Iterable[Any] = ()
+        self,
+        requester: Requester,
+        optimizers: Iterable[Any] = (),
+        saved: Iterable[Any] = (),
     ) -> None:
         """Let `requester` request and act from now on, in place of an earlier one.
 

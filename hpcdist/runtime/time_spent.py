@@ -83,7 +83,12 @@ class TimeSpent:
         return self.communication_s
 
     def end(
-        self, kind: str, name: str, began_s: float, ended_s: float, communication_before_s: float
+        self,
+        kind: str,
+        name: str,
+        began_s: float,
+        ended_s: float,
+        communication_before_s: float,
     ) -> None:
         """Count a wait that has ended.
 
@@ -158,7 +163,8 @@ time_spent = TimeSpent()
 
 
 def counted(
-    kind: str, name: str
+    kind: str,
+    name: str,
 ) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
     """Return a decorator for functions whose calls are waits of this process; see `TimeSpent.timed`."""
 

@@ -167,7 +167,10 @@ class World:
         self.comm.Free()
 
     def agree(
-        self, error: HpcdistError | None, comm: MPI.Comm | None = None, call: str = ""
+        self,
+        error: HpcdistError | None,
+        comm: MPI.Comm | None = None,
+        call: str = "",
     ) -> None:
         """Raise the lowest failing rank's error on every rank, or return on every rank.
 
@@ -258,7 +261,10 @@ class World:
         )
 
     def require_same(
-        self, text: str, comm: MPI.Comm, explain: Callable[[str], HpcdistError]
+        self,
+        text: str,
+        comm: MPI.Comm,
+        explain: Callable[[str], HpcdistError],
     ) -> None:
         """Return when all ranks hold the same text, else raise the error of the lowest rank that differs.
 
@@ -315,7 +321,10 @@ class World:
         return environ
 
     def _agreed_tasks(
-        self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Comm
+        self,
+        resolver: ClusterResolver | None,
+        environ: Mapping[str, str],
+        node: MPI.Comm,
     ) -> tuple[ClusterSpec, list[Task]]:
         spec = ClusterSpec({})
         declared = None
@@ -365,7 +374,11 @@ class World:
         )
 
     def _gather_facts(
-        self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Comm
+        self,
+        entries: list[Task],
+        declared: Task | None,
+        hosts: Mapping[str, Task],
+        node: MPI.Comm,
     ) -> list[RankFacts]:
         host = MPI.Get_processor_name()
         named = hosts.get(host) or hosts.get(host.partition(".")[0])

@@ -266,7 +266,11 @@ class Strategy(Ranks):
             raise
 
     def _call(
-        self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        replica: ReplicaContext,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
         args = select(replica.local_index, args)
         kwargs = select(replica.local_index, kwargs)
@@ -278,7 +282,9 @@ class Strategy(Ranks):
             return fn(*args, **kwargs)
 
     def apply_gradients(
-        self, optimizer: Optimizer, grads_and_params: GradientsAndParameters
+        self,
+        optimizer: Optimizer,
+        grads_and_params: GradientsAndParameters,
     ) -> None:
         """Sum gradients of the program's own over all replicas into `parameter.grad`, and call `optimizer.step()`.
 
@@ -408,7 +414,10 @@ class Strategy(Ranks):
         return local_values(value)
 
     def _values_of(
-        self, call: str, value: Any, is_everyones: bool = False
+        self,
+        call: str,
+        value: Any,
+        is_everyones: bool = False,
     ) -> tuple[list[Any], UsageError | None]:
         """Return the values of this process's replicas, or the error that says why there are none.
 
@@ -447,7 +456,8 @@ class Strategy(Ranks):
         )
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[["ValueContext"], Any]
+        self,
+        value_fn: Callable[["ValueContext"], Any],
     ) -> Any:
         """Return value_fn(ValueContext) of each local replica as a nest of PerReplica values. Not collective.
 
@@ -466,7 +476,10 @@ class Strategy(Ranks):
         return regroup(values, has_no_plain=True)
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None, is_sharded: bool = False
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        is_sharded: bool = False,
     ) -> DistributedInput | Dataset:
         """Return this replica's parts of a dataset whose batches are global batches.
 
@@ -487,7 +500,9 @@ class Strategy(Ranks):
         return self.inputs.distribute(dataset, options, is_sharded)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: DatasetFunction, options: InputOptions | None = None
+        self,
+        dataset_fn: DatasetFunction,
+        options: InputOptions | None = None,
     ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes for this input pipeline.
 

@@ -91,7 +91,8 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Tensor:
 
 
 def _split(
-    state: PowerSGDState, bucket: GradBucket
+    state: PowerSGDState,
+    bucket: GradBucket,
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
     """Return (parameter, gradient as a matrix) of gradients to compress, and the other gradients; all are views."""
     matrices: list[tuple[Tensor, Tensor]] = []

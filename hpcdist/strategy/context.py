@@ -64,7 +64,9 @@ def updated_copy() -> int | None:
 
 @contextmanager
 def entered(
-    strategy: "Strategy", replica: "ReplicaContext | None" = None, updated: int | None = None
+    strategy: "Strategy",
+    replica: "ReplicaContext | None" = None,
+    updated: int | None = None,
 ) -> Iterator[None]:
     """Make `strategy` the current one in the block.
 

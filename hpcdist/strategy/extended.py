@@ -96,13 +96,22 @@ class StrategyExtended:
         return regroup(of_replicas) if group else tuple(of_replicas)
 
     def _update_copy(
-        self, local_index: int, copy: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        local_index: int,
+        copy: Any,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
         with context.entered(self._strategy, updated=local_index), torch.no_grad():
             return fn(copy, *select(local_index, args), **select(local_index, kwargs))
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: Any = None,
     ) -> Any:
         """Return `value` reduced over all replicas, a tensor on the device of `destinations`.
 

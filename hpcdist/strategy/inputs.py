@@ -50,12 +50,17 @@ class Inputs(Protocol):
     """What makes the batches of a strategy's replicas; arguments and errors are those of `Strategy`."""
 
     def distribute(
-        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        dataset: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedInput | Dataset:
         """Return this process's parts of a dataset whose batches are global batches."""
 
     def distribute_function(
-        self, dataset_fn: DatasetFunction, options: InputOptions | None
+        self,
+        dataset_fn: DatasetFunction,
+        options: InputOptions | None,
     ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes for this input pipeline."""
 
@@ -73,7 +78,10 @@ class OneInput:
         self._takes_unbatched = takes_unbatched
 
     def distribute(
-        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        dataset: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedInput | Dataset:
         """Return the batches of a dataset."""
         if has_own_sampler(dataset):
@@ -104,7 +112,10 @@ class OneInput:
         return distributed
 
     def _distribute_stream(
-        self, loader: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        loader: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedStream:
         """Return the parts of a stream, all of which the workers of this process draw."""
         shares = Shares(0, 1, loader.num_workers, is_sharded)
@@ -115,7 +126,9 @@ class OneInput:
         return distributed
 
     def distribute_function(
-        self, dataset_fn: DatasetFunction, options: InputOptions | None
+        self,
+        dataset_fn: DatasetFunction,
+        options: InputOptions | None,
     ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes."""
         datasets = datasets_of(dataset_fn, [InputContext()])
@@ -138,7 +151,11 @@ class RankInputs:
     """
 
     def __init__(
-        self, world: World, replicas: Replicas, engine: GradientEngine, device: torch.device | None
+        self,
+        world: World,
+        replicas: Replicas,
+        engine: GradientEngine,
+        device: torch.device | None,
     ) -> None:
         self._world = world
         self._comm = world.role_comm
@@ -147,7 +164,10 @@ class RankInputs:
         self._device = device
 
     def distribute(
-        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        dataset: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedInput:
         """Return this rank's parts of a dataset. Collective over the ranks of the role."""
         self._world.agree(None, self._comm, "experimental_distribute_dataset")
@@ -215,7 +235,10 @@ class RankInputs:
         return distributed
 
     def _distribute_stream(
-        self, loader: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        loader: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedStream:
         """Return this rank's share of a stream that workers draw. Collective over the ranks of the role."""
         settings = f"{loader.num_workers} workers, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
@@ -272,7 +295,9 @@ class RankInputs:
         )
 
     def distribute_function(
-        self, dataset_fn: DatasetFunction, options: InputOptions | None
+        self,
+        dataset_fn: DatasetFunction,
+        options: InputOptions | None,
     ) -> DistributedFromFunction:
         """Return batches of the dataset that the function makes here. Collective over the ranks of the role."""
         self._world.agree(None, self._comm, "distribute_datasets_from_function")

@@ -10,7 +10,9 @@ from hpcdist.strategy.base import Strategy, mark_scaled, strategies_of_losses
 
 
 def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: int | None = None,
 ) -> Any:
     """Return this replica's part of the mean loss: the (weighted) sum over its examples / global batch.
 

@@ -183,7 +183,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
 
     def _choose_device(
-        self, name: str | torch.device | None, num_replicas: int | None
+        self,
+        name: str | torch.device | None,
+        num_replicas: int | None,
     ) -> torch.device | None:
         """Return the device that this rank computes on, or None for the host; a GPU becomes torch's current one.
 

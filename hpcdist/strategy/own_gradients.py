@@ -21,7 +21,9 @@ GradientsAndParameters = Iterable[tuple[Tensor | None, Tensor]]
 
 
 def apply_gradients(
-    replica: ReplicaContext, optimizer: Optimizer, pairs: GradientsAndParameters
+    replica: ReplicaContext,
+    optimizer: Optimizer,
+    pairs: GradientsAndParameters,
 ) -> None:
     """Step on sums of gradients; see `Strategy.apply_gradients`.
 
@@ -52,7 +54,8 @@ def apply_gradients(
 
 
 def _split(
-    optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]
+    optimizer: Optimizer,
+    pairs: list[tuple[Tensor | None, Tensor]],
 ) -> tuple[list[Tensor | None], list[Tensor]]:
     """Return the gradients and the parameters of pairs; raise UsageError where they do not fit."""
     parameter_ids: set[int] = set()
@@ -89,7 +92,9 @@ def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
 
 
 def _sums(
-    replica: ReplicaContext, gradients: list[Tensor | None], parameters: list[Tensor]
+    replica: ReplicaContext,
+    gradients: list[Tensor | None],
+    parameters: list[Tensor],
 ) -> list[Tensor | None]:
     """Return the sums over all replicas; None where no replica has a gradient."""
     is_mean = replica.strategy.sums.is_mean

@@ -277,7 +277,9 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         return self.n_replicas if self._rules.is_synchronous else self._entry_comm.size
 
     def apply_gradients(
-        self, optimizer: Optimizer, grads_and_params: GradientsAndParameters
+        self,
+        optimizer: Optimizer,
+        grads_and_params: GradientsAndParameters,
     ) -> None:
         """Push gradients that the program has computed: put them into `parameter.grad`, and call `optimizer.step()`."""
         for gradient, parameter in grads_and_params:

@@ -74,7 +74,10 @@ class Ranks:
             return self.group.comm.bcast(value, root)
 
     def rank_zero_first(
-        self, *, per_host: bool = False, timeout_s: float = 3600.0
+        self,
+        *,
+        per_host: bool = False,
+        timeout_s: float = 3600.0,
     ) -> AbstractContextManager[None]:
         """Let rank 0 go through a block before the other ranks; see `hpcdist.rank_zero_first`.
 

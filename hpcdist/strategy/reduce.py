@@ -268,7 +268,10 @@ def _sum_packed(exchange: Exchange, packs: list[list[Array]]) -> list[Array]:
 
 
 def _join_sparse(
-    exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_replicas: float
+    exchange: Exchange,
+    op: ReduceOp,
+    tensors: list[Tensor],
+    n_replicas: float,
 ) -> Tensor:
     """Return a sparse tensor with the entries of all replicas, divided by the number of replicas for the mean."""
     first = tensors[0].detach()
@@ -286,7 +289,11 @@ def _join_sparse(
 
 
 def reduce_over_axis(
-    exchange: Exchange, op: ReduceOp, values: list[Any], axis: Axis, error: UsageError | None = None
+    exchange: Exchange,
+    op: ReduceOp,
+    values: list[Any],
+    axis: Axis,
+    error: UsageError | None = None,
 ) -> Any:
     """Return a dense value reduced over `axis` and over all replicas; see `Strategy.reduce`.
 
@@ -360,7 +367,10 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
 
 
 def reduce_in_replica(
-    exchange: Exchange, op: ReduceOp, leaves: Sequence[Any], structure: str = ""
+    exchange: Exchange,
+    op: ReduceOp,
+    leaves: Sequence[Any],
+    structure: str = "",
 ) -> list[Any]:
     """Return the leaves of a nest, each reduced over all replicas, on the devices where they were.
 
@@ -416,7 +426,10 @@ def _beside(leaf: Any, value: Any) -> Any:
 
 
 def gather_values(
-    exchange: Exchange, values: list[Any], axis: int, error: UsageError | None = None
+    exchange: Exchange,
+    values: list[Any],
+    axis: int,
+    error: UsageError | None = None,
 ) -> tuple[Any, list[int]]:
     """Return all replicas' values joined along `axis`, and where each local one begins; see `Strategy.gather`.
 

@@ -37,7 +37,10 @@ class ReplicaContext:
         return self.strategy.num_replicas_in_sync
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call merge_fn(strategy, *args, **kwargs) once, outside the local replicas; return this replica's part.
 
@@ -135,7 +138,10 @@ class OnlyReplica(ReplicaContext):
     """The replica of code outside all strategies, whose calls enter the pass-through strategy first."""
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Return merge_fn(strategy, *args, **kwargs)."""
         return self._inside(lambda replica: replica.merge_call(merge_fn, args, kwargs))
@@ -162,7 +168,10 @@ class OnlyReplica(ReplicaContext):
 
 
 def _reduce_leaves(
-    strategy: "Strategy", op: ReduceOp, leaves: list[Any], form: str = ""
+    strategy: "Strategy",
+    op: ReduceOp,
+    leaves: list[Any],
+    form: str = "",
 ) -> Sequence[Any]:
     if torch.is_grad_enabled() and any(
         isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
@@ -179,7 +188,11 @@ def _reduce_leaves(
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: ReduceOp, strategy: "Strategy", form: str, *leaves: Any
+        ctx: Any,
+        op: ReduceOp,
+        strategy: "Strategy",
+        form: str,
+        *leaves: Any,
     ) -> tuple[Any, ...]:
         ctx.op = op
         ctx.strategy = weakref.ref(strategy)

@@ -90,7 +90,11 @@ class RankReplicas:
     """
 
     def __init__(
-        self, group: Group, reducer: Reducer, scheduler: ReplicaScheduler, is_fixed: bool
+        self,
+        group: Group,
+        reducer: Reducer,
+        scheduler: ReplicaScheduler,
+        is_fixed: bool,
     ) -> None:
         self.is_fixed = is_fixed
         self.local = reducer.own_replicas

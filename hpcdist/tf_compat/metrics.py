@@ -197,7 +197,10 @@ class BinaryCrossentropy(_MeanOfRows):
     """
 
     def __init__(
-        self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0
+        self,
+        name: str | None = None,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(name)
         self._from_logits = from_logits
@@ -234,7 +237,10 @@ class CategoricalCrossentropy(_MeanOfRows):
     """
 
     def __init__(
-        self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0
+        self,
+        name: str | None = None,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(name)
         self._from_logits = from_logits
@@ -298,7 +304,10 @@ class _Confusion(Metric):
     """
 
     def __init__(
-        self, thresholds: Sequence[float], name: str | None, class_id: int | None = None
+        self,
+        thresholds: Sequence[float],
+        name: str | None,
+        class_id: int | None = None,
     ) -> None:
         super().__init__(name, 4 * len(thresholds))
         self._thresholds = np.asarray(thresholds, np.float32)  # as predictions are, in Keras
@@ -476,7 +485,9 @@ class AUC(_Confusion):
 
 
 def _area_of_precision(
-    true_positives: Tensor, false_positives: Tensor, false_negatives: Tensor
+    true_positives: Tensor,
+    false_positives: Tensor,
+    false_negatives: Tensor,
 ) -> Tensor:
     """Return the area under precision and recall, with counts that are linear between two thresholds, as in Keras."""
     positives = true_positives + false_positives

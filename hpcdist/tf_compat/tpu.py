@@ -102,7 +102,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
 
 def experimental_connect_to_cluster(
-    cluster_spec_or_resolver: Any, *args: Any, **kwargs: Any
+    cluster_spec_or_resolver: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Check the argument; ranks are connected when MPI starts.
 

@@ -284,7 +284,10 @@ class Variable(Readable):
         return self._update(method, dense, torch.add if sign > 0 else torch.sub)
 
     def _update(
-        self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]
+        self,
+        method: str,
+        value: Any,
+        apply: Callable[[Tensor, Tensor], Tensor],
     ) -> "Variable":
         self._is_assigned |= method in ("assign", "scatter_update")
         replica = self._replica(method)
@@ -300,7 +303,10 @@ class Variable(Readable):
         return self
 
     def _update_across(
-        self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]
+        self,
+        method: str,
+        value: Any,
+        apply: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         """Write all copies from outside `run`."""
         new = self._fitting(method, value)
@@ -316,7 +322,10 @@ class Variable(Readable):
             self._write(index, apply, new)
 
     def _write_own(
-        self, method: str, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor
+        self,
+        method: str,
+        apply: Callable[[Tensor, Tensor], Tensor],
+        new: Tensor,
     ) -> None:
         """Write the copy of this rank's replica: a loop without `run` is the replica's own code."""
         if self.strategy.replicas.is_fixed:

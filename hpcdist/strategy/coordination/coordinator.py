@@ -66,7 +66,9 @@ class ClusterCoordinator:
     _dispatcher: Dispatcher
 
     def __new__(
-        cls, strategy: Strategy, closure_timeout_s: float | None = None
+        cls,
+        strategy: Strategy,
+        closure_timeout_s: float | None = None,
     ) -> "ClusterCoordinator":
         """Return the coordinator of a strategy."""
         if not isinstance(strategy, ParameterServerStrategy):
@@ -76,7 +78,9 @@ class ClusterCoordinator:
         return strategy.the_coordinator(lambda: object.__new__(cls))
 
     def __init__(
-        self, strategy: ParameterServerStrategy, closure_timeout_s: float | None = None
+        self,
+        strategy: ParameterServerStrategy,
+        closure_timeout_s: float | None = None,
     ) -> None:
         if hasattr(self, "_dispatcher"):  # made by an earlier call
             return
@@ -121,7 +125,10 @@ class ClusterCoordinator:
         return self._strategy
 
     def schedule(
-        self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> RemoteValue:
         """Let a worker call fn(*args, **kwargs) as soon as one is free, and return a RemoteValue for its result.
 
@@ -259,7 +266,10 @@ class ClusterCoordinator:
         return PerWorkerDataset(dataset_fn)
 
     def create_per_worker_resource(
-        self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> PerWorkerValues:
         """Return a value that each worker makes by fn(*args, **kwargs) at its first use, such as a compiled function.
 

@@ -47,7 +47,10 @@ class Definitions:
     """
 
     def __init__(
-        self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters
+        self,
+        strategy: Strategy,
+        engine: GradientEngine,
+        storage: ServedParameters,
     ) -> None:
         self._strategy = strategy
         self._engine = engine
@@ -225,7 +228,11 @@ class Copies:
     """
 
     def __init__(
-        self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters, worker: int
+        self,
+        strategy: Strategy,
+        engine: GradientEngine,
+        storage: ServedParameters,
+        worker: int,
     ) -> None:
         self._strategy = strategy
         self._engine = engine

@@ -179,7 +179,8 @@ class ClosureQueue:
         return closure
 
     def cancel_waiting(
-        self, reason: str = "another function had failed; schedule it again"
+        self,
+        reason: str = "another function had failed; schedule it again",
     ) -> None:
         """Cancel the closures that have not begun."""
         while self._waiting:

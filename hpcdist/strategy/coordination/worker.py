@@ -149,7 +149,12 @@ class _Worker:
         return pickles.dumps((error is None, result, changes, n_steps))
 
     def _prepare(
-        self, definitions: list[Bytes], news: Any, must_pull: bool, payload: Bytes, seed: int
+        self,
+        definitions: list[Bytes],
+        news: Any,
+        must_pull: bool,
+        payload: Bytes,
+        seed: int,
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Learn the objects that the function uses, bring them up to date, and return the function with arguments."""
         for definition in definitions:
