@@ -40,19 +40,19 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on XLA devices: one for each rank. Modules and tensors of the scope and of `run` are there.
 
     Gradients pass through host memory and MPI. Each optimizer's step ends XLA's graph, and XLA's random numbers are
-    keyed by step as torch's are. Make the strategy before the first backward of the process, which is when torch looks
-    which devices there are. It was run with PJRT_DEVICE=CPU, not on a TPU.
+    keyed by step as torch's are. Make the strategy before the first backward of the process, at which torch looks up
+    the devices. It was run with PJRT_DEVICE=CPU, not on a TPU.
 
     >>> strategy = hpcdist.TPUStrategy(hpcdist.TPUClusterResolver())
     >>> with strategy.scope():
     ...     model = torch.nn.Linear(64, 10)
 
-    Collective: all ranks.
+    Collective over all ranks.
 
     Args:
-        tpu_cluster_resolver: a `TPUClusterResolver`; default: one.
-        num_replicas: as `MultiWorkerMirroredStrategy`.
-        gradient_op: as `MultiWorkerMirroredStrategy`.
+        tpu_cluster_resolver: a `TPUClusterResolver`; default: a new one.
+        num_replicas: number of replicas, as for `MultiWorkerMirroredStrategy`.
+        gradient_op: SUM or MEAN, as for `MultiWorkerMirroredStrategy`.
 
     Raises:
         ConfigurationError: on every rank alike, without torch_xla or an XLA device.
@@ -111,7 +111,7 @@ def experimental_connect_to_cluster(
     Args:
         cluster_spec_or_resolver: a ClusterSpec or a ClusterResolver.
         args: accepted for compatibility.
-        kwargs: see args.
+        kwargs: accepted for compatibility.
 
     Raises:
         UsageError: for anything else.
