@@ -27,7 +27,11 @@ class Metric:
         n_sums: number of sums.
     """
 
-    def __init__(self, name: str | None = None, n_sums: int = 2) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        n_sums: int = 2,
+    ) -> None:
         self.name = name or type(self).__name__
         self._sums = Variable(
             np.zeros(n_sums),

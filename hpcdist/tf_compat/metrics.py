@@ -32,7 +32,11 @@ _EPSILON = 1e-7
 class Mean(Metric):
     """The weighted mean of all values seen."""
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self,
+        values: Any,
+        sample_weight: Any = None,
+    ) -> None:
         """Add values of this replica.
 
         Args:
@@ -44,7 +48,11 @@ class Mean(Metric):
         """
         self._add(to_floats(values), sample_weight)
 
-    def __call__(self, values: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(
+        self,
+        values: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Add values and return the result."""
         self.update_state(values, sample_weight)
         return self.result()
@@ -61,7 +69,12 @@ class Sum(Mean):
 class _MeanOfRows(Metric):
     """The weighted mean of a score of each row of predictions."""
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> None:
         """Add rows of this replica.
 
         Args:
@@ -75,7 +88,12 @@ class _MeanOfRows(Metric):
         scores = self._scores(to_array(y_true), to_array(y_pred))
         self._add(scores, sample_weight)
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Add rows and return the result."""
         self.update_state(y_true, y_pred, sample_weight)
         return self.result()
@@ -103,7 +121,11 @@ class BinaryAccuracy(_MeanOfRows):
         threshold: number above which a prediction counts as 1.
     """
 
-    def __init__(self, name: str | None = None, threshold: float = 0.5) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        threshold: float = 0.5,
+    ) -> None:
         super().__init__(name)
         self._threshold = threshold
 
@@ -139,7 +161,11 @@ class SparseTopKCategoricalAccuracy(_MeanOfRows):
         name: name of the metric, for messages.
     """
 
-    def __init__(self, k: int = 5, name: str | None = None) -> None:
+    def __init__(
+        self,
+        k: int = 5,
+        name: str | None = None,
+    ) -> None:
         super().__init__(name)
         self._k = k
 
@@ -258,7 +284,11 @@ class SparseCategoricalCrossentropy(_MeanOfRows):
         from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
     """
 
-    def __init__(self, name: str | None = None, from_logits: bool = False) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        from_logits: bool = False,
+    ) -> None:
         super().__init__(name)
         self._from_logits = from_logits
 
@@ -307,7 +337,12 @@ class _Confusion(Metric):
         self._thresholds = np.asarray(thresholds, np.float32)  # as predictions are, in Keras
         self._class_id = class_id
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> None:
         """Add rows of this replica.
 
         Args:
@@ -349,7 +384,12 @@ class _Confusion(Metric):
         is_above = scores > self._thresholds[:, None]
         return np.asarray((is_above * weights).sum(1))
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Add rows and return the result."""
         self.update_state(y_true, y_pred, sample_weight)
         return self.result()

@@ -103,7 +103,12 @@ class SyncBatchNorm(_BatchNorm):
         return mean, variance, count
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _track(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        count: Tensor,
+    ) -> None:
         if self.running_mean is None or self.running_var is None or count == 0:
             return
         assert self.num_batches_tracked is not None, "torch has all statistics, or none"
@@ -115,7 +120,12 @@ class SyncBatchNorm(_BatchNorm):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
 
-    def _normalised(self, values: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    def _normalised(
+        self,
+        values: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+    ) -> Tensor:
         dtype = torch.promote_types(values.dtype, torch.float32)
         shape = (1, -1) + (1,) * (values.dim() - 2)
         scale = torch.rsqrt(variance + self.eps).to(dtype)

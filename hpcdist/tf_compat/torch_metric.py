@@ -43,7 +43,11 @@ class TorchMetric:
     #: The states of several processes can be added up, by `add_seen`.
     adds_up = True
 
-    def __init__(self, metric: Any, name: str | None = None) -> None:
+    def __init__(
+        self,
+        metric: Any,
+        name: str | None = None,
+    ) -> None:
         self.name = name or type(metric).__name__
         if not _is_metric(metric):
             raise UsageError(

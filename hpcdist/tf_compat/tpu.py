@@ -85,7 +85,13 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     def _choose_batch_device(self, device_of_rank: torch.device | None) -> None:
         """Leave batches on the host, where the program finds them."""
 
-    def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self,
+        replica: ReplicaContext,
+        fn: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
         self._key_random_numbers()
         return super()._call(replica, fn, args, kwargs)
 

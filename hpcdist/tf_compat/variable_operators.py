@@ -140,7 +140,11 @@ class Readable(ABC):
         """Return the result of `read_value` as an array on the host."""
         return self.read_value().detach().cpu().numpy()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self,
+        dtype: Any = None,
+        copy: bool | None = None,
+    ) -> Any:
         return np.asarray(self.numpy(), dtype)
 
     def __dlpack__(self, **options: Any) -> Any:

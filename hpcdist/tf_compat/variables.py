@@ -276,7 +276,12 @@ class Variable(Readable):
         """
         return self._scatter("scatter_update", sparse_delta, None)
 
-    def _scatter(self, method: str, delta: Any, sign: int | None) -> "Variable":
+    def _scatter(
+        self,
+        method: str,
+        delta: Any,
+        sign: int | None,
+    ) -> "Variable":
         """Add rows (sign 1), subtract them (-1) or set them (None)."""
         is_ambiguous = not self._is_unmanaged and self.aggregation not in _SCATTERS_OF
         if self._is_on_read or (sign is None and is_ambiguous):
@@ -391,7 +396,12 @@ class Variable(Readable):
         return f"{method} of variable {self._number} {self.name!r}"
 
     @torch.no_grad()
-    def _write(self, index: int, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
+    def _write(
+        self,
+        index: int,
+        apply: Callable[[Tensor, Tensor], Tensor],
+        new: Tensor,
+    ) -> None:
         copy = self._copies[index]
         copy.copy_(apply(copy, new))
 
@@ -512,7 +522,10 @@ class Variable(Readable):
             )
 
 
-def as_tensor(value: Any, dtype: Any = None) -> Tensor:
+def as_tensor(
+    value: Any,
+    dtype: Any = None,
+) -> Tensor:
     """Return a value as a tensor that needs no gradient; a variable is read.
 
     Args:
@@ -536,7 +549,11 @@ def can_hold(dtype: torch.dtype, number: complex) -> bool:
     return torch.can_cast(torch.as_tensor(number).dtype, dtype)
 
 
-def indices_and_rows(method: str, delta: Any, whole: Tensor) -> tuple[Tensor, Tensor]:
+def indices_and_rows(
+    method: str,
+    delta: Any,
+    whole: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return (indices,) int64 and (indices, ...) rows for a scatter into `whole`, of its dtype and on its device.
 
     Args:
@@ -579,7 +596,11 @@ def divide_among(total: Tensor, n_parts: int) -> list[Tensor]:
     return parts
 
 
-def deal(rows: Tensor, n_replicas: int, aggregation: str) -> list[Tensor]:
+def deal(
+    rows: Tensor,
+    n_replicas: int,
+    aggregation: str,
+) -> list[Tensor]:
     """Return one row for each replica, which aggregate to the same as the given rows.
 
     >>> [float(row) for row in deal(torch.tensor([1.0, 2.0]), 3, "SUM")]
