@@ -46,7 +46,8 @@ class Metric:
 
     def _add(self, values: Array, sample_weight: Any) -> None:
         weighted, weights = weigh(values, sample_weight)
-        self._add_sums(np.array([weighted.sum(), weights.sum()]))
+        sums = np.array([weighted.sum(), weights.sum()])
+        self._add_sums(sums)
 
     def _add_sums(self, sums: Array) -> None:
         """Add to this replica's sums."""
@@ -74,7 +75,8 @@ class Metric:
 
     def reset_state(self) -> None:
         """Forget all values of all replicas; inside `run` of this replica. Outside `run` all ranks call it."""
-        self._sums.assign(np.zeros(self._sums.shape))
+        zeros = np.zeros(self._sums.shape)
+        self._sums.assign(zeros)
 
     def reset_states(self) -> None:
         """Do what `reset_state` does, under its older name."""
@@ -121,9 +123,10 @@ def in_one_shape(y_true: Array, y_pred: Array) -> tuple[Array, Array]:
     Raises:
         UsageError: for all other shapes, which would broadcast to all pairs.
     """
-    if y_true.ndim == y_pred.ndim + 1 and y_true.shape[-1] == 1:
+    n_more = y_true.ndim - y_pred.ndim
+    if n_more == 1 and y_true.shape[-1] == 1:
         y_true = y_true[..., 0]
-    elif y_pred.ndim == y_true.ndim + 1 and y_pred.shape[-1] == 1:
+    elif n_more == -1 and y_pred.shape[-1] == 1:
         y_pred = y_pred[..., 0]
     if y_true.shape != y_pred.shape:
         raise misfit(f"y_true and y_pred of the same shape, got {y_true.shape} and {y_pred.shape}")
@@ -134,7 +137,8 @@ def classes_of(y_true: Array, y_pred: Array) -> Array:
     """Return one class for each row of (rows, classes) predictions; raise UsageError where they do not fit."""
     if y_true.ndim == y_pred.ndim and y_true.shape[-1:] == (1,):
         y_true = y_true[..., 0]
-    if y_pred.ndim == 0 or y_true.shape != y_pred.shape[:-1]:
+    shape_of_rows = y_pred.shape[:-1]
+    if y_pred.ndim == 0 or y_true.shape != shape_of_rows:
         raise misfit(
             f"one class for each row of predictions, got {y_true.shape} for {y_pred.shape}"
         )
@@ -146,12 +150,14 @@ def weigh(values: Array, sample_weight: Any) -> tuple[Array, Array]:
     if sample_weight is None:
         return values, np.ones(values.shape)
     weights = to_floats(sample_weight)
-    if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
+    n_more = weights.ndim - values.ndim
+    if n_more == 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
-    elif weights.ndim == values.ndim - 1:
+    elif n_more == -1:
         weights = weights[..., None]
     if weights.ndim not in (0, values.ndim):
-        values = values.mean(tuple(range(weights.ndim, values.ndim)))
+        axes = tuple(range(weights.ndim, values.ndim))
+        values = values.mean(axes)
     sizes = zip(weights.shape, values.shape, strict=weights.ndim > 0)
     if any(weight_size not in (1, value_size) for weight_size, value_size in sizes):
         raise misfit(f"one weight for each value or row of {values.shape}, got {weights.shape}")

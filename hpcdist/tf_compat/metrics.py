@@ -143,14 +143,18 @@ class CategoricalAccuracy(_MeanOfRows):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = in_one_shape(y_true, y_pred)
-        return to_floats(y_true.argmax(-1) == y_pred.argmax(-1))
+        classes = y_true.argmax(-1)
+        predicted_classes = y_pred.argmax(-1)
+        return to_floats(classes == predicted_classes)
 
 
 class SparseCategoricalAccuracy(_MeanOfRows):
     """The fraction of rows whose largest of (rows, classes) predictions is at the given class, (rows,) or (rows, 1)."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        return to_floats(classes_of(y_true, y_pred) == y_pred.argmax(-1))
+        classes = classes_of(y_true, y_pred)
+        predicted_classes = y_pred.argmax(-1)
+        return to_floats(classes == predicted_classes)
 
 
 class SparseTopKCategoricalAccuracy(_MeanOfRows):
@@ -177,8 +181,9 @@ class SparseTopKCategoricalAccuracy(_MeanOfRows):
         classes = classes_of(y_true, y_pred).astype(np.int64)
         of_class = np.take_along_axis(y_pred, classes[..., None], -1)
         n_larger = (y_pred > of_class).sum(-1)
-        is_hit = (n_larger < self._k) & np.isfinite(of_class[..., 0])
-        return to_floats(is_hit)
+        is_among_largest = n_larger < self._k
+        is_finite = np.isfinite(of_class[..., 0])
+        return to_floats(is_among_largest & is_finite)
 
 
 class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
@@ -186,23 +191,26 @@ class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = in_one_shape(y_true, y_pred)
-        return super()._scores(y_true.argmax(-1), y_pred)
+        classes = y_true.argmax(-1)
+        return super()._scores(classes, y_pred)
 
 
 class MeanSquaredError(_MeanOfRows):
     """The mean of squared errors: (rows,), or (rows, n), whose rows are averaged first."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        return means_of_rows(np.square(y_pred - y_true))
+        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        errors = predictions - truth
+        return means_of_rows(np.square(errors))
 
 
 class MeanAbsoluteError(_MeanOfRows):
     """The mean of absolute errors: (rows,), or (rows, n), whose rows are averaged first."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        return means_of_rows(np.abs(y_pred - y_true))
+        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        errors = predictions - truth
+        return means_of_rows(np.abs(errors))
 
 
 class RootMeanSquaredError(MeanSquaredError):
@@ -251,8 +259,9 @@ class BinaryCrossentropy(_SmoothedCrossentropy):
         truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
         truth = truth * (1 - self._smoothing) + 0.5 * self._smoothing
         if self._from_logits:
+            distances = np.abs(predictions)
             linear = np.maximum(predictions, 0) - predictions * truth
-            tail = np.log1p(np.exp(-np.abs(predictions)))
+            tail = np.log1p(np.exp(-distances))
             return means_of_rows(linear + tail)
         predictions = np.clip(predictions, _EPSILON, 1 - _EPSILON)
         of_ones = -truth * np.log(predictions)
@@ -271,9 +280,11 @@ class CategoricalCrossentropy(_SmoothedCrossentropy):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        truth = truth * (1 - self._smoothing) + self._smoothing / truth.shape[-1]
+        n_classes = truth.shape[-1]
+        truth = truth * (1 - self._smoothing) + self._smoothing / n_classes
         logs = _log_probabilities(predictions, self._from_logits)
-        return np.asarray(-(truth * logs).sum(-1))
+        likelihoods = (truth * logs).sum(-1)
+        return np.asarray(-likelihoods)
 
 
 class SparseCategoricalCrossentropy(_MeanOfRows):
@@ -299,17 +310,19 @@ class SparseCategoricalCrossentropy(_MeanOfRows):
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred).astype(np.int64)
         logs = _log_probabilities(to_floats(y_pred), self._from_logits)
-        return -np.take_along_axis(logs, classes[..., None], -1)[..., 0]
+        logs_of_class = np.take_along_axis(logs, classes[..., None], -1)
+        return -logs_of_class[..., 0]
 
 
 def _log_probabilities(predictions: Array, are_logits: bool) -> Array:
     """Return logarithms of the probabilities of classes, from logits, or from numbers that are divided by their sum."""
     if are_logits:
         shifted = predictions - predictions.max(-1, keepdims=True)
-        total = np.exp(shifted).sum(-1, keepdims=True)
+        exponentials = np.exp(shifted)
+        total = exponentials.sum(-1, keepdims=True)
         return np.asarray(shifted - np.log(total))
-    probabilities = predictions / predictions.sum(-1, keepdims=True)
-    probabilities = np.clip(probabilities, _EPSILON, 1 - _EPSILON)
+    total = predictions.sum(-1, keepdims=True)
+    probabilities = np.clip(predictions / total, _EPSILON, 1 - _EPSILON)
     return np.asarray(np.log(probabilities))
 
 
@@ -355,15 +368,20 @@ class _Confusion(Metric):
                 not fit.
         """
         is_true = to_array(y_true) != 0
-        truth, scores = in_one_shape(is_true, to_array(y_pred).astype(np.float32))
+        predictions = to_array(y_pred).astype(np.float32)
+        truth, scores = in_one_shape(is_true, predictions)
         scores = np.nan_to_num(scores)
-        if ((scores < 0) | (scores > 1)).any():
-            raise misfit(f"predictions from 0 to 1, got {scores.min():g} to {scores.max():g}")
-        weights = weigh(np.ones(scores.shape), sample_weight)[1]
+        is_outside = (scores < 0) | (scores > 1)
+        if is_outside.any():
+            lowest = scores.min()
+            highest = scores.max()
+            raise misfit(f"predictions from 0 to 1, got {lowest:g} to {highest:g}")
+        ones = np.ones(scores.shape)
+        _, weights = weigh(ones, sample_weight)
         if weights.ndim < scores.ndim:
             n_missing = scores.ndim - weights.ndim
-            weights = weights.reshape(weights.shape + (1,) * n_missing)
-            weights = np.broadcast_to(weights, scores.shape)
+            shape = weights.shape + (1,) * n_missing
+            weights = np.broadcast_to(weights.reshape(shape), scores.shape)
         if self._class_id is not None:
             truth = truth[..., self._class_id]
             scores = scores[..., self._class_id]
@@ -377,7 +395,8 @@ class _Confusion(Metric):
         negatives = self._weights_above(scores[~truth], weights_of_false)
         missed = weights_of_true.sum() - positives
         rejected = weights_of_false.sum() - negatives
-        self._add_sums(np.concatenate([positives, negatives, missed, rejected]))
+        sums = np.concatenate([positives, negatives, missed, rejected])
+        self._add_sums(sums)
 
     def _weights_above(self, scores: Array, weights: Array) -> Array:
         """Return, for each threshold, the sum of the weights of scores above it, as float64."""
@@ -395,8 +414,9 @@ class _Confusion(Metric):
         return self.result()
 
     def _counts(self) -> Tensor:
-        """Return (4, thresholds): true positives, false positives, false negatives, true negatives."""
-        return self._sums.read_value().reshape(4, len(self._thresholds))
+        """Return true positives, false positives, false negatives and true negatives, (4, thresholds)."""
+        n_thresholds = len(self._thresholds)
+        return self._sums.read_value().reshape(4, n_thresholds)
 
 
 def _thresholds_of(thresholds: float | Sequence[float] | None) -> tuple[list[float], bool]:
@@ -485,8 +505,10 @@ class AUC(_Confusion):
                 f"AUC: expected the curve ROC or PR, interpolation, minoring or majoring, and at least 2 thresholds, "
                 f"got {curve!r}, {summation_method!r} and {num_thresholds}; AUC() has the defaults."
             )
-        between = [(index + 1) / (num_thresholds - 1) for index in range(num_thresholds - 2)]
-        super().__init__([-_EPSILON, *between, 1 + _EPSILON], name)
+        n_intervals = num_thresholds - 1
+        between = [number / n_intervals for number in range(1, n_intervals)]
+        thresholds = [-_EPSILON, *between, 1 + _EPSILON]
+        super().__init__(thresholds, name)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make a metric like this one."""
@@ -500,11 +522,12 @@ class AUC(_Confusion):
     def _weights_above(self, scores: Array, weights: Array) -> Array:
         """Return the same as the base class, by the interval that a score is in, rounded as Keras rounds it."""
         n_intervals = len(self._thresholds) - 1
-        intervals = np.ceil(scores * np.float32(n_intervals)) - 1
+        positions = scores * np.float32(n_intervals)
+        intervals = np.ceil(positions) - 1
         numbers = np.maximum(intervals, 0).astype(np.int64)
         of_intervals = np.bincount(numbers, weights, minlength=n_intervals)
-        above = np.cumsum(of_intervals[::-1])[::-1]
-        return np.append(above, 0.0)
+        from_above = np.cumsum(of_intervals[::-1])
+        return np.append(from_above[::-1], 0.0)
 
     def result(self) -> Tensor:
         """Return the area, a float64 number; see `Metric.result`."""

@@ -98,7 +98,8 @@ class SyncBatchNorm(_BatchNorm):
                 "SyncBatchNorm: expected more than one value per channel in training, got one over all replicas; "
                 "give it larger batches, or call eval()."
             )
-        mean, mean_square = (total[:-1] / count.clamp(min=1.0)).chunk(2)
+        means = total[:-1] / count.clamp(min=1.0)
+        mean, mean_square = means.chunk(2)
         variance = (mean_square - mean * mean).clamp(min=0.0)
         return mean, variance, count
 
@@ -199,8 +200,12 @@ class _Sums(torch.autograd.Function):
         ctx.save_for_backward(values)
         axes = [axis for axis in range(values.dim()) if axis != 1]
         wide = values.double()
-        count = wide.new_tensor([values.numel() // max(1, values.shape[1])])
-        return torch.cat([wide.sum(axes), (wide * wide).sum(axes), count])
+        n_channels = values.shape[1]
+        n_of_channel = values.numel() // max(1, n_channels)
+        sums = wide.sum(axes)
+        squares = (wide * wide).sum(axes)
+        count = wide.new_tensor([n_of_channel])
+        return torch.cat([sums, squares, count])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -81,7 +81,8 @@ class TorchMetric:
             )
         combined = copy.deepcopy(self._metric)
         all_states = self._all_states("result")
-        _set_states(combined, _combined(combined, all_states))
+        states = _combined(combined, all_states)
+        _set_states(combined, states)
         combined.sync_on_compute = False  # it holds all states already
         return combined.compute()
 
@@ -120,15 +121,18 @@ class TorchMetric:
         """
         rank = self._strategy.rank
         n_ranks = self._strategy.size
+        saved_ranks = state["ranks"]
         local_states: list[_States] = []
-        for states in state["ranks"][rank::n_ranks]:
-            local_states.append([(int(count), dict(values)) for count, values in states])
+        for saved_states in saved_ranks[rank::n_ranks]:
+            states = [(int(count), dict(values)) for count, values in saved_states]
+            local_states.append(states)
         self._metric.reset()
         if len(local_states) == 1:
             _set_states(self._metric, local_states[0])
         elif local_states:
-            self._require_sums(len(state["ranks"]), n_ranks)
-            _set_states(self._metric, _combined(self._metric, local_states))
+            self._require_sums(len(saved_ranks), n_ranks)
+            combined = _combined(self._metric, local_states)
+            _set_states(self._metric, combined)
 
     def _require_sums(self, n_saved: int, n_ranks: int) -> None:
         """Raise CheckpointMismatch if there are states that only the metric's own `compute` can combine."""
@@ -142,7 +146,8 @@ class TorchMetric:
         )
         for part in _metrics_of(self._metric):
             for name, reduce in part._reductions.items():
-                if reduce not in known_reductions and not isinstance(part._defaults[name], list):
+                is_list = isinstance(part._defaults[name], list)
+                if reduce not in known_reductions and not is_list:
                     raise CheckpointMismatch(
                         f"restore: expected {n_saved} ranks or more, as at the save, for state {name!r} of the metric "
                         f"{self.name!r}, which is no sum, maximum or list, got {n_ranks}; resume on as many."
@@ -205,9 +210,11 @@ def _set_states(metric: Any, states: _States) -> None:
             return value.to(device)
         return [torch.as_tensor(entry).to(device) for entry in value]
 
-    for part, (count, values) in zip(_metrics_of(metric), states, strict=True):
+    parts = _metrics_of(metric)
+    for part, (count, values) in zip(parts, states, strict=True):
         for name, value in values.items():
-            setattr(part, name, on_device(value, part.device))
+            moved = on_device(value, part.device)
+            setattr(part, name, moved)
         part._update_count = count
         part._computed = None
 
@@ -215,8 +222,9 @@ def _set_states(metric: Any, states: _States) -> None:
 def _combined(metric: Any, all_states: Sequence[_States]) -> _States:
     """Return the states of all ranks as the states of one, by the reductions of the metric."""
     merged_states: _States = []
+    parts = _metrics_of(metric)
     states_by_part = zip(*all_states, strict=True)
-    for part, of_ranks in zip(_metrics_of(metric), states_by_part, strict=True):
+    for part, of_ranks in zip(parts, states_by_part, strict=True):
         n_updates = sum(count for count, _ in of_ranks)
         merged_values: dict[str, Any] = {}
         for name, reduce in part._reductions.items():
@@ -230,7 +238,8 @@ def _reduced(reduce: Callable[[Any], Any] | None, rank_values: list[Any]) -> Any
     """Return the values of a state on all ranks as one value."""
     if isinstance(rank_values[0], list):
         return list(itertools.chain.from_iterable(rank_values))  # `compute` concatenates it
-    stacked = torch.stack([torch.as_tensor(rank_value) for rank_value in rank_values])
+    tensors = [torch.as_tensor(rank_value) for rank_value in rank_values]
+    stacked = torch.stack(tensors)
     if reduce is None:
         return stacked
     return reduce(stacked)

@@ -147,7 +147,8 @@ class Variable(Readable):
         if not self._is_unmanaged:
             self._check_mean(value)
             self._number = self.strategy.number_variable()
-            value = first_tensor(self.strategy, self._call("Variable"), [value] * n_local)
+            call = self._call("Variable")
+            value = first_tensor(self.strategy, call, [value] * n_local)
         n_copies = n_local if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
@@ -203,9 +204,10 @@ class Variable(Readable):
         return self.read_value()
 
     def __repr__(self) -> str:
-        kinds = f"{self.synchronization.value}, {self.aggregation.value}"
+        synchronization = self.synchronization.value
+        aggregation = self.aggregation.value
         tensor = f"shape={tuple(self.shape)}, dtype={self.dtype}"
-        return f"{type(self).__name__}({self.name!r}, {tensor}, {kinds})"
+        return f"{type(self).__name__}({self.name!r}, {tensor}, {synchronization}, {aggregation})"
 
     @property
     def shape(self) -> torch.Size:
@@ -295,7 +297,8 @@ class Variable(Readable):
             updated = current.index_copy(0, indices, rows)
             return self._update(method, updated, lambda copy, new: new)
         # summed over replicas before it is added, as indices and their number may differ between replicas
-        dense = torch.zeros_like(current).index_add(0, indices, rows)
+        zeros = torch.zeros_like(current)
+        dense = zeros.index_add(0, indices, rows)
         if sign > 0:
             return self._update(method, dense, torch.add)
         return self._update(method, dense, torch.sub)
@@ -309,24 +312,24 @@ class Variable(Readable):
         self._is_assigned |= method in ("assign", "scatter_update")
         replica = self._replica(method)
         updated = self._updated_copy()
+        new = self._fitting(method, value)
         if updated is not None:
-            self._write(updated, apply, self._fitting(method, value))
+            self._write(updated, apply, new)
         elif replica is None:
-            self._update_across(method, value, apply)
+            self._update_across(method, new, apply)
         elif self._is_on_read:
-            self._write(replica.local_index, apply, self._fitting(method, value))
+            self._write(replica.local_index, apply, new)
         else:
-            self._update_together(replica, method, self._fitting(method, value), apply)
+            self._update_together(replica, method, new, apply)
         return self
 
     def _update_across(
         self,
         method: str,
-        value: Any,
+        new: Tensor,
         apply: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         """Write all copies from outside `run`."""
-        new = self._fitting(method, value)
         if self._is_on_read and self.aggregation is VariableAggregation.SUM:
             if method != "assign":
                 self._write_own(method, apply, new)
@@ -368,7 +371,8 @@ class Variable(Readable):
                 self._write(0, apply, new)
             return [None] * len(contributions)
 
-        replica.strategy.scheduler.merge(f"{method} of {self.name!r}", new, combine)
+        call = f"{method} of {self.name!r}"
+        replica.strategy.scheduler.merge(call, new, combine)
 
     def _check_aggregation(self, method: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
@@ -419,9 +423,11 @@ class Variable(Readable):
             dtype = self.dtype
         tensor = as_tensor(value, dtype)
         if tensor.shape != self.shape or not torch.can_cast(tensor.dtype, self.dtype):
+            expected_shape = tuple(self.shape)
+            shape = tuple(tensor.shape)
             raise UsageError(
-                f"{method}: expected a value of shape {tuple(self.shape)} and dtype {self.dtype} for {self.name!r}, "
-                f"got {tuple(tensor.shape)} and {tensor.dtype}; reshape or cast it."
+                f"{method}: expected a value of shape {expected_shape} and dtype {self.dtype} for {self.name!r}, "
+                f"got {shape} and {tensor.dtype}; reshape or cast it."
             )
         return tensor.detach().to(first_copy.device, first_copy.dtype)
 
@@ -486,7 +492,8 @@ class Variable(Readable):
         Collective over the ranks of the role for an ON_READ variable.
         """
         if self._is_on_read:
-            copies = all_tensors(self.strategy, self._call("state_dict"), self._copies)
+            call = self._call("state_dict")
+            copies = all_tensors(self.strategy, call, self._copies)
             return {"copies": copies}
         return {"value": self._copies[0].detach().clone()}
 
@@ -571,12 +578,15 @@ def indices_and_rows(
         raise UsageError(
             f"{method}: expected indices and values, got {type(delta).__name__}; pass the pair (indices, values)."
         )
-    if indices.dim() != 1 or rows.shape != indices.shape + whole.shape[1:]:
+    row_shape = whole.shape[1:]
+    if indices.dim() != 1 or rows.shape != indices.shape + row_shape:
         raise UsageError(
-            f"{method}: expected one index and one row of {tuple(whole.shape[1:])} each, got indices of "
+            f"{method}: expected one index and one row of {tuple(row_shape)} each, got indices of "
             f"{tuple(indices.shape)} and rows of {tuple(rows.shape)}; give them alike."
         )
-    return indices.to(whole.device, torch.int64), rows.to(whole.device, whole.dtype)
+    indices = indices.to(whole.device, torch.int64)
+    rows = rows.to(whole.device, whole.dtype)
+    return indices, rows
 
 
 def divide_among(total: Tensor, n_parts: int) -> list[Tensor]:
