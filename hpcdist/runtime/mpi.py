@@ -110,7 +110,7 @@ except (ImportError, RuntimeError) as _error:
 
 
 def start() -> None:
-    """Start MPI with all ranks, unless it has been started. In a child of a rank, as a process of its own.
+    """Start MPI with all ranks, unless it has been started. A child of a rank starts it as a separate program.
 
     Raises:
         ConfigurationError: where a worker process imports the program's file, and for a launcher that does not fit.
