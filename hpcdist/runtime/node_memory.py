@@ -29,8 +29,8 @@ _IS_ORDERED_BY_HARDWARE = platform.machine() in ("x86_64", "AMD64")
 class NodeWindow:
     """One piece of memory for each rank of a node, mapped by all of them, zero at first.
 
-    Collective over `node_comm`. Each rank allocates the pages of its own piece, so that they lie in its NUMA domain,
-    and so that missing memory is an error here and not a bus error later.
+    Collective over `node_comm`. Each rank allocates the pages of its piece, so that they lie in its NUMA domain, and so
+    that missing memory is an error here and not a bus error later.
 
     Args:
         node_comm: communicator of ranks that can share memory.
