@@ -58,10 +58,10 @@ class ExitHooks:
 
     Args:
         comm: communicator of all ranks; private to the hooks.
-        describe: returns a name of this rank, such as "rank 3 (worker 3)".
+        describe: function that returns a name of this rank, such as "rank 3 (worker 3)".
         is_reporter: whether this process prints an error that all ranks share.
-        on_leave: called when all ranks have reached their exit; may communicate.
-        is_beside_training: returns whether this rank is an evaluator, whose errors end no training.
+        on_leave: function that is called when all ranks have reached their exit; it may communicate.
+        is_beside_training: function that returns whether this rank is an evaluator, whose errors end no training.
 
     Attributes:
         is_leaving: whether this rank has left its program, and waits for others to leave theirs.

@@ -37,12 +37,12 @@ from hpcdist.strategy.values import DistributedValues, local_values, regroup, se
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that a strategy is made of. The default parts are those of a single replica that nobody watches.
+    """The parts that a strategy is made of. The default parts serve a single replica that nobody watches.
 
     Attributes:
-        replicas: which replicas there are, and how their values are combined.
-        sums: what is done with models and gradients.
-        inputs: how datasets are divided.
+        replicas: numbers of the replicas, and the operations that combine their values.
+        sums: treatment of models and gradients.
+        inputs: division of datasets.
         device: device of the tensors and modules that are made in scope and run. None if the caller's code decides.
     """
 
@@ -167,7 +167,7 @@ class Strategy(Ranks):
 
     @property
     def _placed_on(self) -> torch.device | None:
-        """The device of what is made in scope and run. None if the caller's code decides."""
+        """The device of tensors and modules made in scope and run. None if the caller's code decides."""
         return self._placed
 
     @property
@@ -201,7 +201,7 @@ class Strategy(Ranks):
         self.sums.collect(objects)
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Use what was loaded into this strategy's objects among some: give it to parameter servers if there are any.
+        """Use the values loaded into this strategy's objects among some: send them to parameter servers, if any.
 
         Collective over the ranks of the role if servers hold any of the objects.
         """
@@ -590,18 +590,18 @@ class Strategy(Ranks):
         self.sums.take_scaled_loss(loss)
 
     def mark_scaled(self, loss: Any) -> None:
-        """Mark backwards that reach this loss as those of a scaled loss; it does not settle how gradients combine."""
+        """Mark backwards that reach this loss as backwards of a scaled loss; it settles no way to combine gradients."""
         self.sums.mark_scaled(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: random numbers of every rank, steps, and which algorithms AUTO chose.
+        """Return the state for a checkpoint: random numbers of every rank, steps, and the algorithms that AUTO chose.
 
         Equal on all ranks. Collective over the ranks of the role, where replicas are on several ranks.
         """
         return self.sums.state_dict()
 
     def describe_sums(self) -> dict[str, Any]:
-        """Return what the bits of summed gradients depend on, as each checkpoint records it. Equal on all ranks."""
+        """Return the settings that the bits of summed gradients depend on, for checkpoints. Equal on all ranks."""
         return self.sums.describe()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

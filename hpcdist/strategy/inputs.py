@@ -47,7 +47,7 @@ _MAX_LEAVES = 62
 
 
 class Inputs(Protocol):
-    """What makes the batches of a strategy's replicas; arguments and errors are those of `Strategy`."""
+    """Makes the batches of a strategy's replicas; arguments and errors are as in `Strategy`."""
 
     def distribute(
         self,

@@ -85,7 +85,7 @@ def from_host(value: Any, result: Array) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """Return a copy of a tensor or array, so that a replica may write into what all of them were given."""
+    """Return a copy of a tensor or array, so that a replica may write into a value that all of them got."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, np.ndarray):
@@ -247,7 +247,7 @@ def _parts_of(values: list[Any]) -> list[Any]:
 
 
 def _describe_all(values: list[Any], parts: list[Any]) -> list[str]:
-    """Return shape, dtype and kind of each value as text; the shapes are those of `parts`."""
+    """Return shape, dtype and kind of each value as text; the shapes are taken from `parts`."""
     return [_describe(value, part.shape) for value, part in zip(values, parts, strict=True)]
 
 
@@ -401,7 +401,7 @@ def reduce_in_replica(
 
 
 def _contributed(exchange: Exchange, leaf: Any) -> Any:
-    """Return what a replica contributes: a copy where buffers will hold another replica's values by then."""
+    """Return a replica's contribution: a copy where buffers will hold another replica's values when it is used."""
     if len(exchange.own_replicas) > 1:
         return copy_of(leaf)
     return leaf

@@ -70,7 +70,7 @@ class Sums(Protocol):
         """
 
     def stop(self) -> None:
-        """Forget what replicas had begun before an error stopped them."""
+        """Forget the work that replicas had begun before an error stopped them."""
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
         """Note that tensors are results of an all_reduce."""
@@ -97,7 +97,7 @@ class Sums(Protocol):
         """Sum gradients from the first backward of this loss on, unless it is known that they are averaged."""
 
     def mark_scaled(self, loss: Any) -> None:
-        """Mark backwards that reach this loss as those of a scaled loss; it does not settle how gradients combine."""
+        """Mark backwards that reach this loss as backwards of a scaled loss; it settles no way to combine gradients."""
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that the bits of summed gradients depend on."""
@@ -125,7 +125,7 @@ class NoSums:
         self._steps = steps
 
     def watching(self) -> AbstractContextManager[None]:
-        """Watch what is built in the block, if steps are watched."""
+        """Watch modules and optimizers that are built in the block, if steps are watched."""
         return nullcontext() if self._steps is None else self._steps.watching()
 
     def writing(self) -> AbstractContextManager[None]:
@@ -142,7 +142,7 @@ class NoSums:
         """Do nothing: this process has all of the state."""
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Do nothing: what was loaded is in use."""
+        """Do nothing: the loaded values are in use."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made in the scope; if steps are not watched, whether no strategy owns it."""
@@ -248,11 +248,11 @@ class EngineSums:
         self._engine.planner.prepare_objects(objects)
 
     def collect(self, objects: Iterable[Any]) -> None:
-        """Fetch what servers hold of some objects."""
+        """Fetch the values of some objects from servers that hold them."""
         self._engine.managed.storage.collect(objects)
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Give servers what was loaded."""
+        """Send the loaded values to servers."""
         self._engine.managed.storage.publish(objects)
 
     def owns(self, tensor: Tensor) -> bool:
@@ -278,7 +278,7 @@ class EngineSums:
             return [call() for call in calls]
 
     def stop(self) -> None:
-        """Forget what replicas had begun before an error stopped them."""
+        """Forget the work that replicas had begun before an error stopped them."""
         self._engine.stop_replicas()
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
@@ -321,13 +321,13 @@ class EngineSums:
             self._engine.backward.take_scaled_loss(loss)
 
     def mark_scaled(self, loss: Any) -> None:
-        """Mark backwards that reach this loss as those of a scaled loss."""
+        """Mark backwards that reach this loss as backwards of a scaled loss."""
         is_summed = self._engine.sums.n_replicas > 1 and self._engine.managed.storage.is_summed
         if isinstance(loss, torch.Tensor) and is_summed:
             self._engine.backward.mark_scaled(loss)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the bits of summed gradients depend on; the number of replicas if it was given."""
+        """Return the settings that the bits of summed gradients depend on; the number of replicas if it was given."""
         n_replicas = self._engine.sums.n_replicas
         rounds = self._engine.sums.rounds
         return {

@@ -252,7 +252,7 @@ class BinaryCrossentropy(_SmoothedCrossentropy):
     Args:
         name: name of the metric, for messages.
         from_logits: whether predictions are logits.
-        label_smoothing: how far truths are moved to 1/2, from 0 to 1.
+        label_smoothing: fraction, from 0 to 1, by which truths are moved towards 1/2.
     """
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
@@ -275,7 +275,7 @@ class CategoricalCrossentropy(_SmoothedCrossentropy):
     Args:
         name: name of the metric, for messages.
         from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
-        label_smoothing: how far truths are moved to 1/classes, from 0 to 1.
+        label_smoothing: fraction, from 0 to 1, by which truths are moved towards 1/classes.
     """
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
@@ -458,7 +458,8 @@ class _Share(_Confusion):
         """Return a float64 number, or one for each threshold; 0 where there are none. See `Metric.result`."""
         counts = self._counts()
         true_positives = counts[0]
-        shares = _divided(true_positives, true_positives + counts[self._complement_row])
+        complement = counts[self._complement_row]
+        shares = _divided(true_positives, true_positives + complement)
         if self._is_single:
             return shares[0]
         return shares
@@ -534,13 +535,16 @@ class AUC(_Confusion):
         true_positives, false_positives, false_negatives, true_negatives = self._counts()
         if self._curve == "PR" and self._method == "interpolation":
             return _area_of_precision(true_positives, false_positives, false_negatives)
-        recall = _divided(true_positives, true_positives + false_negatives)
+        are_true = true_positives + false_negatives
+        recall = _divided(true_positives, are_true)
         if self._curve == "ROC":
-            x = _divided(false_positives, false_positives + true_negatives)
+            are_false = false_positives + true_negatives
+            x = _divided(false_positives, are_false)
             y = recall
         else:
+            predicted = true_positives + false_positives
             x = recall
-            y = _divided(true_positives, true_positives + false_positives)
+            y = _divided(true_positives, predicted)
         pairs = torch.stack([y[:-1], y[1:]])
         if self._method == "interpolation":
             heights = pairs.mean(0)

@@ -41,7 +41,7 @@ class RemoteValue:
         return pickles.loads(self._payload)
 
     def fetch(self) -> Any:
-        """Do what `get` does, and return tensors as numpy arrays; those of bfloat16, which numpy lacks, as float32."""
+        """Do what `get` does, and return tensors as numpy arrays; bfloat16, which numpy lacks, becomes float32."""
         return map_nest(_to_numpy, self.get())
 
     def set_result(self, payload: Bytes) -> None:
