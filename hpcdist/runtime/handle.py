@@ -1,4 +1,4 @@
-"""What a collective returns that goes on in the background."""
+"""The handle of a collective that runs in the background."""
 
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,17 +21,18 @@ class Handle:
 
     @property
     def error(self) -> BaseException | None:
-        """What it raised; None if nothing. Once it has ended."""
+        """The error that it raised, once it has ended; None if it raised none."""
         return self._future.exception()
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Return what the collective returns, when it has ended: None where it overwrites its buffer.
+        """Return the collective's result, when it has ended: None where it overwrites its buffer.
 
         Args:
             timeout_s: longest wait; default: as long as the collective itself may take, which is bounded.
 
         Raises:
-            CollectiveTimeoutError: when it takes longer. What the collective raised, if it did.
+            CollectiveTimeoutError: when it takes longer.
+            BaseException: the error of the collective, if it raised one.
         """
         if self._future.done():
             return self._future.result()
@@ -39,7 +40,7 @@ class Handle:
             with time_spent.timed("communication", "wait for a collective"):
                 return self._future.result(timeout_s)
         except FutureTimeoutError:
-            if self._future.done():  # meanwhile, or with a timeout of its own
+            if self._future.done():  # it has ended meanwhile, or the error is the collective's
                 return self._future.result()
             raise CollectiveTimeoutError(
                 f"wait: expected the collective to end within {timeout_s} s, got no end; wait longer, or look for a "

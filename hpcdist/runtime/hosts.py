@@ -1,4 +1,4 @@
-"""Which ranks of a communicator share a host, and the communicators that follow from it."""
+"""The hosts of a communicator's ranks, and the communicators that follow from them."""
 
 from typing import TYPE_CHECKING
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 class Hosts:
     """The hosts of one communicator, found by MPI's split by shared memory.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
-        comm: the ranks; not kept.
+        comm: communicator of the ranks; not kept.
         world: bounds waits.
-        node_comm: ranks of `comm` that share a host, in their order; it belongs to this object from then on. Default:
-            those that can share memory. Tests and simulations give others.
+        node_comm: communicator of the ranks of `comm` that share a host, in their order; it belongs to this object from
+            then on. Default: ranks that can share memory. Tests and simulations divide ranks in other ways.
 
     Attributes:
-        node_comm: the ranks of this rank's host.
-        lane_comm: one rank of each host, those with this rank's local rank; None on a rank whose local rank some host
-            does not have.
-        placement: which ranks share a host.
+        node_comm: communicator of the ranks of this rank's host.
+        lane_comm: communicator of the ranks that have this rank's local rank, one on each host; None on a rank whose
+            local rank some host does not have.
+        placement: says which ranks share a host.
         host: number of this rank's host.
     """
 
@@ -37,14 +37,13 @@ class Hosts:
         world.wait(comm.Iallgather(np.array([lowest], np.int64), all_lowest))
         self.placement = plan_placement(all_lowest.tolist())
         self.host = self.placement.host_of(comm.rank)
-        color = (
-            self.node_comm.rank if self.node_comm.rank < self.placement.n_lanes else MPI.UNDEFINED
-        )
+        local_rank = self.node_comm.rank
+        color = local_rank if local_rank < self.placement.n_lanes else MPI.UNDEFINED
         lane = comm.Split(color, self.host)
         self.lane_comm: MPI.Comm | None = None if lane == MPI.COMM_NULL else lane
 
     def free(self) -> None:
-        """Free the communicators. Collective: all ranks."""
+        """Free the communicators. Collective over all ranks of the communicator."""
         for comm in (self.lane_comm, self.node_comm):
             if comm is not None:
                 comm.Free()

@@ -34,7 +34,7 @@ LAST_CALL_S = 4.0
 UNKNOWN_CALL_S = 8.0
 #: How long a rank that finished waits for others before it logs that it does.
 SILENCE_S = 60.0
-#: How long a rank that finished waits for the others: they may be busy with work of their own, such as a last report.
+#: How long a rank that finished waits for the others: they may still be busy, such as with a last report.
 FINISH_LIMIT_S = 86400.0
 #: Ranks other than 0 delay their reports by this much, and a little more each, so that a failure of all ranks is
 #: printed by rank 0 only: a launcher takes about half a second to end the others.
@@ -57,11 +57,11 @@ class ExitHooks:
     """The process-wide hooks that end the job when this rank fails.
 
     Args:
-        comm: all ranks; private to the hooks.
-        describe: returns who this rank is, such as "rank 3 (worker 3)".
+        comm: communicator of all ranks; private to the hooks.
+        describe: function that returns a name of this rank, such as "rank 3 (worker 3)".
         is_reporter: whether this process prints an error that all ranks share.
-        on_leave: called when all ranks have reached their exit; may communicate.
-        is_beside_training: returns whether this rank is an evaluator, whose errors end no training.
+        on_leave: function that is called when all ranks have reached their exit; it may communicate.
+        is_beside_training: function that returns whether this rank is an evaluator, whose errors end no training.
 
     Attributes:
         is_leaving: whether this rank has left its program, and waits for others to leave theirs.
@@ -101,7 +101,7 @@ class ExitHooks:
 
     def _note_uncaught(self, event: str, report: list[str]) -> None:
         if not self.is_forked:
-            # whatever fails there, the job must end for the error that there is
+            # whatever fails there, the job must end for the first error
             with contextlib.suppress(Exception):
                 self._on_uncaught(event, "".join(report))
 
@@ -114,7 +114,7 @@ class ExitHooks:
         self._on_failure.append(act)
 
     def announce_failure(self) -> None:
-        """Call what is to be called before this rank ends the job; from any thread."""
+        """Make the calls that are due before this rank ends the job; from any thread."""
         for act in self._on_failure:
             act()
 
@@ -138,13 +138,19 @@ class ExitHooks:
         self._exit = leaving
 
     def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
         with contextlib.redirect_stderr(_real_stderr()):
             self._end_for(kind, error, trace)
 
     def _end_for(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
         report = traceback.format_exception(kind, error, trace)
         self._note_uncaught("uncaught exception", report)
@@ -158,10 +164,10 @@ class ExitHooks:
         if isinstance(error, Exception) and self._is_beside_training():
             self._log_beside("uncaught exception", report)
             self._is_beside_end = True
-            # those of the training are acted on by the ranks that train
+            # the ranks that train act on signals to stop
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-            self._exit_recorded(int(ExitCode.DONE))  # the job's exit code is that of the training
+            self._exit_recorded(int(ExitCode.DONE))  # the training gives the job its exit code
         report_agreed(error, self._is_reporter)
         self._abort("uncaught exception", report, _code_of(error))
 
@@ -198,12 +204,7 @@ class ExitHooks:
         self.is_leaving = True
         worst = np.zeros(1, np.int32)
         request = self._comm.Iallreduce(np.array([code], np.int32), worst, MPI.MAX)
-        # a rank that was asked to leave waits for those that save, as one that is done waits for those that are not
-        limit_s = (
-            FINISH_LIMIT_S if code in _ORDERLY else LAST_CALL_S if self._exit else UNKNOWN_CALL_S
-        )
-        if self._is_beside_end:  # with the training, which may take for days
-            limit_s = math.inf
+        limit_s = self._wait_limit_s(code)
         started = time.monotonic()
         is_logged = False
         while not wait_until(request.Test, LOOK_S, yields=0, max_sleep_s=MAX_SLEEP_S):
@@ -214,35 +215,45 @@ class ExitHooks:
                 is_logged = True
                 log(f"{self._describe()} is done and waits for other ranks")
             if waited_s > limit_s:
+                event = "left with a non-zero exit" if code else "finished, but others did not"
                 stack = self._exit.stack if self._exit else []
-                self._abort(
-                    "left with a non-zero exit" if code else "finished, but others did not",
-                    stack,
-                    code or 1,
-                )
+                self._abort(event, stack, code or 1)
         # a launcher terminates the others as soon as one has exited with a code, which would hide their own codes
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._finish(int(worst[0]))
         self._on_leave()
+
+    def _wait_limit_s(self, code: int) -> float:
+        """Return how long this rank, which leaves with a code, waits for the others before it ends the job."""
+        if self._is_beside_end:  # it waits for the training, which may take days
+            return math.inf
+        # a rank that was asked to leave waits for those that save, as one that is done waits for those that are not
+        if code in _ORDERLY:
+            return FINISH_LIMIT_S
+        if self._exit:
+            return LAST_CALL_S
+        return UNKNOWN_CALL_S
 
     def send_heartbeat(self) -> None:
         """Let ranks that have left keep waiting for this one, which has work to do before it leaves. Not collective.
 
         To be called at least every second, from the main thread.
         """
-        if not (MPI.Is_finalized() or self.is_forked):
-            for rank in range(self._comm.size):
-                if rank != self._comm.rank:
-                    self._heartbeats.append(self._comm.Isend(_HEARTBEAT, rank, _HEARTBEAT_TAG))
-            self._heartbeats = [sent for sent in self._heartbeats if not sent.Test()]
+        if MPI.Is_finalized() or self.is_forked:
+            return
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._heartbeats.append(self._comm.Isend(_HEARTBEAT, rank, _HEARTBEAT_TAG))
+        self._heartbeats = [sent for sent in self._heartbeats if not sent.Test()]
 
     def announce_end(self, ranks: Sequence[int]) -> None:
-        """Tell other ranks, such as evaluators, with which code this one is about to leave. Not collective."""
-        if not (MPI.Is_finalized() or self.is_forked):
-            code = np.array([self._leaving_code()], np.int32)
-            self._heartbeats += [
-                self._comm.Isend(code, rank, _END_TAG) for rank in ranks if rank != self._comm.rank
-            ]
+        """Send the code that this rank is about to leave with to other ranks, such as evaluators. Not collective."""
+        if MPI.Is_finalized() or self.is_forked:
+            return
+        code = np.array([self._leaving_code()], np.int32)
+        for rank in ranks:
+            if rank != self._comm.rank:
+                self._heartbeats.append(self._comm.Isend(code, rank, _END_TAG))
 
     def announced_end(self) -> int | None:
         """Return the code that another rank has announced to leave with; None before. Not collective."""
@@ -253,7 +264,7 @@ class ExitHooks:
             and self._comm.Iprobe(tag=_END_TAG, status=status)
         ):
             code = np.empty(1, np.int32)
-            # from any source MPICH waits for ever between hosts
+            # by rank: from any source, MPICH waits for ever between hosts
             self._comm.Recv(code, status.Get_source(), _END_TAG)
             self._announced = int(code[0])
         return self._announced
@@ -286,15 +297,17 @@ class ExitHooks:
 
     def _log_beside(self, event: str, report: list[str]) -> None:
         """Log an error of a rank beside the training, which goes on."""
-        where = f"{self._describe()} on {MPI.Get_processor_name()}: {event}; training goes on without this rank"
-        log("\n".join([where, *"".join(report).splitlines()]))
+        host = MPI.Get_processor_name()
+        headline = f"{self._describe()} on {host}: {event}; training goes on without this rank"
+        log("\n".join([headline, *"".join(report).splitlines()]))
 
     def _abort(self, event: str, report: list[str], code: int) -> NoReturn:
         if self._comm.rank > 0:
             time.sleep(min(REPORT_DELAY_S + 0.05 * self._comm.rank, MAX_REPORT_DELAY_S))
         _flush()
-        where = f"{self._describe()} on {MPI.Get_processor_name()}: {event}; ending the job with code {code}"
-        log("\n".join([where, *"".join(report).splitlines()]))
+        host = MPI.Get_processor_name()
+        headline = f"{self._describe()} on {host}: {event}; ending the job with code {code}"
+        log("\n".join([headline, *"".join(report).splitlines()]))
         self.announce_failure()
         end_job(self._comm, "", code)
 
@@ -306,7 +319,8 @@ def end_job(comm: MPI.Comm, report: str, code: int) -> NoReturn:
     survives Abort exits after `ABORT_LIMIT_S`.
     """
     with contextlib.suppress(OSError, ValueError):  # closed, or on a disk that is full
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, report.encode())
+        fd = sys.__stderr__.fileno() if sys.__stderr__ else 2
+        os.write(fd, report.encode())
     # mpi4py holds the interpreter lock in Abort: only a thread that needs no lock can end a process stuck there
     faulthandler.dump_traceback_later(ABORT_LIMIT_S, exit=True, file=2)
     comm.Abort(code)
@@ -331,11 +345,13 @@ class _RecordedExit(SystemExit):
         """The exit code as the operating system will see it."""
         if self._status is None:
             return 0
-        return self._status & 0xFF if isinstance(self._status, int) else 1
+        if isinstance(self._status, int):
+            return self._status & 0xFF
+        return 1
 
     @property
     def code(self) -> object:  # type: ignore[override]
-        """What was given to sys.exit."""
+        """The argument of sys.exit."""
         if sys._getframe().f_back is None:
             self._hooks.record_exit(self)
         return self._status
@@ -344,16 +360,18 @@ class _RecordedExit(SystemExit):
 def _real_stderr() -> TextIO | None:
     """Return the real standard error where sys.stderr is a buffer in memory, else sys.stderr.
 
-    torch.distributed's exception hook calls the previous hook with such a buffer and prints it afterwards: too late, as
-    our hook does not return.
+    torch.distributed's exception hook calls the previous hook with a buffer and prints it afterwards: too late, as our
+    hook does not return.
     """
-    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
+    if isinstance(sys.stderr, io.StringIO) and sys.__stderr__:
+        return sys.__stderr__
+    return sys.stderr
 
 
 def _flush() -> None:
-    """Write out what was printed, as far as that is possible."""
+    """Write out the output so far, as far as that is possible."""
     for stream in (sys.stdout, sys.stderr):
-        # full, closed, or none from the start
+        # the stream may be full, closed, or None from the start
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
@@ -361,7 +379,9 @@ def _flush() -> None:
 def _code_of(error: BaseException | None) -> int:
     if isinstance(error, HpcdistError):
         return int(error.exit_code)
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(ExitCode.UNCAUGHT)
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return int(ExitCode.UNCAUGHT)
 
 
 def _outermost_frame() -> FrameType:
@@ -373,4 +393,5 @@ def _outermost_frame() -> FrameType:
 
 def _was_unwound(frame: FrameType) -> bool:
     """Return whether a finished frame was left by an exception: its last instruction is not a return."""
-    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+    last_instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return not last_instruction.startswith("RETURN")

@@ -2,8 +2,8 @@
 
 Both libraries draw by a Mersenne Twister of 624 words. Its position and its first word change with every draw. They are
 read from memory where that looks as expected: to ask a library for its whole state costs about 25 us. A mark is taken
-for every part of a batch, and the state for every run of a fixed number of replicas. numpy's number that was drawn
-ahead is in no memory that is known, so numpy is asked.
+for every part of a batch, and the state for every run of a fixed number of replicas. The normal number that numpy has
+drawn ahead is at no known address, so numpy is asked for it.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 _N_WORDS = 624
-#: What tells that numbers were drawn between two looks.
+#: Numbers that differ between two looks if random numbers were drawn between them.
 Mark = tuple[int, ...]
 
 
@@ -26,8 +26,8 @@ class Words:
 
     Args:
         values: numbers of 32 bits.
-        position: index of the position among them.
-        first: index of the first word.
+        position: index of the generator's position among them.
+        first: index of the first word among them.
     """
 
     def __init__(self, values: Any, position: int, first: int) -> None:
@@ -55,12 +55,12 @@ class Library(ABC):
     """The random numbers of one library.
 
     Args:
-        name: of the library.
+        name: name of the library.
 
     Attributes:
-        name: as given.
-        n_seeds: how often the program has seeded it, as far as it was seen.
-        origin: what the program's last seed, or else chance, has made of it: a digest, of 63 bits.
+        name: name of the library.
+        n_seeds: number of times that the program has seeded it, as far as that was seen.
+        origin: digest, of 63 bits, of the state after the program's last seed, or else of the state by chance.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,10 +72,10 @@ class Library(ABC):
 
     @abstractmethod
     def seed(self, key: int) -> None:
-        """Seed it, unseen as a seed of the program.
+        """Seed it, without counting that as a seed of the program.
 
         Args:
-            key: of at most 63 bits.
+            key: number of at most 63 bits.
         """
 
     @abstractmethod
@@ -84,24 +84,24 @@ class Library(ABC):
 
     @abstractmethod
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Draw the next numbers from a state."""
 
     @abstractmethod
     def _expected_words(self) -> Words:
-        """Return where position and first word should be in memory."""
+        """Return the words at the address where they should be in memory."""
 
     @abstractmethod
     def _draw(self) -> None:
         """Draw a number."""
 
     def mark(self) -> Mark:
-        """Return what differs once numbers were drawn."""
+        """Return numbers that differ once random numbers were drawn."""
         if self._words is None:
             return self._mark_of_state()
         return self._words.mark()
 
     def _mark_of_state(self) -> Mark:
-        """Return the mark, as the library itself says."""
+        """Return the mark, from the state that the library returns."""
         state = self.state()
         first = int(state["words"][0])
         return state["position"], first
@@ -120,12 +120,12 @@ class Library(ABC):
         self.origin = self.digest()
 
     def share(self, origin: int) -> None:
-        """Seed what the program has not seeded as other ranks do, by what chance has made of the chief's."""
+        """Seed a library that the program has not seeded as other ranks do, by the digest of the chief's state."""
         self.seed(origin)
         self.origin = origin
 
     def _words_in_memory(self) -> Words | None:
-        """Return where position and first word are; None where memory does not look as expected."""
+        """Return the words in memory; None where memory does not look as expected."""
         before = self.state()
         words = self._expected_words()
         is_expected = True
@@ -183,7 +183,7 @@ class _NumpyNumbers(Library):
         self._generator = np.random.mtrand._rand
         self._bits = self._generator._bit_generator
         self._seed_as_numpy = np.random.seed
-        # a seed of the program leaves no sequence
+        # numpy's own first seed leaves a sequence, a seed of the program does not
         was_seeded = getattr(self._bits, "_seed_seq", None) is None
         super().__init__("numpy")
         self.n_seeds = int(was_seeded)
@@ -218,7 +218,7 @@ class _NumpyNumbers(Library):
 
 
 def _noting(library: Library, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a library that seeds it, and is noted."""
+    """Return a function of a library that seeds it, so that its calls are noted."""
 
     @functools.wraps(function)
     def seed(*arguments: Any, **named: Any) -> Any:

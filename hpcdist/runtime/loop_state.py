@@ -1,8 +1,9 @@
-"""Where a program's own loop is: which parts of batches are still to be trained on, and whether an iteration is over.
+"""State of a program's own loop: which parts of batches are still to be trained on, and whether an iteration is over.
 
 A distributed dataset hands out parts of global batches; a backward uses them; an optimizer step completes them. Between
 two iterations the complete parts count as used and the others do not, however far ahead the loop draws: there a job may
-save and stop. What cannot be known makes the state ambiguous, and nothing is saved until it is clear again.
+save and stop. Where it cannot be known which parts were used, the state is ambiguous, and nothing is saved until it is
+clear again.
 
 Nothing here communicates. Ranks that make the same calls reach the same conclusions.
 """
@@ -15,19 +16,19 @@ from typing import Any
 from hpcdist.forks import make_lock
 from hpcdist.runtime.parts import Part, PartSource, Uses
 
-#: Loaders of the program's own have numbers from here on, so that those of datasets are the same on all ranks.
+#: The program's own loaders have numbers from here on, so that the numbers of datasets are the same on all ranks.
 _FIRST_LOADER = 1_000_000
-#: Steps of a loop that draws its parts one by one, after which forwards are not watched any more.
+#: Number of steps of a loop that draws its parts one by one, after which forwards are not watched any more.
 _MAX_QUIET_STEPS = 100
 
 
 def _owned_by(owner: int, parts: Iterable[Part]) -> list[Part]:
-    """Return the parts that an owner's gradients, or anybody's, are made of."""
+    """Return the parts that an owner's gradients, or any gradients, may be made of."""
     return [part for part in parts if part.source.owner in (None, owner)]
 
 
 def _sources_of(parts: Iterable[Part]) -> list[PartSource]:
-    """Return the sources of parts, each once."""
+    """Return the sources of parts, without repetition."""
     return list(dict.fromkeys(part.source for part in parts))
 
 
@@ -45,20 +46,20 @@ class LoopState:
     Attributes:
         is_drawing: whether a distributed dataset draws a batch now.
         needs_identity: whether a backward may mean more than one part, so that forwards are watched.
-        is_shared_point: whether all ranks come to the last point between two iterations, whatever one of them does
-            alone.
-        was_ambiguous: whether it was unknown, since then, which parts a backward has used.
-        n_rejected: draws for training since then that were none.
-        n_parts: parts for training that were handed out since then.
+        is_shared_point: whether all ranks come to the last safe point (between two iterations), whatever one of them
+            does alone.
+        was_ambiguous: whether it was unknown, since the last safe point, which parts a backward has used.
+        n_rejected: number of draws for training since the last safe point that were not between two iterations.
+        n_parts: number of parts for training that were handed out since the last safe point.
         has_lost_position: whether the program trains on a loader whose position is not saved.
-        has_drawn_ahead: whether another part of the same source waited for its backward when the last one came.
-        n_backwards: backwards so far.
-        n_steps: optimizer steps so far.
+        has_drawn_ahead: whether another part of the same source waited for its backward when the last part came.
+        n_backwards: number of backwards so far.
+        n_steps: number of optimizer steps so far.
     """
 
     def __init__(self, is_alone: bool = False) -> None:
         self._is_alone = is_alone
-        self._counting = make_lock()  # replicas of one process have threads of their own
+        self._counting = make_lock()  # the replicas of one process run in several threads
         self.needs_identity = False
         self.is_shared_point = True
         self.was_ambiguous = False
@@ -106,16 +107,16 @@ class LoopState:
     # -- who takes part ---------------------------------------------------------------------------------------------
 
     def add_source(self, owner: int | None = None, keeper: int | None = None) -> PartSource:
-        """Return a new source of parts; see there."""
+        """Return a new source of parts; see `PartSource`."""
         self._drop_abandoned()
         if keeper is None:
             self._n_datasets += 1
             source = PartSource(self._n_datasets, owner, keeper)
-        else:  # ranks may have other loaders of their own
+        else:  # a loader of the program, which may differ between ranks
             self._n_loaders += 1
             source = PartSource(_FIRST_LOADER + self._n_loaders, owner, keeper)
         self._sources[source.number] = source
-        # of the first parts too, until the loop has turned out to draw them one by one
+        # from the first parts on, until the loop has turned out to draw them one by one
         self._need_identity(True)
         if not self.has_begun:
             self._is_watched_since_step = True
@@ -129,7 +130,8 @@ class LoopState:
         """Begin to look for points between iterations.
 
         Args:
-            optimizers: every iteration is expected to step all of these; without any, nothing is known of the program.
+            optimizers: optimizers, all of which every iteration is expected to step; without any, nothing is known of
+                the program.
             saved: objects whose state is saved, such as samplers.
         """
         self._saved = frozenset(map(id, saved))
@@ -172,7 +174,7 @@ class LoopState:
         )
 
     def is_training_with(self, source: PartSource) -> bool:
-        """Return whether parts of a source are used by backwards; elsewhere they are used by being drawn."""
+        """Return whether backwards use the parts of a source; elsewhere drawing a part uses it."""
         return bool(self._optimizers) or source.owner in self._training_owners
 
     def watch_forwards_with(self, watch: Callable[[bool], None]) -> None:
@@ -208,7 +210,7 @@ class LoopState:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Ignore loaders in the block: what they draw is for the batch that is drawn there."""
+        """Ignore loaders in the block: they draw for the batch that is drawn there."""
         was_drawing = self.is_drawing
         self.is_drawing = True
         try:
@@ -241,14 +243,14 @@ class LoopState:
         return any(source.waiting_parts for source in self._sources.values())
 
     def forget_last_used(self, source: PartSource) -> None:
-        """Let later backwards, which use no part, not count as uses of the last one: its pass is over."""
+        """Do not count later backwards that use no part as uses of the last part: its pass is over."""
         if source in _sources_of(self._last_used):
             self._last_used = []
 
     # -- backwards and steps ------------------------------------------------------------------------------------------
 
     def uses(self) -> Uses:
-        """Return what the backward of the calling thread uses; in a thread of autograd, that of the main thread."""
+        """Return the uses of the calling thread's backward; in a thread of autograd, of the main thread's backward."""
         thread = threading.get_ident()
         if thread not in self._uses and threading.current_thread() is threading.main_thread():
             self._uses[thread] = Uses()
@@ -257,21 +259,21 @@ class LoopState:
         )
 
     def uses_of_thread(self) -> Uses:
-        """Return what backwards use that this thread, such as a replica's, calls; not for threads of autograd."""
+        """Return the uses of backwards that this thread, such as a replica's, calls; not for threads of autograd."""
         return self._uses.setdefault(threading.get_ident(), Uses())
 
     def begin_backward(self) -> None:
-        """Begin to record what a backward of this thread uses."""
+        """Begin to record the parts that a backward of this thread uses."""
         self._shared_key = None
         self.uses_of_thread().begin(self.n_steps)
 
     def candidates(self, owner: int) -> list[Part]:
-        """Return the parts that the running backward may use: the known ones, else those that are open.
+        """Return the parts that the running backward may use: the known parts, else all that are open.
 
-        A backward before which nothing new was handed out, such as a GAN's second one, uses what the last one used.
+        A backward before which no new part was handed out, such as a GAN's second one, uses the last one's parts.
 
         Args:
-            owner: whose gradients the backward makes.
+            owner: number of the strategy whose gradients the backward makes.
         """
         uses = self.uses()
         if uses.parts and not uses.is_unknown:
@@ -282,23 +284,22 @@ class LoopState:
         if self._may_use_again(uses):
             possible_parts += self._last_used
         if uses.parts:
-            possible_parts = uses.parts + _without_sources(
-                _sources_of(_owned_by(owner, uses.parts)), possible_parts
-            )
+            known_sources = _sources_of(_owned_by(owner, uses.parts))
+            possible_parts = uses.parts + _without_sources(known_sources, possible_parts)
         return _owned_by(owner, possible_parts) or _owned_by(owner, self._last_used)
 
     def _may_use_again(self, uses: Uses) -> bool:
-        """Return whether an unknown forward may be that of another optimizer, on a part that is complete."""
+        """Return whether an unknown forward may be for another optimizer, on a part that is complete."""
         return uses.is_unknown and len(self._optimizers) > 1
 
     def note_managed(self) -> None:
-        """Note that the running backward makes gradients that a strategy sums, or adds up to be summed."""
+        """Note that the running backward makes gradients that a strategy sums, or accumulates to sum them later."""
         self._is_managed = True
 
     def end_backward(self, is_whole: bool = True) -> None:
         """Count a backward of this thread that has ended.
 
-        With several ranks only those count that a strategy takes part in: others may run on one rank alone.
+        With several ranks only backwards that a strategy takes part in count: others may run on one rank alone.
 
         Args:
             is_whole: whether it has come to its end.
@@ -313,7 +314,7 @@ class LoopState:
             return
         self.n_backwards += 1
         uses = self.uses()
-        # another replica of this process has stepped on the sum of both
+        # another replica of this process has stepped on the sum of both backwards
         if uses.n_steps_at_begin < self.n_steps:
             self._n_backwards_at_step += 1
             return
@@ -324,12 +325,12 @@ class LoopState:
             self._note_used(uses)
 
     def note_other_step(self) -> None:
-        """Note the step of any optimizer: a backward before it that has used no part was for that one."""
+        """Note the step of any optimizer: a backward before it that has used no part was for that optimizer."""
         if not self._pending:
             self._n_backwards_at_step = self.n_backwards
 
     def _note_used(self, uses: Uses) -> None:
-        """Record which parts were used; of a source with several open parts it must be known which."""
+        """Record which parts were used; for a source with several open parts it must be known which."""
         used = list(uses.parts)
         if uses.is_unknown or not used:
             used += self._unnamed_parts(used, uses)
@@ -352,13 +353,13 @@ class LoopState:
         return unnamed_parts
 
     def _sources_in_use(self) -> list[PartSource]:
-        """Return the sources with open parts: those whose pass goes on, as other parts may be left of a validation."""
+        """Return the sources with open parts whose pass goes on, if any: a validation may have left parts of others."""
         sources = _sources_of(self.open_parts())
         sources_in_pass = [source for source in sources if source.has_pass]
         return sources_in_pass or sources
 
     def _shared_parts(self) -> list[Part]:
-        """Return the open part that another rank has reported, as the only one with the key; else nothing."""
+        """Return the open part whose key another rank has reported, if it is the only one with the key."""
         matches: list[Part] = []
         for part in self.open_parts():
             if part.key is not None and self._remainders(part.key) == self._shared_key:
@@ -369,7 +370,7 @@ class LoopState:
         return [key % modulus for modulus in self._moduli]
 
     def _guess(self, source: PartSource, uses: Uses) -> list[Part]:
-        """Return what an unknown backward has used of a source; mark the source where that is not clear."""
+        """Return the parts of a source that an unknown backward has used; mark the source where that is not clear."""
         if len(source.open_parts) > 1:
             source.is_ambiguous = True
             self.was_ambiguous = True
@@ -382,17 +383,17 @@ class LoopState:
         return [part]
 
     def note_forward(self, parts: Iterable[Part] = ()) -> None:
-        """Record that a watched forward has run, which may change what a step starts from.
+        """Record that a watched forward has run, which may change the state that a step starts from.
 
         Args:
-            parts: that it was given, if a backward may reach it.
+            parts: parts that it was given, if a backward may reach it.
         """
         self._has_forward = True
         for part in parts:
             part.source.see(part)
 
     def note_step(self, optimizer: Any = None) -> None:
-        """Count a step: what the backwards before it have used is complete."""
+        """Count a step: the parts that the backwards before it have used are complete."""
         with self._counting:
             self._note_step(optimizer)
 
@@ -401,7 +402,7 @@ class LoopState:
         self._stepped.add(id(optimizer))
         self._ever_stepped.add(id(optimizer))
         has_backward = self.n_backwards > self._n_backwards_at_step
-        # gradients of its own, as of torch.autograd.grad
+        # the program has made the gradients itself, as by torch.autograd.grad
         if not has_backward and self._has_drawn_since_step:
             self._note_used(Uses())
         for part in self._pending:
@@ -436,7 +437,7 @@ class LoopState:
 
     @property
     def is_between_iterations(self) -> bool:
-        """Whether nothing of the next iteration has begun, and every optimizer has stepped since the last such point.
+        """Whether the next iteration has not begun, and every optimizer has stepped since the last safe point.
 
         With open parts that is known only if all forwards since the last step were watched, and there were none.
         """
@@ -445,8 +446,8 @@ class LoopState:
         if self._is_waiting and (self._has_forward or not self._is_watched_since_step):
             return False
         has_stepped = self.n_steps_since_safe_point > 0
-        is_one = len(self._optimizers) < 2
-        return is_one or not has_stepped or self._optimizers <= self._stepped
+        has_one_optimizer = len(self._optimizers) < 2
+        return has_one_optimizer or not has_stepped or self._optimizers <= self._stepped
 
     @property
     def is_ambiguous(self) -> bool:
@@ -463,16 +464,20 @@ class LoopState:
 
     @property
     def n_steps_since_safe_point(self) -> int:
-        """Optimizer steps since requests were looked for."""
+        """Number of optimizer steps since the last safe point, at which requests were looked for."""
         return self.n_steps - self._n_steps_at_safe_point
 
     def is_safe_draw(
-        self, source: PartSource, is_for_training: bool, is_last: bool = False
+        self,
+        source: PartSource,
+        is_for_training: bool,
+        is_last: bool = False,
     ) -> bool:
         """Return whether a program that asks `source` for its next part is between two iterations.
 
-        In a program that trains, a validation is none: what follows it, such as a schedule's step, is not over. Nor is
-        the end of a pass in a program that peeks: after a restart there, the peek would find no batch.
+        In a program that trains, the draws of a validation are not: the code after it, such as a schedule's step, has
+        not run yet. Nor is the end of a pass in a program that peeks: after a restart there, the peek would find no
+        batch.
         """
         if source.is_trusted or not (self.is_training or self.is_training_with(source)):
             return True
@@ -492,8 +497,8 @@ class LoopState:
     def is_safe_forward(self, parts: Iterable[Part]) -> bool:
         """Return whether a forward with gradients of these parts begins an iteration, on all ranks alike.
 
-        It does if such a forward began the last iteration on all ranks, and of batches of the same size: a program may
-        treat replicas with few rows, or without any, in another way. Not where a draw was such a point already.
+        It does if a forward like it began the last iteration on all ranks, with batches of the same size: a program may
+        treat replicas with few rows, or without any, in another way. It does not where a draw was a safe point already.
         """
         if self._has_forward or not self._is_watched_since_step or not self.is_between_iterations:
             return False
@@ -507,7 +512,7 @@ class LoopState:
         return self._entered_rows == total_rows and self.n_steps_since_safe_point > 0
 
     def _is_next(self, part: Part) -> bool:
-        """Return whether a part is one of a trained source that no backward has used, with rows on all replicas."""
+        """Return whether a part is of a trained source, unused by any backward, and with rows on all replicas."""
         source = part.source
         is_kept = source.keeper is None or source.keeper in self._saved
         return is_kept and source.is_trained and part.is_everywhere and part in source.open_parts
@@ -519,19 +524,23 @@ class LoopState:
 
     @property
     def has_peeks(self) -> bool:
-        """Whether this rank has begun passes of which nothing was used."""
+        """Whether this rank has begun passes without any use of their parts."""
         return any(source.has_peeks for source in self._sources.values())
 
     def share(
-        self, is_entered: bool, has_peeks: bool, key: list[int] | None, moduli: Sequence[int]
+        self,
+        is_entered: bool,
+        has_peeks: bool,
+        key: list[int] | None,
+        moduli: Sequence[int],
     ) -> None:
-        """Take what all ranks have reported with the sum of the running backward.
+        """Take the reports of all ranks, which came with the sum of the running backward.
 
         Args:
-            is_entered: whether all have seen a forward that could begin the iteration.
-            has_peeks: whether any has begun passes of which nothing was used.
+            is_entered: whether all ranks have seen a forward that could begin the iteration.
+            has_peeks: whether any rank has begun passes without any use of their parts.
             key: remainders of the key of the batch that the backward uses; None where no rank knows it.
-            moduli: of the remainders.
+            moduli: moduli of the remainders.
         """
         self._is_entered = self._is_entered or is_entered
         self._has_peeks = self._has_peeks or has_peeks
@@ -539,7 +548,7 @@ class LoopState:
         self._moduli = moduli
 
     def forget_idle_optimizers(self) -> bool:
-        """Expect no more steps of optimizers that have made none, as those of a later phase; return whether there are.
+        """Expect no more steps of optimizers that have made none; return whether there are any, as of a later phase.
 
         Called once it has turned out that not every iteration steps all of them.
         """
@@ -562,20 +571,19 @@ class LoopState:
         self._n_steps_at_end = -1
 
     def describe_positions(self) -> str:
-        """Return where the distributed datasets are, which must be the same on all ranks; not their look-ahead."""
+        """Return the positions of the distributed datasets, equal on all ranks; look-ahead is left out."""
         lines = []
         for source in self._sources.values():
             is_compared = source.owner is not None and source.is_trained and source.is_active
             if is_compared and not source.is_abandoned:
-                lines.append(
-                    f"{source.number}: {source.saved_position(self.is_training_with(source))}"
-                )
+                position = source.saved_position(self.is_training_with(source))
+                lines.append(f"{source.number}: {position}")
         return "; ".join(lines)
 
     # -- between passes ---------------------------------------------------------------------------------------------
 
     def note_end_of_pass(self) -> None:
-        """Remember where all sources are: the program is between two iterations, and its pass has no more batches."""
+        """Remember the positions of all sources: the program is between two iterations, and its pass is at its end."""
         self._positions_at_end = []
         for source in self._sources.values():
             self._positions_at_end.append((source, source.now))
@@ -583,12 +591,12 @@ class LoopState:
 
     @property
     def is_after_pass(self) -> bool:
-        """Whether nothing was trained since the end of a pass, as in the validation of an epoch."""
+        """Whether there was no training since the end of a pass, as in the validation of an epoch."""
         return (
             self.n_steps == self._n_steps_at_end and self.n_backwards == self._n_backwards_at_step
         )
 
     def rewind_to_end_of_pass(self) -> None:
-        """Let a checkpoint store where all sources were at the end of the pass: what follows it is done again."""
+        """Let a checkpoint store the positions at the end of the pass: the code after the pass will run again."""
         for source, position in self._positions_at_end:
             source.rewind(position)

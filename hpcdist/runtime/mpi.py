@@ -67,7 +67,9 @@ def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:
     previous_hook = sys.excepthook
 
     def report(
-        kind: type[BaseException], caught: BaseException, trace: TracebackType | None
+        kind: type[BaseException],
+        caught: BaseException,
+        trace: TracebackType | None,
     ) -> None:
         report_agreed(caught, is_reporter)
         previous_hook(kind, caught, trace)
@@ -108,7 +110,7 @@ except (ImportError, RuntimeError) as _error:
 
 
 def start() -> None:
-    """Start MPI with all ranks, unless it has been started. In a child of a rank, as a process of its own.
+    """Start MPI with all ranks, unless it has been started. A child of a rank starts it as a separate program.
 
     Raises:
         ConfigurationError: where a worker process imports the program's file, and for a launcher that does not fit.

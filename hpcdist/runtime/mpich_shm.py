@@ -24,10 +24,13 @@ def unlink_own() -> None:
 def remove_stale() -> None:
     """Remove segments of this user that no process has open: a rank was killed while MPI started."""
     old = {name for name in glob.glob("/dev/shm/mpich_shm_*") if _is_old(name)}
-    if old:  # rare, and worth a look at every process then
-        for name in old.difference(*map(_open_in, filter(str.isdecimal, os.listdir("/proc")))):
-            with contextlib.suppress(FileNotFoundError):  # another rank cleans up too
-                os.unlink(name)
+    if not old:
+        return
+    # rare, and worth a look at every process
+    processes = filter(str.isdecimal, os.listdir("/proc"))
+    for name in old.difference(*map(_open_in, processes)):
+        with contextlib.suppress(FileNotFoundError):  # another rank cleans up too
+            os.unlink(name)
 
 
 def _is_old(segment: str) -> bool:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from hpcdist.runtime.mpi import MPI
     from hpcdist.runtime.world import World
 
-#: int64 cells of one rank on a board: a cache line of its own, so that ranks do not slow each other's writes.
+#: Number of int64 cells of one rank on a board: a whole cache line, so that ranks do not slow each other's writes.
 CELLS = 8
-#: Looks at another rank's cell before the core is yielded, about 20 microseconds. With more ranks than cores: none.
+#: Number of looks at another rank's cell before the core is yielded, about 20 microseconds. With more ranks than cores
+#: the core is yielded at once.
 SPINS = 600
 _IS_ORDERED_BY_HARDWARE = platform.machine() in ("x86_64", "AMD64")
 
@@ -28,16 +29,16 @@ _IS_ORDERED_BY_HARDWARE = platform.machine() in ("x86_64", "AMD64")
 class NodeWindow:
     """One piece of memory for each rank of a node, mapped by all of them, zero at first.
 
-    Collective: `node_comm`. Each rank allocates the pages of its own piece, so that they lie in its NUMA domain, and so
+    Collective over `node_comm`. Each rank allocates the pages of its piece, so that they lie in its NUMA domain, and so
     that missing memory is an error here and not a bus error later.
 
     Args:
-        node_comm: ranks that can share memory.
-        nbytes: of each rank's piece; rounded up to whole pages.
+        node_comm: communicator of ranks that can share memory.
+        nbytes: size of each rank's piece; rounded up to whole pages.
         world: agrees on errors.
 
     Attributes:
-        pieces: each rank's memory, by local rank.
+        pieces: memory of each rank, by local rank.
 
     Raises:
         CollectiveFailed: when the node has too little memory, or forbids sharing it; on every rank of the node.
@@ -47,11 +48,13 @@ class NodeWindow:
         nbytes = whole_pages(nbytes)
         fd = -1
         with world.agreed(node_comm):
-            fd = create_memory(node_comm.size * nbytes) if node_comm.rank == 0 else -1
+            if node_comm.rank == 0:
+                fd = create_memory(node_comm.size * nbytes)
         path = world.broadcast_text(path_of(fd), 0, node_comm)
         try:
             with world.agreed(node_comm):
-                fd = open_memory(path) if fd < 0 else fd
+                if fd < 0:
+                    fd = open_memory(path)
                 self.pieces = map_pieces(fd, node_comm.size, nbytes, node_comm.rank)
         finally:
             if fd >= 0:
@@ -67,7 +70,7 @@ def create_memory(nbytes: int) -> int:
     """Return a file descriptor of memory without a name, whose pages are not allocated yet.
 
     Raises:
-        CollectiveFailed: when it is forbidden; on this rank only. So do the next two functions.
+        CollectiveFailed: when it is forbidden; on this rank only.
     """
     fd = -1
     try:
@@ -81,12 +84,16 @@ def create_memory(nbytes: int) -> int:
 
 
 def path_of(fd: int) -> str:
-    """Return by which path other processes open memory of this one, while it keeps the file descriptor."""
+    """Return the path by which other processes open memory of this one, while it keeps the file descriptor."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def map_pieces(fd: int, n_pieces: int, nbytes: int, piece_index: int) -> list[memoryview]:
-    """Allocate the pages of this rank's own piece, and return all of them; `nbytes` each, whole pages."""
+    """Allocate the pages of this rank's piece, and return all pieces; `nbytes` each, whole pages.
+
+    Raises:
+        CollectiveFailed: when there is too little memory; on this rank only.
+    """
     try:
         os.posix_fallocate(fd, piece_index * nbytes, nbytes)
         memory = memoryview(mmap.mmap(fd, n_pieces * nbytes))
@@ -96,7 +103,12 @@ def map_pieces(fd: int, n_pieces: int, nbytes: int, piece_index: int) -> list[me
 
 
 def open_memory(path: str) -> int:
-    """Open the first rank's memory, unless its process id is another process here, as across container boundaries."""
+    """Open another rank's memory, and return the file descriptor.
+
+    Raises:
+        CollectiveFailed: when its process id is another process here, as across container boundaries; on this rank
+            only.
+    """
     try:
         if not os.readlink(path).startswith("/memfd:hpcdist"):
             raise FileNotFoundError(f"{path} is not the memory of a rank")
@@ -118,10 +130,10 @@ class OwnMemory:
     Not collective.
 
     Args:
-        nbytes: rounded up to whole pages.
+        nbytes: size of the memory, rounded up to whole pages.
 
     Attributes:
-        memory: the bytes, zero at first. path: what others give to `map_memory`.
+        memory: the bytes, zero at first. path: argument of `map_memory` in other processes.
 
     Raises:
         CollectiveFailed: when the node has too little memory, or forbids sharing it; on this rank only.
@@ -155,12 +167,12 @@ class NodeBarrier:
 
     Args:
         board: int64 cells, `CELLS` for each rank, zero at first.
-        local_rank: this rank on the node.
-        names: what the ranks of the node are called in messages, by local rank.
+        local_rank: number of this rank on the node.
+        names: names of the ranks of the node in messages, by local rank.
         timeout_s: longest wait.
         is_busy_waiting: whether it may spin and yield while it waits; a background thread and a rank of a crowded node
             may not spin.
-        is_background: sleep from the start; see `wait_until`.
+        is_background: whether it sleeps from the start; see `wait_until`.
     """
 
     def __init__(
@@ -184,17 +196,17 @@ class NodeBarrier:
     def wait(self, mark: int = 0) -> list[int] | None:
         """Return when every rank of the node has called this as often as this one.
 
-        Collective: the node.
+        Collective over the ranks of the node.
 
         Args:
-            mark: a number of 63 bits, which is compared. Two cells are used in turn: a rank may be one barrier ahead of
-                one that still reads, never two.
+            mark: number of 63 bits, which is compared. Two cells are used in turn: a rank may be one barrier ahead of a
+                rank that still reads, never two.
 
         Returns:
-            None when all gave the same mark, else every rank's, by local rank.
+            None when all ranks gave the same mark, else every rank's mark, by local rank.
 
         Raises:
-            CollectiveTimeoutError: when one does not come; on those that came.
+            CollectiveTimeoutError: when a rank does not come; on the ranks that came.
         """
         self._sequence = sequence = self._sequence + 1
         board = self._board
@@ -220,13 +232,12 @@ class NodeBarrier:
             if board[cell] >= sequence:
                 return
         if not wait_until(lambda: board[cell] >= sequence, self._timeout_s, self._yields):
-            missing = [self._names[cell // CELLS] for cell in self._cells if board[cell] < sequence]
-            raise late(
-                "barrier",
-                self._timeout_s,
-                ", ".join(missing),
-                self._names[self._own_offset // CELLS],
-            )
+            missing: list[str] = []
+            for peer_offset in self._cells:
+                if board[peer_offset] < sequence:
+                    missing.append(self._names[peer_offset // CELLS])
+            rank_name = self._names[self._own_offset // CELLS]
+            raise late("barrier", self._timeout_s, ", ".join(missing), rank_name)
 
 
 _locks = make_lock(), make_lock()

@@ -1,4 +1,4 @@
-"""Parts of batches, what hands them out, and how far the parts of each source were used.
+"""Parts of batches, the sources that hand them out, and how far the parts of each source were used.
 
 A part is open until a backward has used it, and complete once an optimizer has stepped after that backward.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 #: Keeper of a source whose position nothing can keep.
 NOTHING = -1
-#: Parts that a source keeps for a backward to use.
+#: Largest number of parts that a source keeps for a backward to use.
 _MAX_UNUSED = 10_000
 
 
@@ -18,15 +18,17 @@ class Part:
     """This rank's rows of one global batch.
 
     Attributes:
-        source: what handed it out.
-        number: of the part among those of its source, from 1.
+        source: source that handed it out.
+        number: number of the part among the parts of its source, from 1.
         rows: rows of each local replica; None where nobody has planned them.
-        total_rows: rows of all replicas together; None where each rank knows its own alone.
+        total_rows: rows of all replicas together; None where each rank knows its own number alone.
         is_everywhere: whether every replica of the job is known to have rows in this batch.
-        key: names the batch; equal on all ranks that got parts of the same batch. None where no rank knows of others.
-        likely_rows: rows of this rank's part where nobody has planned them, to notice ranks that differ; None: unknown.
-        position: of the source after this part; what a checkpoint stores once the part is complete.
+        key: names the batch; equal on all ranks that got parts of the same batch. None where ranks do not know which
+            parts belong together.
+        position: position of the source after this part, which a checkpoint stores once the part is complete.
         is_for_training: whether gradients were recorded when it was handed out.
+        likely_rows: rows of this rank's part where nobody has planned them, to notice ranks that differ. None if
+            unknown.
     """
 
     source: "PartSource"
@@ -41,24 +43,25 @@ class Part:
 
 
 class PartSource:
-    """What hands out parts, such as a distributed dataset.
+    """A source that hands out parts, such as a distributed dataset.
 
     Args:
-        number: in the order in which sources were made, which is the same on all ranks.
-        owner: whose gradients are made of its parts, such as a strategy; None: anybody's.
-        keeper: id of what must be in the Checkpoint for the position to be kept; None: whoever distributes it decides.
+        number: number of the source in the order in which sources were made, which is the same on all ranks.
+        owner: number of the strategy whose gradients are made of its parts. None for parts that any gradients may use.
+        keeper: id of the object that must be in the Checkpoint for the position to be kept. None if the distributed
+            dataset itself decides.
 
     Attributes:
-        number, owner, keeper: see above.
+        number, owner, keeper: values of the arguments.
         has_pass: whether a pass is in progress.
-        is_trusted: whether who draws, such as `fit`, does so between iterations alone, and uses what it draws.
-        n_handed_out: parts so far.
+        is_trusted: whether the caller that draws, such as `fit`, does so between iterations only, and uses all parts.
+        n_handed_out: number of parts so far.
         n_complete: number of the newest part that was trained on; 0 before the first.
-        position: after that part.
-        now: where it is, whatever was used.
+        position: position after that part.
+        now: current position, whichever parts were used.
         is_rewound: whether a checkpoint stores `rewound_to` in place of any other position.
         is_ambiguous: whether it is unknown which of its parts the last backwards have used.
-        has_peeks: whether passes were begun of which nothing was used, as to look at the first batch.
+        has_peeks: whether passes were begun without any use of their parts, such as to look at the first batch.
         is_abandoned: whether nobody can draw from it any more.
         is_doubtful: whether a backward may have used an open part, or the complete one a second time, as a GAN does.
         draws_without_gradients: whether parts were trained on that were drawn while gradients were not recorded.
@@ -94,7 +97,7 @@ class PartSource:
     def drop_evaluated(self) -> None:
         """Expect no step of the parts of a pass that has ended, if all went into forwards that no backward has reached.
 
-        As in a validation with gradients. Of a source that was trained on, one may be trained on later.
+        So it is in a validation with gradients. The parts of a source that was trained on may be trained on later.
         """
         open_numbers = {part.number for part in self.open_parts}
         if not self.is_trained and open_numbers <= self._seen:
@@ -118,7 +121,7 @@ class PartSource:
     def open_parts(self) -> list[Part]:
         """The parts that no backward has used yet, the oldest first.
 
-        Those that were drawn without gradients are among them while their pass goes on: they may be of an evaluation.
+        Parts that were drawn without gradients are among them while their pass goes on: it may be an evaluation.
         """
         if self.has_pass:
             return list(self._unused)
@@ -150,7 +153,7 @@ class PartSource:
             self._steps_at_draw.pop(part.number, None)
 
     def use(self, part: Part) -> None:
-        """Note that a backward has used a part. Older ones that none has used were skipped."""
+        """Note that a backward has used a part. Older parts that no backward has used were skipped."""
         self._drop(part)
         self._seen = set()
         self.has_incomplete = True
@@ -171,16 +174,16 @@ class PartSource:
         self.is_rewound = False
 
     def settle(self) -> None:
-        """Remember where the source is if all that it handed out is complete: what comes next may never be used."""
+        """Remember the position if all parts so far are complete, as the next ones may never be used."""
         if self.is_settled:
             self._n_settled = self.n_handed_out
             self._settled_position = self.now
 
     def saved_position(self, is_training: bool) -> Any:
-        """Return the position after what was used last.
+        """Return the position after the part that was used last.
 
         Args:
-            is_training: whether parts are used by backwards; elsewhere they are used by being drawn.
+            is_training: whether backwards use the parts; elsewhere drawing a part uses it.
         """
         if self.is_rewound:
             return self.rewound_to
@@ -188,7 +191,9 @@ class PartSource:
         is_by_training = self.is_trained or (is_training and waits_for_step)
         if self.is_trusted or not is_by_training or self.is_settled:
             return self.now
-        return self.position if self.n_complete > self._n_settled else self._settled_position
+        if self.n_complete > self._n_settled:
+            return self.position
+        return self._settled_position
 
     def lose_position(self) -> None:
         """Note that nothing keeps the position of this source."""
@@ -200,7 +205,7 @@ class PartSource:
         self.rewound_to = position
 
     def note_peek(self) -> None:
-        """Note that a pass was left of which nothing was used."""
+        """Note that a pass was left without any use of its parts."""
         self.has_peeks = True
 
     def begin_anew(self) -> None:
@@ -211,11 +216,11 @@ class PartSource:
 
     @property
     def is_active(self) -> bool:
-        """Whether the program that runs now has drawn from it: what another one has left may go on one rank first."""
+        """Whether the current program has drawn from it; sources of an earlier one may vanish on one rank first."""
         return self.n_handed_out > self._n_before
 
     def trust(self) -> None:
-        """Count on every draw being made between two iterations, by who restores its own position."""
+        """Take every draw from now on for one between two iterations, by a caller that restores its own position."""
         self.is_trusted = True
 
     def begin_pass(self) -> None:
@@ -233,7 +238,7 @@ class PartSource:
         self.is_abandoned = True
 
     def steps_abandoned(self, n_steps: int) -> int:
-        """Return how many steps were made since nobody can draw any more, given those made so far."""
+        """Return the number of steps since nobody can draw any more, given the number of all steps so far."""
         if not self.is_abandoned:
             return 0
         if self._abandoned_at is None:
@@ -241,12 +246,12 @@ class PartSource:
         return n_steps - self._abandoned_at
 
     def forget(self) -> None:
-        """Begin anew: nothing that was handed out so far counts any more."""
+        """Begin again: no part that was handed out so far counts any more."""
         self.drop_open()
         self.n_complete = self.n_handed_out
 
     def drop_open(self) -> None:
-        """Expect no step that is made of the parts handed out so far."""
+        """Expect no step on the parts handed out so far."""
         self._unused = []
         self._steps_at_draw = {}
         self._seen = set()
@@ -256,13 +261,13 @@ class PartSource:
 
 
 class Uses:
-    """What one backward is known to use.
+    """The parts that one backward is known to use.
 
     Attributes:
-        parts: whose tensors went into a forward that the backward reached.
+        parts: parts whose tensors went into a forward that the backward reached.
         is_unknown: whether it reached a forward of tensors that no source had handed out.
-        likely_rows: length of the first tensor of such a forward; None where it has none.
-        n_steps_at_begin: optimizer steps made before the backward.
+        likely_rows: length of the first tensor of a forward of unknown tensors; None where it has no tensor.
+        n_steps_at_begin: number of optimizer steps made before the backward.
     """
 
     def __init__(self) -> None:
@@ -279,7 +284,7 @@ class Uses:
         self.likely_rows = None
 
     def add(self, parts: Iterable[Part], likely_rows: int | None = None) -> None:
-        """Add the parts of a forward that the backward has reached; none: they are unknown."""
+        """Add the parts of a forward that the backward has reached; without any, its parts are unknown."""
         reached = list(parts)
         if not reached:
             self.likely_rows = likely_rows

@@ -27,7 +27,7 @@ def make_world(resolver: ClusterResolver | None = None, serves: bool = False) ->
     An explicit resolver after the first call, or one of fewer ranks than were started, makes a separate world; so does
     a rank that serves.
 
-    Collective where a world is made: at the first call in a program all ranks, later those of the resolver.
+    Collective where a world is made: over all ranks at the first call in a program, later over the resolver's ranks.
 
     Raises:
         ConfigurationError: as `World`; on every rank alike.
@@ -88,7 +88,7 @@ def call_on_uncaught(act: Callable[[str, str], None]) -> None:
 def call_when_done(act: Callable[[], None] | None) -> None:
     """Have `act` called, in place of an earlier one, once all ranks have left their programs with code 0.
 
-    It may write to disks, and communicate with ranks of which it is known that they have such a call too: those that
+    It may write to disks, and communicate with ranks that are known to have registered it too, such as the ranks that
     have made a handler together. Not collective.
     """
     if _hooks is not None:
@@ -101,7 +101,7 @@ def _install_hooks() -> None:
     start()
     if _hooks is not None:
         return
-    # there are no hooks yet that would end the job if a rank does not come
+    # no hooks would end the job yet if a rank does not come
     if not wait_until(MPI.COMM_WORLD.Ibarrier().Test, start_timeout_s()):
         error = late("world", start_timeout_s(), "some", _describe_process())
         end_job(f"hpcdist: {error}\n", int(error.exit_code))
@@ -130,11 +130,13 @@ def end_of_training() -> int | None:
 
 
 def _describe_process() -> str:
-    return _process_world.describe() if _process_world else f"rank {MPI.COMM_WORLD.rank}"
+    if _process_world is None:
+        return f"rank {MPI.COMM_WORLD.rank}"
+    return _process_world.describe()
 
 
 def _is_beside_training() -> bool:
-    """Return whether this rank is an evaluator beside others that train."""
+    """Return whether this rank is an evaluator beside ranks that train."""
     return (
         _process_world is not None
         and _process_world.task.type == "evaluator"

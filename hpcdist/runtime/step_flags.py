@@ -1,8 +1,8 @@
-"""Requests to stop or to save, piggybacked on the gradient all-reduce, so that they cost no message of their own.
+"""Requests to stop or to save, piggybacked on the gradient all-reduce, so that they cost no extra message.
 
 Two numbers are summed along with the gradients: how many replicas request a stop, and how many a save. All ranks learn
-the same after the same step. Whoever sums gradients calls `own_numbers` and `record`; the handler of stops attaches
-itself as the requester.
+the same after the same step. The code that sums gradients calls `own_numbers` and `record`; the handler of stops
+attaches itself as the requester.
 """
 
 import enum
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from hpcdist.runtime.loop_state import LoopState
 from hpcdist.runtime.parts import Part, PartSource
 
-#: How many numbers travel with a sum.
+#: Count of numbers that travel with a sum.
 N_NUMBERS = 2
-#: What a rank adds that requests nothing.
+#: Numbers of a rank that requests nothing.
 _NOTHING = (0.0, 0.0)
 
 
 class Request(enum.IntFlag):
-    """What a rank requests of all ranks at the end of the step. Where only one fits a message, the largest wins."""
+    """A rank's request to all ranks at the end of the step. Where only one fits a message, the largest wins."""
 
     NONE = 0
     SAVE = 1
@@ -28,25 +28,25 @@ class Request(enum.IntFlag):
 
 
 class Requester(Protocol):
-    """Requests stops and saves, and acts on those of any rank between two steps."""
+    """Requests stops and saves, and acts on the requests of any rank between two steps."""
 
     def requested(self) -> Request:
-        """Return what this rank requests now. Called at every sum; not collective."""
+        """Return this rank's request now. Called at every sum; not collective."""
 
     def stop(self, reason: str) -> None:
         """Request a stop from now on. Not collective."""
 
     def poll_between_batches(self) -> None:
-        """Act on requests: the program is between two batches. Collective: the ranks of the role."""
+        """Act on requests: the program is between two batches. Collective over the ranks of the role."""
 
     def note_unsafe_point(self) -> None:
-        """Look whether a stop has waited too long for a point between two iterations. Not collective."""
+        """Check whether a stop has waited too long for a point between two iterations. Not collective."""
 
     def poll_after_pass(self) -> None:
-        """Act on a stop in what follows a pass, such as a validation. Collective: the ranks of the role."""
+        """Act on a stop after a pass, such as in a validation. Collective over the ranks of the role."""
 
     def overdue_stop(self, quiet_s: float) -> str | None:
-        """Return why to stop, if the grace period since the request has passed without any work done; otherwise None.
+        """Return why to stop, if the grace period since the request has passed without any work done; else None.
 
         From any thread.
 
@@ -65,28 +65,32 @@ class StepFlags:
         is_alone: whether the world has one rank.
 
     Attributes:
-        requester: what requests on this rank; None where nothing does.
-        n_sums: sums that carried flags so far; equal on all ranks at the same point of the program.
-        n_steps: optimizer steps that the strategies have made so far; equal likewise.
-        is_in_round: whether replicas differ until a sum that is to come: nothing may be saved; equal likewise.
-        loop: where the program's own loop is.
+        requester: object that requests on this rank; None if there is none.
+        n_sums: number of sums that carried flags so far; equal on all ranks at the same point of the program.
+        n_steps: number of optimizer steps that the strategies have made so far; equal on all ranks, too.
+        is_in_round: whether replicas differ until a later sum, so that nothing may be saved; equal on all ranks, too.
+        loop: state of the program's own loop.
     """
 
     def __init__(self, is_alone: bool = False) -> None:
         self.requester: Requester | None = None
-        self.n_sums = self.n_steps = 0
+        self.n_sums = 0
+        self.n_steps = 0
         self.is_in_round = False
         self.loop = LoopState(is_alone)
         self._received = Request.NONE
 
     def attach(
-        self, requester: Requester, optimizers: Iterable[Any] = (), saved: Iterable[Any] = ()
+        self,
+        requester: Requester,
+        optimizers: Iterable[Any] = (),
+        saved: Iterable[Any] = (),
     ) -> None:
         """Let `requester` request and act from now on, in place of an earlier one.
 
         Args:
-            requester: see there.
-            optimizers: that every iteration of the program's loop is expected to step.
+            requester: object that requests and acts; see `Requester`.
+            optimizers: optimizers that every iteration of the program's loop is expected to step.
             saved: objects whose state it saves.
         """
         self.requester = requester
@@ -103,8 +107,8 @@ class StepFlags:
         """Count an optimizer step.
 
         Args:
-            optimizer: what has stepped.
-            owner: whose gradients it has stepped on; see `PartSource`.
+            optimizer: optimizer that has stepped.
+            owner: number of the strategy on whose gradients it has stepped; see `PartSource`.
         """
         self.n_steps += 1
         self.loop.expect_training(owner)
@@ -121,7 +125,7 @@ class StepFlags:
         self.is_in_round = False
 
     def own_numbers(self) -> tuple[float, float]:
-        """Return what this rank adds to a sum."""
+        """Return the numbers that this rank adds to a sum."""
         return _NOTHING if self.requester is None else encode(self.requester.requested())
 
     def record(self, totals: Sequence[float]) -> None:
@@ -131,13 +135,13 @@ class StepFlags:
             self._received |= decode(totals)
 
     def take(self) -> Request:
-        """Return what was requested since the last call; equal on all ranks."""
+        """Return the requests since the last call; equal on all ranks."""
         received = self._received
         self._received = Request.NONE
         return received
 
     def poll(self, is_end_of_pass: bool = False, is_shared: bool = True) -> None:
-        """Let the requester act between two steps. Collective where there is one: the ranks of the role.
+        """Let the requester act between two steps. Collective over the ranks of the role where there is a requester.
 
         Args:
             is_end_of_pass: whether all batches of a pass were trained on, and its loop is about to end.
@@ -154,10 +158,10 @@ class StepFlags:
     def poll_at_draw(self, source: PartSource, is_for_training: bool, is_last: bool) -> None:
         """Let the requester act if a program that asks for its next part is between two iterations.
 
-        Collective where there is a requester: the ranks of the role.
+        Collective over the ranks of the role where there is a requester.
 
         Args:
-            source: what is asked.
+            source: source that is asked for a part.
             is_for_training: whether gradients are recorded.
             is_last: whether the pass is known to have no more parts.
         """
@@ -173,7 +177,10 @@ class StepFlags:
             self.requester.note_unsafe_point()
 
     def poll_at_forward(self, parts: Sequence[Part]) -> None:
-        """Let the requester act if a forward of these parts begins an iteration. Collective likewise."""
+        """Let the requester act if a forward of these parts begins an iteration.
+
+        Collective over the ranks of the role where there is a requester.
+        """
         if self.requester is not None and self.loop.is_safe_forward(parts):
             self.poll(is_shared=False)
 
@@ -188,6 +195,11 @@ def encode(request: Request) -> tuple[float, float]:
 
 
 def decode(totals: Sequence[float]) -> Request:
-    """Return what any replica requested, given the sums over all of them."""
+    """Return the requests of any replica, given the sums over all of them."""
     n_stops, n_saves = totals
-    return (Request.STOP if n_stops else Request.NONE) | (Request.SAVE if n_saves else Request.NONE)
+    request = Request.NONE
+    if n_stops:
+        request |= Request.STOP
+    if n_saves:
+        request |= Request.SAVE
+    return request

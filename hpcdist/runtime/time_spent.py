@@ -1,4 +1,4 @@
-"""What this rank waits for: batches, other ranks, saves. Always counted; read once per step."""
+"""Time that this rank spends waiting: for batches, other ranks, saves. Always counted; read once per step."""
 
 import functools
 import threading
@@ -12,7 +12,7 @@ _Result = TypeVar("_Result")
 #: The name of the threads in which replicas of one process run.
 REPLICA_THREAD = "hpcdist-replica"
 _MAIN = threading.main_thread().ident
-#: Waits that are remembered, for the steps of which each is recorded.
+#: Number of waits that are remembered, for the steps of which each wait is recorded.
 N_KEPT = 64
 
 
@@ -38,31 +38,37 @@ class Recorded(Protocol):
 class TimeSpent:
     """The waits of one process.
 
-    The waits of the main thread count, and those of replicas, which take turns: no step waits for a thread of the
-    program's own. Collectives of background threads are kept apart. A wait or collective inside another wait counts as
+    The waits of the main thread count, and the waits of replicas, which take turns: no step waits for another thread of
+    the program. Collectives of background threads are kept apart. A wait or collective inside another wait counts as
     part of the outer one. Not collective.
 
     Attributes:
         input_s: seconds in which no batch was there. save_s: seconds in saves.
-        rows: global rows of the batches so far, where they are known.
-        stale: pushes of other workers that parameter servers had applied before this worker's own and after it had read
-            the values, summed over its pushes.
+        rows: number of global rows of the batches so far, where it is known.
+        stale: number of pushes of other workers that parameter servers had applied before this worker's push and after
+            it had read the values, summed over its pushes.
     """
 
     def __init__(self) -> None:
-        self.input_s = self.save_s = self._communication_s = 0.0
+        self.input_s = 0.0
+        self.save_s = 0.0
+        self._communication_s = 0.0
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=N_KEPT)
         self._foreground: list[Recorded] = []
         self._background: list[Recorded] = []
         self._is_waiting = False
-        self.rows = self.stale = 0
+        self.rows = 0
+        self.stale = 0
 
     def watch(self, journal: Recorded, is_background: bool) -> None:
         """Count the collectives of a group, too, until `leave`."""
-        (self._background if is_background else self._foreground).append(journal)
+        if is_background:
+            self._background.append(journal)
+        else:
+            self._foreground.append(journal)
 
     def leave(self, journal: Recorded) -> None:
-        """Count no more collectives of a group, which is freed; keep what they took."""
+        """Count no more collectives of a group, which is freed; keep the seconds that they took."""
         if journal in self._foreground:
             self._foreground.remove(journal)
             self._communication_s += journal.spent_s
@@ -74,7 +80,7 @@ class TimeSpent:
         return Wait(self, kind, name)
 
     def begin(self) -> float | None:
-        """Begin a wait; return `communication_s`, or None for one that does not count by itself."""
+        """Begin a wait; return `communication_s`, or None for a wait that does not count by itself."""
         if self._is_waiting or (
             threading.get_ident() != _MAIN and threading.current_thread().name != REPLICA_THREAD
         ):
@@ -83,16 +89,21 @@ class TimeSpent:
         return self.communication_s
 
     def end(
-        self, kind: str, name: str, began_s: float, ended_s: float, communication_before_s: float
+        self,
+        kind: str,
+        name: str,
+        began_s: float,
+        ended_s: float,
+        communication_before_s: float,
     ) -> None:
         """Count a wait that has ended.
 
         Args:
-            kind: see `Span`.
-            name: see `Span`.
-            began_s: see `Span`.
-            ended_s: see `Span`.
-            communication_before_s: what `begin` returned.
+            kind: "input", "communication" or "save".
+            name: name of the wait.
+            began_s: time at which it began, as in `Span`.
+            ended_s: time at which it ended, as in `Span`.
+            communication_before_s: result of `begin`.
         """
         self._is_waiting = False
         self._spans.append((kind, name, began_s, ended_s))
@@ -113,16 +124,18 @@ class TimeSpent:
         return total
 
     def spans_since(self, since_s: float) -> tuple[list[Span], list[Span]]:
-        """Return what began since a time, and what background threads began; the last 64 of each."""
-        foreground_spans = [
-            Span(*span_fields) for span_fields in self._spans.copy() if span_fields[2] >= since_s
-        ]
+        """Return the waits and collectives that began since a time, and those of background threads; 64 of each."""
+        foreground_spans: list[Span] = []
+        for kind, name, began_s, ended_s in self._spans.copy():
+            if began_s >= since_s:
+                foreground_spans.append(Span(kind, name, began_s, ended_s))
         for journal in self._foreground:
             foreground_spans += _spans_of(journal, since_s)
         foreground_spans.sort(key=lambda span: span.began_s)
-        return foreground_spans, [
-            span for journal in self._background for span in _spans_of(journal, since_s)
-        ]
+        background_spans: list[Span] = []
+        for journal in self._background:
+            background_spans += _spans_of(journal, since_s)
+        return foreground_spans, background_spans
 
 
 class Wait:
@@ -145,7 +158,7 @@ class Wait:
 
 
 def _spans_of(journal: Recorded, since_s: float) -> list[Span]:
-    """Return the collectives of a journal that have begun since, and have ended."""
+    """Return the collectives of a journal that have begun since a time, and have ended."""
     return [
         Span("communication", str(entry), entry.started_s, entry.ended_s)
         for entry in journal.entries
@@ -158,7 +171,8 @@ time_spent = TimeSpent()
 
 
 def counted(
-    kind: str, name: str
+    kind: str,
+    name: str,
 ) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
     """Return a decorator for functions whose calls are waits of this process; see `TimeSpent.timed`."""
 

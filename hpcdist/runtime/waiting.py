@@ -30,9 +30,10 @@ def wait_until(
     Time in which this process was suspended does not count.
 
     Args:
-        is_done: cheap; MPI advances messages while it is called.
+        is_done: function to poll, which must be cheap; MPI advances messages while it is called.
         timeout_s: longest wait.
-        yields: 0 to sleep from the start, as a background thread must: it would otherwise hold the interpreter lock.
+        yields: number of looks before the first sleep. 0 to sleep from the start, as a background thread must: it would
+            otherwise hold the interpreter lock.
         max_sleep_s: longest sleep. Messages inside a host advance at each look only, some 10 KiB at a time.
     """
     for _ in range(yields):
@@ -57,9 +58,9 @@ def late(call: str, timeout_s: float, missing: str, rank: object) -> CollectiveT
     """Return the error of a wait for other ranks that took too long.
 
     Args:
-        call: what was waited in, such as "all_reduce".
+        call: name of the call that waited, such as "all_reduce".
         timeout_s: the limit.
-        missing: what did not come, such as "rank 1 (worker 1)".
+        missing: names of the ranks that did not come, such as "rank 1 (worker 1)".
         rank: the rank that waited.
     """
     return CollectiveTimeoutError(

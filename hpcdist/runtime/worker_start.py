@@ -1,4 +1,4 @@
-"""How the worker processes of a loader are started, so that they do not disturb MPI.
+"""Start of the worker processes of a loader, so that they do not disturb MPI.
 
 A forked worker inherits the memory of its rank. Where MPI uses a card with remote direct memory access (RDMA), pages
 that the card writes to may become the worker's after a fork, and messages of the rank are lost. Hence a host with such
@@ -26,7 +26,7 @@ _SYS = Path("/sys")
 
 
 def worker_context(loader: Any) -> Any:
-    """Return the multiprocessing context that starts the workers of a DataLoader; with a fork server, start that."""
+    """Return the multiprocessing context that starts the workers of a DataLoader; start its fork server, if any."""
     method = start_method_of(loader)
     if method == "fork" and not is_fork_safe():
         method = "forkserver"
@@ -48,13 +48,11 @@ def prepare_workers(loader: Any) -> None:
 
 
 def start_method_of(loader: Any) -> str:
-    """Return how the program wants the workers of a DataLoader to be started."""
+    """Return the start method that the program wants for the workers of a DataLoader."""
     if loader.multiprocessing_context is not None:
         return str(loader.multiprocessing_context.get_start_method())
-    return (
-        multiprocessing.get_start_method(allow_none=True)
-        or multiprocessing.get_all_start_methods()[0]
-    )
+    chosen_method = multiprocessing.get_start_method(allow_none=True)
+    return chosen_method or multiprocessing.get_all_start_methods()[0]
 
 
 @functools.lru_cache(maxsize=1)
@@ -76,7 +74,7 @@ def rdma_cards(sys_folder: Path) -> Sequence[str] | None:
     """Return the names of a host's cards for RDMA; None where that is unknown.
 
     Args:
-        sys_folder: where the kernel describes the host, /sys.
+        sys_folder: folder in which the kernel describes the host, /sys.
     """
     if not (sys_folder / "class").is_dir():
         return None

@@ -1,4 +1,4 @@
-"""Who is where, in which role, and how ranks agree.
+"""The world of a job: hosts and roles of its ranks, and how ranks agree.
 
 A `World` clones the communicator it is given, assigns roles to ranks, and builds the communicators that everything else
 uses. Set-up errors are agreed: every rank raises the same text.
@@ -41,9 +41,10 @@ MAX_SLEEP_S = 0.005
 
 
 def _alone(launcher: Launcher) -> ConfigurationError:
-    """Return the error of a process that a launcher has started as one of several, and that is a world of its own.
+    """Return the error of a process that a launcher has started as one of several, but whose world has one rank.
 
-    They are so of another MPI library's launcher; rank 0 says so at length. A single one has inherited variables.
+    All processes are alone if the launcher is of another MPI library; rank 0 explains that. A process that is the only
+    one has inherited the launcher's variables.
     """
     if launcher.rank == 0:
         return ConfigurationError(
@@ -63,27 +64,29 @@ def _alone(launcher: Launcher) -> ConfigurationError:
 class World:
     """All ranks of a job, their roles, and where this rank is among them.
 
-    Collective: all ranks of `comm`.
+    Collective over all ranks of `comm`.
 
     Args:
         resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank is a worker.
-        comm: the ranks that take part; default: all. It is cloned and left alone.
-        serves: whether this rank does what another one asks of it, in place of running the program: see `coordinator`.
+        comm: communicator of the ranks that take part; default: all ranks. It is cloned and left alone.
+        serves: whether this rank serves another rank, in place of running the program: see `coordinator`.
 
     Attributes:
-        comm: clone of `comm`: all ranks.
-        role_comm: ranks of this rank's role: chief and workers together, all ps together, each evaluator alone. With a
-            coordinator each worker is alone, too.
-        coordinator: the rank that runs the program, where the workers serve; None where all of them run it.
-        hosts: the hosts of `role_comm`; node_comm: its ranks on this host; n_hosts: how many hosts it spans.
-        spec: the cluster. task: this rank's entry in it. tasks: every rank's.
+        rank: number of this rank in `comm`. size: number of ranks in `comm`.
+        comm: communicator of all ranks, a clone of the argument.
+        role_comm: communicator of the ranks of this rank's role: chief and workers together, all ps together, each
+            evaluator alone. With a coordinator each worker is alone, too.
+        coordinator: rank that runs the program, where the workers serve; None where all of them run it.
+        hosts: hosts of `role_comm`. node_comm: communicator of its ranks on this host. n_hosts: number of its hosts.
+        spec: cluster. task: entry of this rank in it. tasks: entries of all ranks.
         side_ranks: ranks in `comm` that end when the chief does: evaluators, parameter servers, workers that serve.
-        cores_per_rank: cores that this rank may use without taking another rank's.
+        cores_per_rank: number of cores that this rank may use without taking another rank's.
         is_crowded: whether this host has more ranks than cores.
-        debug: what HPCDIST_DEBUG names, on any rank.
-        step: the step that this rank is in, for messages; None outside training.
+        timeout_s: longest wait for other ranks, in seconds.
+        debug: names in HPCDIST_DEBUG, on any rank.
+        step: number of the step that this rank is in, for messages; None outside training.
         step_flags: requests that travel with every sum of gradients.
-        roles_from: where roles were given: "the program", or a variable's name, or "default".
+        roles_from: source of the roles: "the program", or a variable's name, or "default".
 
     Raises:
         ConfigurationError: on every rank alike, when roles, launcher and ranks do not add up.
@@ -112,29 +115,23 @@ class World:
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.spec, tasks = self._agreed_tasks(resolver, environ, node)
         self.tasks = tuple(tasks)
-        self.task = self._task = tasks[self.rank]
+        self.task = tasks[self.rank]
+        self._task = self.task
         self.coordinator = self._agreed_coordinator(serves)
-        sides = ("evaluator", "ps") if self.coordinator is None else ("evaluator", "ps", "worker")
-        self.side_ranks = tuple(
-            rank
-            for rank, task in enumerate(tasks)
-            if task.type in sides and rank != self.coordinator
-        )
+        self.side_ranks = self._find_side_ranks()
         self.cores_per_rank, self.is_crowded = _share_of_cores(node)
         node.Free()
         order = list(self.spec.tasks())
-        color = {"ps": 1, "evaluator": 2}.get(
-            self.task.type, 0 if self.coordinator is None else 3 + self.rank
-        )
-        self.role_comm: MPI.Comm = self.comm.Split(
-            color, order.index(self.task) * self.size + self.rank
-        )
+        key = order.index(self.task) * self.size + self.rank
+        self.role_comm: MPI.Comm = self.comm.Split(self._role_color(), key)
         self.hosts = Hosts(self.role_comm, self)
         self.node_comm = self.hosts.node_comm
         self.n_hosts = len(self.hosts.placement.hosts)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self._task})" if self._task else f"rank {self.rank}"
+        if self._task:
+            return f"rank {self.rank} ({self._task})"
+        return f"rank {self.rank}"
 
     @property
     def is_chief(self) -> bool:
@@ -143,7 +140,7 @@ class World:
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The cluster and this rank's task as they were agreed."""
+        """Resolver of the cluster and this rank's task as they were agreed."""
         return SimpleClusterResolver(self.spec, self.task.type, self.task.index)
 
     def note_step(self, step: int) -> None:
@@ -151,15 +148,17 @@ class World:
         self.step = step
 
     def describe(self) -> str:
-        """Return who this rank is and, in training, at which step."""
-        return str(self) if self.step is None else f"{self} at step {self.step}"
+        """Return the name of this rank and, in training, its step."""
+        if self.step is None:
+            return str(self)
+        return f"{self} at step {self.step}"
 
     def call_before_free(self, act: Callable[[], None]) -> None:
         """Have `act` called before the communicators are freed, after all ranks have left their programs."""
         self._before_free.append(act)
 
     def free(self) -> None:
-        """Free the communicators. Collective: all ranks."""
+        """Free the communicators. Collective over all ranks."""
         for act in self._before_free:
             act()
         self.role_comm.Free()
@@ -167,20 +166,23 @@ class World:
         self.comm.Free()
 
     def agree(
-        self, error: HpcdistError | None, comm: MPI.Comm | None = None, call: str = ""
+        self,
+        error: HpcdistError | None,
+        comm: MPI.Comm | None = None,
+        call: str = "",
     ) -> None:
         """Raise the lowest failing rank's error on every rank, or return on every rank.
 
-        Collective: `comm`, default all ranks. Waits at most `timeout_s`.
+        Collective over `comm`, default all ranks. Waits at most `timeout_s`.
 
         Args:
-            error: what went wrong on this rank, or None.
-            comm: the ranks that agree.
-            call: what this rank does, which must be the same on all ranks.
+            error: error of this rank, or None.
+            comm: communicator of the ranks that agree.
+            call: name of the call that this rank makes, which must be the same on all ranks.
 
         Raises:
-            HpcdistError: of the failing rank's class and text, with `is_agreed` set; on every rank.
-            DesyncError: if a rank does something else; on every rank.
+            HpcdistError: the failing rank's error, as its class and text with `is_agreed` set; on every rank.
+            DesyncError: if a rank makes another call; on every rank.
             CollectiveTimeoutError: when a rank does not arrive; on the ranks that did.
 
         Cost: one all-reduce of 24 bytes when all is well.
@@ -196,11 +198,12 @@ class World:
         if lowest == comm.size:
             return
         n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
-        failure_suffix = f" and {n_failed - 1} more" if n_failed > 1 else ""
-        where = "" if n_failed == comm.size else f" [{self}{failure_suffix}]"
-        name, text = self.broadcast_text(
-            f"{type(error).__name__}\n{error}{where}", lowest, comm
-        ).split("\n", 1)
+        where = ""
+        if n_failed < comm.size:
+            more = f" and {n_failed - 1} more" if n_failed > 1 else ""
+            where = f" [{self}{more}]"
+        report = f"{type(error).__name__}\n{error}{where}"
+        name, text = self.broadcast_text(report, lowest, comm).split("\n", 1)
         agreed = error_class(name)(text)
         agreed.is_agreed = True
         # in a world of one, the launcher says which rank prints: there may be many such worlds
@@ -211,7 +214,7 @@ class World:
         raise agreed from error
 
     def _raise_other_call(self, call: str, comm: MPI.Comm) -> None:
-        """Raise DesyncError on every rank, as not all do the same. Collective: `comm`."""
+        """Raise DesyncError on every rank, as not all make the same call. Collective over `comm`."""
         my_call = call or "another call"
         firsts = self.broadcast_text(my_call, 0, comm)
         error = DesyncError(
@@ -224,9 +227,11 @@ class World:
     def agreed(self, comm: MPI.Comm | None = None, call: str = "") -> Iterator[None]:
         """Run a block in which this rank may fail; at its end all ranks of `comm` fail alike or none does.
 
+        Collective over `comm`, default all ranks, at the end of the block.
+
         Args:
-            comm: the ranks that agree.
-            call: what this rank does, which must be the same on all ranks.
+            comm: communicator of the ranks that agree.
+            call: name of the call that this rank makes, which must be the same on all ranks.
         """
         error = None
         try:
@@ -236,47 +241,58 @@ class World:
         self.agree(error, comm, call)
 
     def all_reduce_int(self, value: int, op: MPI.Op, comm: MPI.Comm) -> int:
-        """Return `value` reduced over `comm`, an int of at most 63 bits. Collective: `comm`; bounded by `timeout_s`."""
+        """Return `value`, an int of at most 63 bits, reduced over `comm`.
+
+        Collective over `comm`; bounded by `timeout_s`.
+        """
         send = np.array([value], np.int64)
         receive = np.empty(1, np.int64)
         self.wait(comm.Iallreduce(send, receive, op))
         return int(receive[0])
 
     def broadcast_text(self, text: str, root: int, comm: MPI.Comm) -> str:
-        """Return root's text. Collective: `comm`; bounded by `timeout_s`."""
+        """Return root's text. Collective over `comm`; bounded by `timeout_s`."""
+        is_root = comm.rank == root
         data = np.frombuffer(text.encode(), np.uint8)
-        length = self.all_reduce_int(len(data) if comm.rank == root else 0, MPI.MAX, comm)
-        buffer = data.copy() if comm.rank == root else np.empty(length, np.uint8)
+        length = self.all_reduce_int(len(data) if is_root else 0, MPI.MAX, comm)
+        buffer = data.copy() if is_root else np.empty(length, np.uint8)
         self.wait(comm.Ibcast(buffer, root))
         return buffer.tobytes().decode()
 
     def all_equal(self, text: str, comm: MPI.Comm) -> bool:
-        """Return whether all ranks hold the same text. Collective: `comm`; compares 63-bit digests."""
+        """Return whether all ranks hold the same text, by digests of 63 bits. Collective over `comm`."""
         digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
-        return -self.all_reduce_int(-digest, MPI.MIN, comm) == self.all_reduce_int(
-            digest, MPI.MIN, comm
-        )
+        largest = -self.all_reduce_int(-digest, MPI.MIN, comm)
+        smallest = self.all_reduce_int(digest, MPI.MIN, comm)
+        return largest == smallest
 
     def require_same(
-        self, text: str, comm: MPI.Comm, explain: Callable[[str], HpcdistError]
+        self,
+        text: str,
+        comm: MPI.Comm,
+        explain: Callable[[str], HpcdistError],
     ) -> None:
         """Return when all ranks hold the same text, else raise the error of the lowest rank that differs.
 
-        Collective: `comm`; bounded by `timeout_s`.
+        Collective over `comm`; bounded by `timeout_s`.
 
         Args:
-            text: what this rank holds.
-            comm: the ranks to compare.
-            explain: given the text of rank 0 of `comm`, returns the error of a rank whose own differs.
+            text: text of this rank.
+            comm: communicator of the ranks to compare.
+            explain: function of the text of rank 0 of `comm` that returns the error of a rank whose text differs.
 
         Raises:
             HpcdistError: as `agree`; on every rank.
 
         Cost: two all-reduces of 8 bytes when all is well.
         """
-        if not self.all_equal(text, comm):
-            roots = self.broadcast_text(text, 0, comm)
-            self.agree(None if text == roots else explain(roots), comm)
+        if self.all_equal(text, comm):
+            return
+        roots_text = self.broadcast_text(text, 0, comm)
+        error = None
+        if text != roots_text:
+            error = explain(roots_text)
+        self.agree(error, comm)
 
     def wait(self, request: MPI.Request) -> None:
         """Wait for a non-blocking collective, at most `timeout_s`.
@@ -289,7 +305,29 @@ class World:
         if not is_in_time:
             raise late("world", self.timeout_s, "some", self)
 
+    def _find_side_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that end when the chief does; see `side_ranks`."""
+        side_types = ["evaluator", "ps"]
+        if self.coordinator is not None:
+            side_types.append("worker")
+        side_ranks: list[int] = []
+        for rank, task in enumerate(self.tasks):
+            if task.type in side_types and rank != self.coordinator:
+                side_ranks.append(rank)
+        return tuple(side_ranks)
+
+    def _role_color(self) -> int:
+        """Return the number of this rank's group of ranks with one role; see `role_comm`."""
+        if self.task.type == "ps":
+            return 1
+        if self.task.type == "evaluator":
+            return 2
+        if self.coordinator is None:
+            return 0
+        return 3 + self.rank
+
     def _agreed_environment(self) -> Mapping[str, str]:
+        """Return the environment, checked on all ranks. Collective over all ranks."""
         environ: Mapping[str, str] = {}
         with self.agreed():
             environ = read_environment()
@@ -306,26 +344,31 @@ class World:
                     f"world: expected {n_tasks} ranks, one for each task of this Slurm job, got a program that no "
                     f"launcher started; start it by srun or mpirun, or as one process on purpose by srun -n 1."
                 )
-        # what one rank checks with the others, all of them must check
-        self.debug = frozenset(
-            name
-            for name in DEBUG_NAMES
-            if self.all_reduce_int(int(name in self.debug), MPI.MAX, self.comm)
-        )
+        # a check that one rank makes with the others, all of them must make
+        debug: set[str] = set()
+        for name in DEBUG_NAMES:
+            if self.all_reduce_int(int(name in self.debug), MPI.MAX, self.comm):
+                debug.add(name)
+        self.debug = frozenset(debug)
         return environ
 
     def _agreed_tasks(
-        self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Comm
+        self,
+        resolver: ClusterResolver | None,
+        environ: Mapping[str, str],
+        node: MPI.Comm,
     ) -> tuple[ClusterSpec, list[Task]]:
+        """Return the cluster and the task of every rank. Collective over all ranks."""
         spec = ClusterSpec({})
         declared = None
         with self.agreed():
             if resolver is None:
-                has_config = environ.get("TF_CONFIG", "").strip() not in ("", "{}")
-                resolver = (TFConfigClusterResolver if has_config else MPIClusterResolver)(
-                    environ=environ
-                )
-                self.roles_from = "TF_CONFIG" if has_config else origin_of(environ, "HPCDIST_ROLES")
+                if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+                    resolver = TFConfigClusterResolver(environ=environ)
+                    self.roles_from = "TF_CONFIG"
+                else:
+                    resolver = MPIClusterResolver(environ=environ)
+                    self.roles_from = origin_of(environ, "HPCDIST_ROLES")
             spec, declared = resolver.resolve(self.rank, self.size)
             if not spec:
                 resolver = MPIClusterResolver(environ={})
@@ -349,24 +392,28 @@ class World:
     def _with_evaluator(self, spec: ClusterSpec, declared: Task | None) -> ClusterSpec:
         """Return the cluster with an evaluator if a rank is one that it does not list, as is usual in TF_CONFIG.
 
-        One that was started alone is a cluster by itself: the others run elsewhere. Collective: all ranks.
+        An evaluator that was started alone is a cluster by itself: the other tasks run elsewhere.
+
+        Collective over all ranks.
         """
-        is_unlisted = (
-            declared is not None
-            and declared.type == "evaluator"
-            and not spec.has_tasks("evaluator")
-        )
+        is_evaluator = declared is not None and declared.type == "evaluator"
+        is_unlisted = is_evaluator and not spec.has_tasks("evaluator")
         n_unlisted = self.all_reduce_int(int(is_unlisted), MPI.SUM, self.comm)
         if not n_unlisted:
             return spec
-        listed_tasks = {} if n_unlisted == self.size == 1 else spec.as_dict()
-        return ClusterSpec(
-            {**listed_tasks, "evaluator": ["evaluator, which the cluster does not list"]}
-        )
+        is_alone = n_unlisted == self.size == 1
+        tasks = {} if is_alone else spec.as_dict()
+        tasks["evaluator"] = ["evaluator, which the cluster does not list"]
+        return ClusterSpec(tasks)
 
     def _gather_facts(
-        self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Comm
+        self,
+        entries: list[Task],
+        declared: Task | None,
+        hosts: Mapping[str, Task],
+        node: MPI.Comm,
     ) -> list[RankFacts]:
+        """Return the facts of all ranks from which their tasks follow. Collective over all ranks."""
         host = MPI.Get_processor_name()
         named = hosts.get(host) or hosts.get(host.partition(".")[0])
         lowest = self.all_reduce_int(self.rank, MPI.MIN, node)
@@ -377,40 +424,51 @@ class World:
         ]
         facts = np.empty((self.size, 3), np.int32)
         self.wait(self.comm.Iallgather(np.array(local_facts, np.int32), facts))
-        return [RankFacts(*(int(number) for number in row)) for row in facts]
+        return [RankFacts(*row) for row in facts.tolist()]
 
     def _agreed_coordinator(self, serves: bool) -> int | None:
-        """Return the rank that runs the program, if the workers serve; None: all run it. Collective: all ranks."""
+        """Return the rank that runs the program, if the workers serve; None if all workers run it.
+
+        Collective over all ranks.
+        """
         flags = np.empty(self.size, np.int32)
         self.wait(self.comm.Iallgather(np.array([serves], np.int32), flags))
-        trainers = [rank for rank, task in enumerate(self.tasks) if task.is_training]
-        programs = [rank for rank in trainers if not flags[rank]]
-        evaluators = [
-            rank for rank, task in enumerate(self.tasks) if task.type == "evaluator" and flags[rank]
-        ]
-        if not any(flags[rank] for rank in trainers) and not evaluators:
+        serving_workers: list[int] = []
+        serving_evaluators: list[int] = []
+        program_ranks: list[int] = []
+        for rank, task in enumerate(self.tasks):
+            if task.is_training and not flags[rank]:
+                program_ranks.append(rank)
+            elif task.is_training:
+                serving_workers.append(rank)
+            elif task.type == "evaluator" and flags[rank]:
+                serving_evaluators.append(rank)
+        if not serving_workers and not serving_evaluators:
             return None
-        if len(programs) != 1 or self.tasks[programs[0]] != self.spec.chief or evaluators:
+        is_chiefs_program = (
+            len(program_ranks) == 1 and self.tasks[program_ranks[0]] == self.spec.chief
+        )
+        if not is_chiefs_program or serving_evaluators:
             raise agreed(
                 ConfigurationError(
                     f"Server: expected every worker and ps to call join(), and the chief alone to run the program, got "
-                    f"the program on ranks {programs} and evaluators {evaluators} that serve; see "
+                    f"the program on ranks {program_ranks} and evaluators {serving_evaluators} that serve; see "
                     f"resolver.task_type."
                 )
             )
-        return programs[0]
+        return program_ranks[0]
 
 
 def _share_of_cores(node: MPI.Comm) -> tuple[int, bool]:
-    """Return this rank's share of its cores, and whether any rank of the node shares a core with another.
+    """Return this rank's share of its cores, and whether more ranks than cores share any rank's cores.
 
-    The share is all of its cores if it is bound to cores of its own, else an equal part.
+    The share is all of its cores if no other rank may use them, else an equal part. Collective over `node`.
     """
-    cores = os.sched_getaffinity(0)
-    sets = node.allgather(frozenset(cores))
-    n_sharing = sum(1 for peer_cores in sets if peer_cores & cores)
-    is_crowded = any(
-        sum(1 for peer_cores in sets if peer_cores & rank_cores) > len(rank_cores)
-        for rank_cores in sets
-    )
-    return max(1, len(cores) // n_sharing), is_crowded
+    cores = frozenset(os.sched_getaffinity(0))
+    sets = node.allgather(cores)
+
+    def n_sharing(rank_cores: frozenset[int]) -> int:
+        return sum(1 for peer_cores in sets if peer_cores & rank_cores)
+
+    is_crowded = any(n_sharing(rank_cores) > len(rank_cores) for rank_cores in sets)
+    return max(1, len(cores) // n_sharing(cores)), is_crowded

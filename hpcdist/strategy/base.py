@@ -37,13 +37,13 @@ from hpcdist.strategy.values import DistributedValues, local_values, regroup, se
 
 @dataclass(frozen=True)
 class Parts:
-    """What a strategy is made of. The default parts are those of a single replica that nobody watches.
+    """The parts that a strategy is made of. The default parts serve a single replica that nobody watches.
 
     Attributes:
-        replicas: which replicas there are, and how their values are combined.
-        sums: what becomes of models and gradients.
-        inputs: how datasets are divided.
-        device: where what is made in scope and run is; None: the caller's code decides.
+        replicas: numbers of the replicas, and the operations that combine their values.
+        sums: treatment of models and gradients.
+        inputs: division of datasets.
+        device: device of the tensors and modules that are made in scope and run. None if the caller's code decides.
     """
 
     replicas: Replicas = field(default_factory=OneReplica)
@@ -54,7 +54,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is made for."""
+    """The replica that a value is made for."""
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int
@@ -67,10 +67,10 @@ class Strategy(Ranks):
     communicate.
 
     Args:
-        parts: what the strategy is made of; default: the parts of a single replica.
+        parts: the parts that the strategy is made of; default: the parts of a single replica.
 
     Attributes:
-        replicas, sums, inputs: its parts, for diagnosis.
+        replicas, sums, inputs: the strategy's parts, for diagnosis.
     """
 
     def __init__(self, parts: Parts | None = None) -> None:
@@ -87,12 +87,12 @@ class Strategy(Ranks):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas whose gradients are summed: as many as were asked for, or one per chief or worker rank."""
+        """Number of replicas whose gradients are summed: num_replicas, or by default one per chief or worker rank."""
         return self.replicas.n_replicas
 
     @property
     def n_replicas(self) -> int:
-        """Replicas whose values `reduce`, variables and metrics combine, and that share each global batch."""
+        """Number of replicas whose values `reduce`, variables and metrics combine, and that share a global batch."""
         return self.replicas.n_replicas
 
     @property
@@ -107,7 +107,7 @@ class Strategy(Ranks):
 
     @property
     def extended(self) -> StrategyExtended:
-        """What code that does the strategy's work itself needs, such as an optimizer of its own."""
+        """The interface for code that does the strategy's work itself, such as an optimizer written by the user."""
         return StrategyExtended(self)
 
     @contextmanager
@@ -115,7 +115,7 @@ class Strategy(Ranks):
         """Make this the current strategy; modules built in the block are kept equal on all replicas.
 
         Not collective: models are made equal at their first use. A scope may be entered again inside itself. Modules
-        built inside `run` are the replica's own; with more than one replica, an optimizer that steps them raises.
+        built inside `run` belong to the replica; with more than one replica, an optimizer that steps them raises.
 
         Raises:
             RuntimeError: inside `run`, or inside another strategy.
@@ -136,7 +136,7 @@ class Strategy(Ranks):
 
     @property
     def own_replicas(self) -> range:
-        """The replicas of this process."""
+        """Numbers of the replicas of this process."""
         return self.replicas.local
 
     @property
@@ -147,26 +147,27 @@ class Strategy(Ranks):
     def sum_over_replicas(self, rows: list[Any]) -> Any:
         """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them.
 
-        Collective: all ranks.
+        Collective over the ranks of the role.
         """
         return self.replicas.add(rows)
 
     def gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
-        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all.
+        """Return the joined (rows, ...) host arrays of all ranks, and where this rank's begins; or raise on all.
 
-        Collective: all ranks.
+        Collective over the ranks of the role.
         """
         return self.replicas.append_rows(rows, error)
 
     def _placing(self) -> AbstractContextManager[Any]:
         """Make tensors of the block on this replica's device; free where that is the default device."""
         device = self._placed_on
-        is_default = device is None or device == torch.get_default_device()
-        return nullcontext() if is_default or device is None else device
+        if device is None or device == torch.get_default_device():
+            return nullcontext()
+        return device
 
     @property
     def _placed_on(self) -> torch.device | None:
-        """The device of what is made in scope and run; None: the caller's code decides."""
+        """The device of tensors and modules made in scope and run. None if the caller's code decides."""
         return self._placed
 
     @property
@@ -188,26 +189,26 @@ class Strategy(Ranks):
     def prepare(self, objects: Iterable[Any]) -> None:
         """Make the models of this strategy among some objects equal on all ranks, as their first use does.
 
-        A round of local steps ends. Collective if there are any: all ranks.
+        A round of local steps ends. Collective over the ranks of the role if there are such models.
         """
         self.sums.prepare(objects)
 
     def collect(self, objects: Iterable[Any]) -> None:
         """Bring this strategy's objects among some to one state before a save, from parameter servers if there are any.
 
-        Collective if there is anything to bring: all ranks.
+        Collective over the ranks of the role if servers hold any of the objects.
         """
         self.sums.collect(objects)
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Use what was loaded into this strategy's objects among some: give it to parameter servers if there are any.
+        """Use the values loaded into this strategy's objects among some: send them to parameter servers, if any.
 
-        Collective if there is anything to give: all ranks.
+        Collective over the ranks of the role if servers hold any of the objects.
         """
         self.sums.publish(objects)
 
     def stepper_of(self, optimizer: Optimizer) -> Stepper:
-        """Return who makes the steps of an optimizer, and so has its state. Not collective."""
+        """Return which rank makes the steps of an optimizer, and so has its state. Not collective."""
         return self.sums.stepper_of(optimizer)
 
     def run(
@@ -217,19 +218,19 @@ class Strategy(Ranks):
         kwargs: dict[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Call fn(*args, **kwargs) for each replica of this process, and return what they return.
+        """Call fn(*args, **kwargs) for each replica of this process, and return the results of all calls.
 
         Several replicas run one after another, with barriers at the end of a backward, at an optimizer's step (made
-        once, by the last one), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters; each
-        has gradients, buffers and random numbers of its own. An error in one stops the others.
+        once, by the last replica), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters;
+        gradients, buffers and random numbers exist once per replica. An error in one replica stops all of them.
 
-        Collective at the first use of a model made in the scope, at the first call where num_replicas was given, and
-        where `fn` reduces.
+        Collective over the ranks of the role at the first use of a model made in the scope, at the first call where
+        num_replicas was given, and where `fn` reduces.
 
         Args:
-            fn: the same calls in the same order on every replica.
-            args: tuple or list; a DistributedValues in it becomes the replica's own value.
-            kwargs: the same, by name.
+            fn: function that makes the same calls in the same order on every replica.
+            args: tuple or list of arguments; a DistributedValues in it becomes the replica's own value.
+            kwargs: arguments by name, treated in the same way.
             options: accepted for compatibility.
 
         Returns:
@@ -265,7 +266,11 @@ class Strategy(Ranks):
             raise
 
     def _call(
-        self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        replica: ReplicaContext,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
         args = select(replica.local_index, args)
         kwargs = select(replica.local_index, kwargs)
@@ -277,18 +282,20 @@ class Strategy(Ranks):
             return fn(*args, **kwargs)
 
     def apply_gradients(
-        self, optimizer: Optimizer, grads_and_params: GradientsAndParameters
+        self,
+        optimizer: Optimizer,
+        grads_and_params: GradientsAndParameters,
     ) -> None:
         """Sum gradients of the program's own over all replicas into `parameter.grad`, and call `optimizer.step()`.
 
-        For gradients that `backward` has not summed, as those of torch.autograd.grad; what it or `all_reduce` has
-        summed is not summed again. Optimizers made in the scope have it as a method:
+        For gradients that `backward` has not summed, such as the results of torch.autograd.grad; gradients that
+        `backward` or `all_reduce` has summed are not summed again. Optimizers made in the scope have it as a method:
         `optimizer.apply_gradients(zip(gradients, model.parameters()))`.
 
-        Collective: all replicas, inside `run`; with one replica per rank by default (no num_replicas) also outside.
+        Collective over all replicas, inside `run`; with one replica per rank by default (no num_replicas) also outside.
 
         Args:
-            optimizer: of parameters made in the scope. Those that are not given are not stepped.
+            optimizer: optimizer of parameters made in the scope. Parameters that no pair names are not stepped.
             grads_and_params: pairs as from zip, of the same parameters in the same order on every replica. A gradient
                 has its parameter's shape and dtype, or is None: a parameter with None on all replicas is not stepped.
 
@@ -333,14 +340,16 @@ class Strategy(Ranks):
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
         """Return `value` reduced over all replicas and, first, over `axis` inside each.
 
-        Collective: all ranks. Same dtype required on every replica: yes; same shape: yes, but for reduced axes.
+        Collective over the ranks of the role. Same dtype required on every replica: yes; same shape: yes, but for
+        reduced axes.
 
         Args:
             reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
                 of different length are weighted by their length.
             value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
-                With several, a plain value counts for each; its SUM with axis None is refused, as in tf.distribute.
-                With axis None also a sparse COO tensor, whose entries are joined, and a nest of such values.
+                With several replicas in this process, a plain value counts for each of them; its SUM with axis None is
+                refused, as in tf.distribute. With axis None also a sparse COO tensor, whose entries are joined, and a
+                nest of such values.
             axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
 
         Returns:
@@ -359,36 +368,38 @@ class Strategy(Ranks):
         return reduce_over_axis(self, op, values, axis, error)
 
     def reduce_all(self, op: ReduceOp, values: Sequence[Any], form: str = "") -> list[Any]:
-        """Return several values, each reduced over all replicas; one sum for each dtype. Collective: all ranks.
+        """Return several values, each reduced over all replicas; one sum for each dtype.
+
+        Collective over the ranks of the role.
 
         Args:
             op: SUM or MEAN.
-            values: as for `reduce`.
-            form: of the nest that they are the leaves of.
+            values: values to reduce, as for `reduce`.
+            form: form of the nest whose leaves they are, as text.
         """
         if not values:
             return []
-        local: list[list[Any]] = []  # of each value, those of the local replicas
+        local_by_value: list[list[Any]] = []
         error: UsageError | None = None
         for value in values:
             values_of_replicas, refusal = self._values_of(
                 "reduce", value, is_everyones=op is ReduceOp.MEAN
             )
-            local.append(values_of_replicas)
+            local_by_value.append(values_of_replicas)
             error = error or refusal
-        by_replica = (
-            [] if error is not None else [list(column) for column in zip(*local, strict=True)]
-        )
-        return reduce_values(self, op, by_replica, [form for _ in by_replica], error)
+        by_replica: list[list[Any]] = []
+        if error is None:
+            by_replica = [list(column) for column in zip(*local_by_value, strict=True)]
+        return reduce_values(self, op, by_replica, [form] * len(by_replica), error)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas joined along `axis`, in the order of replicas, on every rank.
 
-        Collective: all ranks. Same dtype and dimensions required on every replica: yes, but for `axis`.
+        Collective over the ranks of the role. Same dtype and dimensions required on every replica: yes, but for `axis`.
 
         Args:
             value: PerReplica, or, with one replica in this process, its value: torch tensor or numpy array.
-            axis: negative ones count from the end.
+            axis: dimension along which the values are joined; a negative number counts from the end.
 
         Raises:
             ValueError: for numbers, an axis out of range, or shapes that do not fit.
@@ -399,26 +410,30 @@ class Strategy(Ranks):
         return gather_values(self, values, axis, error)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this process's replicas as a tuple; of a plain value, itself alone."""
+        """Return the values of this process's replicas as a tuple; a plain value becomes a tuple of one."""
         return local_values(value)
 
     def _values_of(
-        self, call: str, value: Any, is_everyones: bool = False
+        self,
+        call: str,
+        value: Any,
+        is_everyones: bool = False,
     ) -> tuple[list[Any], UsageError | None]:
-        """Return the values of this process's replicas, or why there are none: ranks with one replica may have theirs.
+        """Return the values of this process's replicas, or the error that says why there are none.
 
         Args:
-            call: for messages.
+            call: name of the caller, for messages.
             value: DistributedValues, a variable, or a plain value.
-            is_everyones: whether a plain value is every replica's, as in tf.distribute.
+            is_everyones: whether a plain value counts for every replica, as in tf.distribute. Otherwise it is the
+                value of the process's only replica, and refused where num_replicas was given.
         """
         values = local_values(value)
         n_local = len(self.own_replicas)
         is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
         if is_plain and is_everyones:
             return [value] * n_local, None
-        is_nobodys = is_plain and self.replicas.is_fixed and self.num_replicas_in_sync > 1
-        if not is_nobodys and len(values) == n_local:
+        is_refused = is_plain and self.replicas.is_fixed and self.num_replicas_in_sync > 1
+        if not is_refused and len(values) == n_local:
             return list(values), None
         return [], UsageError(
             f"{call}: expected a PerReplica value of this rank's {n_local} replicas, got {len(values)} "
@@ -428,22 +443,25 @@ class Strategy(Ranks):
     def require_cross_replica(self, call: str, advice: str) -> None:
         """Raise RuntimeError inside `run` and inside `extended.update`."""
         entry = context.current()
-        if entry is not None and (entry.replica is not None or entry.updated is not None):
-            where = (
-                "update context, inside extended.update"
-                if entry.replica is None
-                else "replica context, inside it"
-            )
-            raise RuntimeError(
-                f"{call}: expected cross-replica context, outside strategy.run, got {where}; {advice}."
-            )
+        if entry is None:
+            return
+        if entry.replica is not None:
+            where = "replica context, inside it"
+        elif entry.updated is not None:
+            where = "update context, inside extended.update"
+        else:
+            return
+        raise RuntimeError(
+            f"{call}: expected cross-replica context, outside strategy.run, got {where}; {advice}."
+        )
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[["ValueContext"], Any]
+        self,
+        value_fn: Callable[["ValueContext"], Any],
     ) -> Any:
-        """Return value_fn(ValueContext) of each local replica: a nest of PerReplica values. Not collective.
+        """Return value_fn(ValueContext) of each local replica as a nest of PerReplica values. Not collective.
 
-        Without a strategy: the plain value, as in tf.distribute.
+        The pass-through strategy returns the plain value, as in tf.distribute.
         """
         self.require_cross_replica(
             "experimental_distribute_values_from_function", "call it before run"
@@ -453,46 +471,53 @@ class Strategy(Ranks):
                 value_fn(ValueContext(replica, self.num_replicas_in_sync))
                 for replica in self.own_replicas
             ]
-        return values[0] if self._is_pass_through else regroup(values, has_no_plain=True)
+        if self._is_pass_through:
+            return values[0]
+        return regroup(values, has_no_plain=True)
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None, is_sharded: bool = False
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        is_sharded: bool = False,
     ) -> DistributedInput | Dataset:
         """Return this replica's parts of a dataset whose batches are global batches.
 
-        Collective where replicas are on several ranks: they agree on the seed of the order.
+        Collective over the ranks of the role, where replicas are on several ranks: they agree on the seed of the order.
 
         Args:
             dataset: an hpcdist.Dataset with a batch size, or a torch DataLoader, whose batch is the global one then.
                 Its workers, sampler and other settings are kept.
-            options: of the input.
+            options: options of the input.
             is_sharded: whether the dataset itself gives each rank other rows, as a stream that is cut by rank. Each
-                replica gets its share of the global batch then while its rank has rows, and parts without rows until
-                all ranks are out of rows; a restart needs as many ranks. So does one of a stream with workers.
+                replica then gets its share of the global batch while its rank has rows, and parts without rows until
+                all ranks are out of rows; a restart needs the same number of ranks. Streams with workers need it too.
 
         Raises:
-            DataError: when `dataset` is something else; on every rank alike. Without a strategy one without a batch
-                size is returned as it is, as in tf.distribute.
+            DataError: when `dataset` is something else; on every rank alike. The pass-through strategy returns a
+                dataset without a batch size as it is, as in tf.distribute.
         """
         return self.inputs.distribute(dataset, options, is_sharded)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: DatasetFunction, options: InputOptions | None = None
+        self,
+        dataset_fn: DatasetFunction,
+        options: InputOptions | None = None,
     ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes for this input pipeline.
 
-        Nothing is divided, batched or mixed here: the function returns batches for one replica, of the rows that are
-        this pipeline's, such as by `dataset.shard(context.num_input_pipelines, context.input_pipeline_id)`.
+        Nothing is divided, batched or mixed here: the function returns batches for one replica, from this pipeline's
+        rows, such as those of `dataset.shard(context.num_input_pipelines, context.input_pipeline_id)`.
 
-        Collective where replicas are on several ranks, and so is each step of the iteration: it continues until no
-        rank has data, and ranks that run out earlier get parts with 0 rows.
+        Collective over the ranks of the role, where replicas are on several ranks, and so is each step of the
+        iteration: it continues until no rank has data, and ranks that run out earlier get parts with 0 rows.
 
         Args:
-            dataset_fn: called with an InputContext; returns an hpcdist.Dataset with a batch size.
-            options: of the input.
+            dataset_fn: function of an InputContext that returns an hpcdist.Dataset with a batch size.
+            options: options of the input.
 
         Raises:
-            DataError: of the function, or when it returns something else; on every rank alike.
+            DataError: when the function raises it, or returns something else; on every rank alike.
         """
         return self.inputs.distribute_function(dataset_fn, options)
 
@@ -507,17 +532,18 @@ class Strategy(Ranks):
 
         Called on every rank at the end of each synchronized backward, with one bucket after another; all are started
         before the first is waited for. The collectives of a hook are hpcdist's, such as `hpcdist.all_reduce_async`.
-        Counts, row weights and requests to stop travel apart from it, exactly. Not called with a single replica; rows
-        of sparse gradients do not go through it.
+        Counts, row weights and requests to stop travel apart from it, exactly. The hook is not called with a single
+        replica; rows of sparse gradients do not go through it.
 
         Not collective; all ranks register the same hook, before the first use of a model.
 
         Args:
-            state: passed to every call, such as what a compression keeps between steps. It is in no checkpoint.
-            hook: gets a `GradBucket`: `buffer()` has this rank's gradients as they enter the sum (with ReduceOp.MEAN
-                multiplied by its rows; the strategy divides later). Returns their sum over all ranks, not their mean:
-                a tensor, an hpcdist handle, or a torch.futures.Future; None where it overwrote the buffer. It must
-                return the same bits on all ranks.
+            state: object that is passed to every call, such as the errors that a compression carries from step to
+                step. It is in no checkpoint.
+            hook: function of the state and a `GradBucket`, whose `buffer()` has this rank's gradients as they enter the
+                sum (with ReduceOp.MEAN multiplied by its rows; the strategy divides later). It returns their sum over
+                all ranks, not their mean: a tensor, an hpcdist handle, or a torch.futures.Future; None where it
+                overwrote the buffer. It must return the same bits on all ranks.
 
         Raises:
             UsageError: after the first use of a model, for a second hook, and with num_replicas or wire_dtype; on every
@@ -537,12 +563,12 @@ class Strategy(Ranks):
     def set_row_count(self, n_rows: int) -> None:
         """Weigh this replica's next backward by a number of rows, with ReduceOp.MEAN.
 
-        For batches that no distributed dataset has handed out, such as those of an index loop, and for losses that are
-        means over something else, such as tokens or weights: give their number. Not collective, but every replica must
-        give a number, or none.
+        For batches that no distributed dataset has handed out, such as the batches of an index loop, and for losses
+        that are means over something else, such as tokens or weights: give the number of these. Not collective, but
+        every replica must give a number, or none.
 
         Args:
-            n_rows: of this replica, at least 0.
+            n_rows: number of rows of this replica, at least 0.
 
         Raises:
             UsageError: for a negative number; on this rank only.
@@ -564,18 +590,18 @@ class Strategy(Ranks):
         self.sums.take_scaled_loss(loss)
 
     def mark_scaled(self, loss: Any) -> None:
-        """Mark backwards that reach this loss as those of a scaled loss; it does not settle how gradients combine."""
+        """Mark backwards that reach this loss as backwards of a scaled loss; it settles no way to combine gradients."""
         self.sums.mark_scaled(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: random numbers of every rank, steps, and which algorithms AUTO chose.
+        """Return the state for a checkpoint: random numbers of every rank, steps, and the algorithms that AUTO chose.
 
-        Equal on all ranks. Collective where replicas are on several ranks.
+        Equal on all ranks. Collective over the ranks of the role, where replicas are on several ranks.
         """
         return self.sums.state_dict()
 
     def describe_sums(self) -> dict[str, Any]:
-        """Return what the bits of summed gradients depend on, as each checkpoint records it. Equal on all ranks."""
+        """Return the settings that the bits of summed gradients depend on, for checkpoints. Equal on all ranks."""
         return self.sums.describe()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -617,7 +643,7 @@ def strategies_of_losses() -> list[Strategy]:
 
 
 def live_strategies() -> list[Strategy]:
-    """Return the strategies whose models are on ranks of a job and that are alive, in the order of their making."""
+    """Return the strategies that are alive and whose models are on ranks of a job, in the order of their making."""
     return [owner for owner in owners.alive() if isinstance(owner, Strategy)]
 
 
@@ -638,7 +664,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             f"experimental_set_strategy: expected a call outside every strategy's scope and run, must not be called "
             f"inside one, got the scope of {type(get_strategy()).__name__}; leave it first."
         )
-    # the pass-through one is what is left without any
+    # the pass-through strategy is the current one outside all scopes
     if strategy is None or strategy._is_pass_through:
         context.enter_everywhere(None, nullcontext())
     else:

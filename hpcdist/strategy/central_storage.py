@@ -18,7 +18,7 @@ class CentralStorageStrategy(MirroredStrategy):
     At the first use of a model its parameters move to memory that the ranks share. Gradients are summed as by
     MultiWorkerMirroredStrategy, and the weights have the same bits; the chief alone makes the optimizer's step, so that
     the optimizer's state exists once, too. Buffers, such as BatchNorm's statistics, stay with each rank and are
-    averaged. Parameters on GPUs are copies of those on the host, taken anew after every step.
+    averaged. Parameters on GPUs are copies of the parameters on the host, renewed after every step.
 
     Weights change in `optimizer.step()` and `extended.update`. Other code that writes into them, such as clipping of
     weights, belongs on the chief, between barriers. With one rank, everything is on its device.
@@ -27,14 +27,14 @@ class CentralStorageStrategy(MirroredStrategy):
     >>> with strategy.scope():
     ...     model = torch.nn.Linear(64, 10)
 
-    Collective: all ranks.
+    Collective over all ranks.
 
     Args:
         compute_devices: one name for each rank, such as "/gpu:1", where modules and tensors of the scope and of `run`
             are; default: see `device` of `MultiWorkerMirroredStrategy`.
-        parameter_device: "cpu"; with one rank, its compute device. Default: that.
-        num_replicas: as `MultiWorkerMirroredStrategy`.
-        gradient_op: as `MultiWorkerMirroredStrategy`.
+        parameter_device: device of the parameters: "cpu" (default); with one rank, its compute device (default).
+        num_replicas: number of replicas, as for `MultiWorkerMirroredStrategy`.
+        gradient_op: SUM or MEAN, as for `MultiWorkerMirroredStrategy`.
 
     Raises:
         ConfigurationError: on every rank alike, when ranks are on several hosts or cannot share memory, are not as many
@@ -50,12 +50,10 @@ class CentralStorageStrategy(MirroredStrategy):
         gradient_op: ReduceOp | str | None = None,
     ) -> None:
         super().__init__(compute_devices, num_replicas=num_replicas, gradient_op=gradient_op)
+        device = self._parameter_device
         with self.world.agreed(self._comm):
-            device = (
-                self._parameter_device
-                if parameter_device is None
-                else parse_device(parameter_device)
-            )
+            if parameter_device is not None:
+                device = parse_device(parameter_device)
         if device != self._parameter_device:
             raise agreed(
                 ConfigurationError(
@@ -78,4 +76,6 @@ class CentralStorageStrategy(MirroredStrategy):
 
     @property
     def _parameter_device(self) -> torch.device:
-        return self.device if self.engine.managed.storage.is_private else torch.device("cpu")
+        if self.engine.managed.storage.is_private:
+            return self.device
+        return torch.device("cpu")

@@ -1,8 +1,8 @@
 """Comm hooks that send less: PowerSGD and the largest elements, both with error feedback.
 
-What one step leaves out is added to the gradients of the next that reaches the same parameter, so it arrives late
-instead of never. It keeps its size, whatever number of rows the next mean is over. A GradScaler that changes its scale
-makes what was left out before count as much more or less.
+Error feedback: the error of one step, the part of a gradient that was not sent, is added to the next gradient of the
+same parameter, so it arrives late instead of never. The error keeps its size, whatever number of rows the next mean is
+over. A GradScaler that changes its scale makes earlier errors count more or less by the same factor.
 """
 
 from collections.abc import MutableMapping
@@ -21,13 +21,15 @@ from hpcdist.gradients.comm_hook import GradBucket
 
 @dataclass
 class PowerSGDState:
-    """What `power_sgd_hook` keeps between steps: one gradient's memory for the errors. In no checkpoint.
+    """State of `power_sgd_hook` between steps; the errors take as much memory as the gradients. In no checkpoint.
 
     Attributes:
-        matrix_approximation_rank: r; of a gradient of shape (n, m), (n + m) r values are sent instead of n m.
-        start_step: sums in full before the first compressed one: early gradients change fast.
-        min_compression_rate: gradients that would shrink by less are sent in full, as vectors are.
-        random_seed: of the first approximation; equal on all ranks.
+        matrix_approximation_rank: rank r of the factors; for a gradient of shape (n, m), (n + m) r values are sent
+            instead of n m.
+        start_step: number of sums in full before the first compressed sum, as early gradients change fast.
+        min_compression_rate: least factor by which a gradient must shrink; other gradients are sent in full, as vectors
+            are.
+        random_seed: seed of the first approximation; equal on all ranks.
     """
 
     matrix_approximation_rank: int = 2
@@ -51,11 +53,11 @@ class PowerSGDState:
 
 
 def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Tensor:
-    """Return the sum of a bucket's gradients, each matrix of them approximated by one of low rank.
+    """Return the sum of a bucket's gradients, where matrices are replaced by approximations of low rank.
 
     A comm hook: `strategy.register_comm_hook(hpcdist.PowerSGDState(), hpcdist.power_sgd_hook)`.
-    Collective: all ranks. It returns when the sum is there. Every rank multiplies the factors itself: the ranks need
-    processors of one type, or their weights drift apart, which the next save finds.
+    Collective over the ranks of the role. It returns when the sum is there. Every rank multiplies the factors itself:
+    the ranks need processors of one type, or their weights drift apart, which the next save finds.
 
     Cost: for each (n, m) gradient three products of 2 n m r operations each, and an orthogonalization; three
         all-reduces per bucket. It pays where the network is slow: below about 1 Gbit/s.
@@ -64,7 +66,8 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Tensor:
     """
     index = bucket.index()
     flat = bucket.buffer()
-    step = state._steps[index] = state._steps.get(index, 0) + 1
+    step = state._steps.get(index, 0) + 1
+    state._steps[index] = step
     if step <= state.start_step:
         all_reduce(flat)
         return flat
@@ -88,9 +91,10 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Tensor:
 
 
 def _split(
-    state: PowerSGDState, bucket: GradBucket
+    state: PowerSGDState,
+    bucket: GradBucket,
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """Return (parameter, gradient as a matrix) of those that are compressed, and the other gradients; all views."""
+    """Return (parameter, gradient as a matrix) of gradients to compress, and the other gradients; all are views."""
     matrices: list[tuple[Tensor, Tensor]] = []
     vectors: list[Tensor] = []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -106,24 +110,36 @@ def _split(
 
 
 def _approximate(state: PowerSGDState, index: int, matrices: list[tuple[Tensor, Tensor]]) -> None:
-    """Replace matrices by approximations of their sums over all ranks, equal on all. Collective: all ranks."""
-    columns: list[Tensor] = []
+    """Replace matrices by approximations of their sums over all ranks, equal on all ranks.
+
+    Collective over the ranks of the role.
+    """
+    row_products: list[Tensor] = []
     for number, (parameter, matrix) in enumerate(matrices):
-        columns.append(_factor(state, 1009 * index + number, parameter, matrix))
-    products = _summed(
-        [matrix @ factor for (_, matrix), factor in zip(matrices, columns, strict=True)]
-    )
-    rows = [_orthonormal(product) for product in products]
-    columns = _summed(
-        [matrix.T @ factor for (_, matrix), factor in zip(matrices, rows, strict=True)]
-    )
-    for (parameter, matrix), p, q in zip(matrices, rows, columns, strict=True):
+        factor = _factor(state, 1009 * index + number, parameter, matrix)
+        row_products.append(matrix @ factor)
+    row_factors: list[Tensor] = []
+    column_products: list[Tensor] = []
+    for product, (_, matrix) in zip(_summed(row_products), matrices, strict=True):
+        factor = _orthonormal(product)
+        row_factors.append(factor)
+        column_products.append(matrix.T @ factor)
+    column_factors = _summed(column_products)
+    for (parameter, matrix), p, q in zip(matrices, row_factors, column_factors, strict=True):
         torch.mm(p, q.T, out=matrix)
-        # a good first factor for the next step's, as gradients change slowly
+        # a good first factor for the next step's matrix, as gradients change slowly
         state._factors[parameter] = q
 
 
 def _factor(state: PowerSGDState, number: int, parameter: Tensor, matrix: Tensor) -> Tensor:
+    """Return orthonormal columns to begin with: the last factor of the parameter, or random numbers.
+
+    Args:
+        state: has the factors and the seed.
+        number: number of the matrix, which its random numbers are drawn by.
+        parameter: parameter whose gradient the matrix is.
+        matrix: (n, m) gradient; the factor is (m, r).
+    """
     r = min(*matrix.shape, state.matrix_approximation_rank)
     factor = state._factors.get(parameter)
     if (
@@ -134,10 +150,8 @@ def _factor(state: PowerSGDState, number: int, parameter: Tensor, matrix: Tensor
     ):
         return _orthonormal(factor)
     generator = torch.Generator().manual_seed(state.random_seed + number)
-    drawn = torch.randn(matrix.shape[1], r, generator=generator, dtype=matrix.dtype).to(
-        matrix.device
-    )
-    return _orthonormal(drawn)
+    drawn = torch.randn(matrix.shape[1], r, generator=generator, dtype=matrix.dtype)
+    return _orthonormal(drawn.to(matrix.device))
 
 
 def _orthonormal(factor: Tensor) -> Tensor:
@@ -146,6 +160,7 @@ def _orthonormal(factor: Tensor) -> Tensor:
 
 
 def _summed(factors: list[Tensor]) -> list[Tensor]:
+    """Return the sum of each tensor over all ranks. Collective over the ranks of the role."""
     joined = torch.cat([factor.reshape(-1) for factor in factors])
     all_reduce(joined)
     parts = torch.split(joined, [factor.numel() for factor in factors])
@@ -154,10 +169,10 @@ def _summed(factors: list[Tensor]) -> list[Tensor]:
 
 @dataclass
 class TopKState:
-    """What `top_k_hook` keeps between steps: one gradient's memory for what was not sent. In no checkpoint.
+    """State of `top_k_hook` between steps; the errors take as much memory as the gradients. In no checkpoint.
 
     Attributes:
-        ratio: part of the elements of each bucket that a rank sends, those that are farthest from 0; above 0, up to 1.
+        ratio: fraction of the elements of each bucket that a rank sends, the farthest from 0; above 0, up to 1.
     """
 
     ratio: float = 0.01
@@ -176,10 +191,10 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> Tensor:
     """Return the sum over all ranks of the elements of a bucket that are the largest on each.
 
     A comm hook: `strategy.register_comm_hook(hpcdist.TopKState(0.01), hpcdist.top_k_hook)`.
-    Collective: all ranks. It returns when the sum is there.
+    Collective over the ranks of the role. It returns when the sum is there.
 
-    Cost: a selection, and all-gathers of k values and of their k places, which are int64, from each rank: what a rank
-        receives grows with their number, so it pays for small ratios on few ranks.
+    Cost: a selection, and all-gathers of k values and of their k places, which are int64, from each rank: a rank
+        receives more bytes the more ranks there are, so it pays for small ratios on few ranks.
     Source: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018, arXiv 1809.07599).
     """
     parameters = bucket.parameters()

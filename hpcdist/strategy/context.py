@@ -17,9 +17,9 @@ class Entry:
     """One scope(), run(), merge_call() or extended.update() around the caller.
 
     Attributes:
-        strategy: whose.
+        strategy: the strategy that is current in the block.
         replica: the replica that the caller is in; None outside run, and in a merge_call.
-        updated: in extended.update, which of this process's copies of a variable is updated; None elsewhere.
+        updated: in extended.update, index of the copy that is updated among this process's copies; None elsewhere.
     """
 
     strategy: "Strategy"
@@ -33,7 +33,7 @@ _entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar(
 #: The scope that all code of the process is in, in every thread; see `experimental_set_strategy`.
 _everywhere: Entry | None = None
 _watching = ExitStack()
-# while modules are there: Python would leave the scope after it has cleared them
+# now, while modules are there: Python itself would leave the scope after it has cleared them
 atexit.register(_watching.close)
 
 
@@ -49,7 +49,7 @@ def is_inside() -> bool:
 
 
 def enter_everywhere(strategy: "Strategy | None", watching: AbstractContextManager[None]) -> None:
-    """Leave the scope that all code is in, and enter another one; None: none."""
+    """Leave the scope that all code is in, and enter the scope of another strategy, unless it is None."""
     global _everywhere
     _watching.close()
     _everywhere = None if strategy is None else Entry(strategy, None)
@@ -57,14 +57,16 @@ def enter_everywhere(strategy: "Strategy | None", watching: AbstractContextManag
 
 
 def updated_copy() -> int | None:
-    """Return which of this process's copies of a variable extended.update is updating; None outside of it."""
+    """Return the index of the copy of a variable that extended.update is updating; None outside of it."""
     entry = current()
     return None if entry is None else entry.updated
 
 
 @contextmanager
 def entered(
-    strategy: "Strategy", replica: "ReplicaContext | None" = None, updated: int | None = None
+    strategy: "Strategy",
+    replica: "ReplicaContext | None" = None,
+    updated: int | None = None,
 ) -> Iterator[None]:
     """Make `strategy` the current one in the block.
 

@@ -1,4 +1,4 @@
-"""Names of devices, as TensorFlow and torch write them, to torch devices."""
+"""Devices of torch by their names, as TensorFlow or torch writes them."""
 
 import re
 from typing import Any
@@ -23,7 +23,7 @@ def parse_device(name: Any, caller: str = "device") -> torch.device:
 
     Args:
         name: text, or a torch.device.
-        caller: for messages.
+        caller: name of the caller, for messages.
 
     Raises:
         ConfigurationError: for anything else.
@@ -45,11 +45,8 @@ def parse_device(name: Any, caller: str = "device") -> torch.device:
 def require_device(device: torch.device, caller: str) -> None:
     """Raise ConfigurationError unless torch can use a device here; on this rank only."""
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        build = (
-            ""
-            if torch.version.cuda or torch.version.hip
-            else " with a build of torch for CPUs only"
-        )
+        has_gpu_build = torch.version.cuda or torch.version.hip
+        build = "" if has_gpu_build else " with a build of torch for CPUs only"
         raise ConfigurationError(
             f"{caller}: expected {device} in this process, got {torch.cuda.device_count()} GPUs{build}; run where "
             f"there is that GPU, look at CUDA_VISIBLE_DEVICES, or pass 'cpu'."

@@ -24,7 +24,7 @@ class StrategyExtended:
     """What tf.distribute.StrategyExtended offers. Variables are torch tensors, such as parameters, or hpcdist.Variable.
 
     Args:
-        strategy: whose.
+        strategy: the strategy that this belongs to.
     """
 
     def __init__(self, strategy: "Strategy") -> None:
@@ -60,18 +60,17 @@ class StrategyExtended:
     ) -> Any:
         """Return fn(var, *args, **kwargs), called for each copy of a variable in this process, without gradients.
 
-        A copy that several replicas share is updated once. Every rank updates its own, so `args` must be equal on all
-        ranks, as results of `reduce_to` are. Under
-        CentralStorageStrategy the chief alone calls `fn`, and the others wait and return None; so does one rank of each
-        host for a parameter of a ZeroRedundancyOptimizer.
+        A copy that several replicas share is updated once. Every rank updates its own copies, so `args` must be equal
+        on all ranks, as results of `reduce_to` are. Under CentralStorageStrategy the chief alone calls `fn`, and the
+        other ranks wait and return None; for a parameter of a ZeroRedundancyOptimizer one rank of each host calls it.
 
-        Collective for a copy that ranks share: all ranks.
+        Collective over the ranks of the role for a copy that ranks share.
 
         Args:
             var: a tensor, an hpcdist.Variable, or DistributedValues with one value for each copy.
-            fn: may write into its first argument; a Variable reads and writes the copy then.
-            args: DistributedValues in it become the value for the copy.
-            kwargs: the same, by name.
+            fn: function that may write into its first argument; a Variable reads and writes the copy then.
+            args: arguments; DistributedValues among them become the value for the copy.
+            kwargs: arguments by name, treated in the same way.
             group: whether results come as a PerReplica value; else as a tuple.
 
         Raises:
@@ -79,38 +78,48 @@ class StrategyExtended:
             UsageError: when `args` differ between replicas that share a copy.
         """
         self._require("update")
+        kwargs = kwargs or {}
         copies = local_values(var)
-        firsts = [
-            next(first for first, candidate in enumerate(copies) if _is_same(candidate, copy))
-            for copy in copies
-        ]
-        _require_equal_arguments(firsts, (args, kwargs or {}))
+        # for each copy, the index of the first copy that is the same
+        firsts: list[int] = []
+        for copy in copies:
+            same = (index for index, candidate in enumerate(copies) if _is_same(candidate, copy))
+            firsts.append(next(same))
+        _require_equal_arguments(firsts, (args, kwargs))
         unique_firsts = sorted(set(firsts))
-        targets = [var] * len(copies) if _is_variable(var) else copies
-        calls = [
-            functools.partial(self._update_copy, first, targets[first], fn, args, kwargs or {})
-            for first in unique_firsts
-        ]
+        calls: list[Callable[[], Any]] = []
+        for first in unique_firsts:
+            target = var if _is_variable(var) else copies[first]
+            calls.append(functools.partial(self._update_copy, first, target, fn, args, kwargs))
         results = dict(zip(unique_firsts, self._strategy.sums.update(var, calls), strict=True))
         of_replicas = [results[first] for first in firsts]
         return regroup(of_replicas) if group else tuple(of_replicas)
 
     def _update_copy(
-        self, local_index: int, copy: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        local_index: int,
+        copy: Any,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
         with context.entered(self._strategy, updated=local_index), torch.no_grad():
             return fn(copy, *select(local_index, args), **select(local_index, kwargs))
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: Any = None,
     ) -> Any:
         """Return `value` reduced over all replicas, a tensor on the device of `destinations`.
 
-        Collective: all ranks. Same shape and dtype required on every replica: yes.
+        Collective over the ranks of the role. Same shape and dtype required on every replica: yes.
 
         Args:
             reduce_op: SUM or MEAN.
-            value: as for `reduce`.
+            value: value to reduce, as for `reduce`.
             destinations: a device's name, a variable (its device is meant), or None for the host.
             options: accepted for compatibility.
 
@@ -126,26 +135,26 @@ class StrategyExtended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: Any = None,
     ) -> list[Any]:
-        """Return `reduce_to` of each (value, destinations) as a list. Collective: all ranks.
+        """Return `reduce_to` of each (value, destinations) as a list. Collective over the ranks of the role.
 
         Cost: one all-reduce for each dtype.
         """
         self._require("batch_reduce_to")
         values = [value for value, _ in value_destination_pairs]
         reduced = self._strategy.reduce_all(ReduceOp.parse(reduce_op), values)
-        return [
-            _moved(reduced_value, to)
-            for reduced_value, (_, to) in zip(reduced, value_destination_pairs, strict=True)
-        ]
+        moved: list[Any] = []
+        for reduced_value, (_, to) in zip(reduced, value_destination_pairs, strict=True):
+            moved.append(_moved(reduced_value, to))
+        return moved
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Return the chief's tensor on every rank, on the device of `destinations`.
 
-        Collective: all ranks. Same shape and dtype required on every rank: yes.
+        Collective over the ranks of the role. Same shape and dtype required on every rank: yes.
 
         Args:
             tensor: torch tensor or number; not overwritten.
-            destinations: as for `reduce_to`.
+            destinations: device, as for `reduce_to`.
 
         Raises:
             RuntimeError: inside `run`.
@@ -187,29 +196,35 @@ def _is_variable(value: Any) -> bool:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Return whether two copies are one: the same object, or tensors of the same memory."""
-    if first is second or not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return first is second
-    is_dense = (
+    """Return whether two copies are the same object, or tensors of the same memory."""
+    if first is second:
+        return True
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return False
+    are_dense = (
         first.layout == second.layout == torch.strided
         and first.device == second.device
         and first.numel() > 0
     )
-    return is_dense and first.shape == second.shape and 0 != first.data_ptr() == second.data_ptr()
+    if not are_dense or first.shape != second.shape:
+        return False
+    address = first.data_ptr()
+    return address != 0 and address == second.data_ptr()
 
 
 def _require_equal_arguments(firsts: list[int], arguments: Any) -> None:
     """Raise UsageError when replicas that share a copy have different arguments for its one update.
 
     Args:
-        firsts: for each local replica, the first one that has the same copy.
+        firsts: for each local replica, the index of the first replica that has the same copy.
         arguments: args and kwargs of the update.
     """
     for leaf in leaves(arguments):
-        for local_index, replica_value in enumerate(
-            leaf.values if isinstance(leaf, DistributedValues) else ()
-        ):
-            first_value = leaf.values[firsts[local_index] if len(firsts) > 1 else 0]
+        if not isinstance(leaf, DistributedValues):
+            continue
+        for local_index, replica_value in enumerate(leaf.values):
+            first = firsts[local_index] if len(firsts) > 1 else 0
+            first_value = leaf.values[first]
             if replica_value is not first_value and not _are_equal(replica_value, first_value):
                 raise UsageError(
                     f"extended.update: expected equal arguments for replicas that share a variable's copy, got "
@@ -235,6 +250,6 @@ def _moved(value: Any, destinations: Any) -> Any:
         return value
     if isinstance(destinations, DistributedValues) or _is_variable(destinations):
         destinations = local_values(destinations)[0]
-    return value.to(
-        destinations.device if isinstance(destinations, Tensor) else parse_device(destinations)
-    )
+    if isinstance(destinations, Tensor):
+        return value.to(destinations.device)
+    return value.to(parse_device(destinations))

@@ -1,4 +1,4 @@
-"""The all-gather through which gradients flow, as losses over the rows of all ranks need it."""
+"""The all-gather through which gradients flow, for losses over the rows of all ranks."""
 
 from typing import Any
 
@@ -15,15 +15,15 @@ from hpcdist.strategy.base import live_strategies
 def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
     """Return all ranks' arrays, joined along the first dimension in the order of the ranks.
 
-    Collective: `comm`. Blocking. Same dtype and dimensions required on every rank, but for the first: yes.
+    Collective over `comm`. Blocking. Same dtype and dimensions required on every rank, but for the first: yes.
 
-    The gradient of a rank's rows is the sum of those that all ranks have of them, so a backward through the result is
-    collective, too. As with the gradients of parameters, each rank's loss is its share of the whole; with
-    ReduceOp.MEAN ranks have as many rows.
+    The gradient of a rank's rows is the sum over all ranks of the gradients that they have computed for these rows, so
+    a backward through the result is collective, too. As with the gradients of parameters, each rank's loss is its share
+    of the whole; with ReduceOp.MEAN all ranks must have the same number of rows.
 
     Args:
         array: (n_rows, ...) numbers or bools; n_rows may differ, and may be 0.
-        comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
+        comm: ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
     Returns:
         (sum of n_rows, ...) of the same kind and dtype, on every rank.
@@ -31,8 +31,8 @@ def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
     Raises:
         CollectiveError: when ranks differ in dtype or in another dimension, or give a number; on every rank.
 
-    Cost: every rank receives all other ranks' bytes; half precision travels as float32. The backward sums as many. Of
-        floats, an all-reduce of 8 bytes tells whether any rank needs the gradient.
+    Cost: every rank receives all other ranks' bytes; half precision travels as float32. The backward sums the same
+        number of bytes. For floats, an all-reduce of 8 bytes finds out whether any rank needs the gradient.
     """
     if not isinstance(array, Tensor) or not (array.is_floating_point() or array.is_complex()):
         return moves.all_gather(array, comm)
@@ -40,7 +40,7 @@ def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
     has_gradient = array.requires_grad and torch.is_grad_enabled()
     if not group.world.all_reduce_int(int(has_gradient), MPI.MAX, group.comm):
         return moves.all_gather(array, comm)
-    if not has_gradient:  # its backward adds to the gradients of the others
+    if not has_gradient:  # this rank's backward adds to the gradients of the other ranks
         array = array.detach().requires_grad_()
     with torch.enable_grad():
         return _Gathered.apply(array, comm)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How a strategy makes each replica's batches of a dataset: alone, or each rank its part of every global batch."""
+"""Batches of a strategy's replicas: all rows for a single replica, or for each rank its part of every global batch."""
 
 import functools
 from collections.abc import Callable
@@ -40,22 +40,27 @@ from hpcdist.runtime.world import World
 from hpcdist.strategy.replicas import Replicas
 from hpcdist.strategy.values import regroup
 
-#: Owner of parts whose gradients nobody weighs.
+#: Owner number of parts whose gradients nobody weighs.
 _NOBODY = 0
 #: Number of leaves of a row for which ranks compare whether they are random; one bit of an int64 each.
 _MAX_LEAVES = 62
 
 
 class Inputs(Protocol):
-    """What makes the batches of a strategy's replicas; arguments and errors are those of `Strategy`."""
+    """Makes the batches of a strategy's replicas; arguments and errors are as in `Strategy`."""
 
     def distribute(
-        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        dataset: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedInput | Dataset:
         """Return this process's parts of a dataset whose batches are global batches."""
 
     def distribute_function(
-        self, dataset_fn: DatasetFunction, options: InputOptions | None
+        self,
+        dataset_fn: DatasetFunction,
+        options: InputOptions | None,
     ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes for this input pipeline."""
 
@@ -64,7 +69,7 @@ class OneInput:
     """`Inputs` of a single replica, which reads all rows.
 
     Args:
-        device: where batches arrive; None: on the host.
+        device: device where batches arrive. None for the host.
         takes_unbatched: whether a dataset without a batch size is returned as it is.
     """
 
@@ -73,7 +78,10 @@ class OneInput:
         self._takes_unbatched = takes_unbatched
 
     def distribute(
-        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        dataset: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedInput | Dataset:
         """Return the batches of a dataset."""
         if has_own_sampler(dataset):
@@ -90,7 +98,7 @@ class OneInput:
         return DistributedDataset(dataset, range(1), 1, self._delivery(), options)
 
     def _distribute_loader(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
-        """Return the batches of a DataLoader with a sampler of its own."""
+        """Return the batches of a DataLoader that has a sampler."""
         distributed = DistributedLoader(
             loader,
             drawn_seed(loader),
@@ -104,7 +112,10 @@ class OneInput:
         return distributed
 
     def _distribute_stream(
-        self, loader: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        loader: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedStream:
         """Return the parts of a stream, all of which the workers of this process draw."""
         shares = Shares(0, 1, loader.num_workers, is_sharded)
@@ -115,14 +126,16 @@ class OneInput:
         return distributed
 
     def distribute_function(
-        self, dataset_fn: DatasetFunction, options: InputOptions | None
+        self,
+        dataset_fn: DatasetFunction,
+        options: InputOptions | None,
     ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes."""
         datasets = datasets_of(dataset_fn, [InputContext()])
         return DistributedFromFunction(datasets, range(1), 1, self._delivery(), options)
 
     def _delivery(self) -> Delivery:
-        """Return what is connected to the batches of a new distributed dataset."""
+        """Return the calls and flags that a new distributed dataset is connected to."""
         watch = watch_loop(single_rank_flags)
         return Delivery(single_rank_flags, _NOBODY, on_part=watch.hand_out, device=self._device)
 
@@ -131,14 +144,18 @@ class RankInputs:
     """`Inputs` of replicas on several ranks: each rank reads its part of every global batch.
 
     Args:
-        world: who is where; the ranks of its role take part.
-        replicas: those of this rank, and of all.
+        world: world of the job; the ranks of this rank's role take part.
+        replicas: replicas of this rank, and their number on all ranks.
         engine: weighs gradients by the rows of the parts.
-        device: where batches arrive; None: on the host.
+        device: device where batches arrive. None for the host.
     """
 
     def __init__(
-        self, world: World, replicas: Replicas, engine: GradientEngine, device: torch.device | None
+        self,
+        world: World,
+        replicas: Replicas,
+        engine: GradientEngine,
+        device: torch.device | None,
     ) -> None:
         self._world = world
         self._comm = world.role_comm
@@ -147,9 +164,12 @@ class RankInputs:
         self._device = device
 
     def distribute(
-        self, dataset: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        dataset: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedInput:
-        """Return this rank's parts of a dataset. Collective: all ranks."""
+        """Return this rank's parts of a dataset. Collective over the ranks of the role."""
         self._world.agree(None, self._comm, "experimental_distribute_dataset")
         if is_sharded and has_own_sampler(dataset):
             raise UsageError(
@@ -183,8 +203,9 @@ class RankInputs:
                 f"give every rank the same rows, batch and seed."
             ),
         )
+        # with OFF each rank may have another shard
         if isinstance(dataset.source, RowSource) and dataset.policy is not AutoShardPolicy.OFF:
-            self._require_same_rows(dataset.source)  # with OFF a rank may have a shard of its own
+            self._require_same_rows(dataset.source)
         delivery = self._delivery()
         return DistributedDataset(
             dataset,
@@ -196,7 +217,7 @@ class RankInputs:
         )
 
     def _distribute_loader(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
-        """Return this replica's parts of a DataLoader with a sampler of its own. Collective: all ranks."""
+        """Return this rank's parts of a DataLoader that has a sampler. Collective over the ranks of the role."""
         seed = int(self._world.broadcast_text(str(drawn_seed(loader)), 0, self._comm))
         with self._world.agreed(self._comm):
             distributed = DistributedLoader(
@@ -214,9 +235,12 @@ class RankInputs:
         return distributed
 
     def _distribute_stream(
-        self, loader: Any, options: InputOptions | None, is_sharded: bool
+        self,
+        loader: Any,
+        options: InputOptions | None,
+        is_sharded: bool,
     ) -> DistributedStream:
-        """Return this rank's share of a stream that workers draw. Collective: all ranks."""
+        """Return this rank's share of a stream that workers draw. Collective over the ranks of the role."""
         settings = f"{loader.num_workers} workers, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
         self._world.require_same(
             settings,
@@ -242,11 +266,14 @@ class RankInputs:
         return distributed
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks. Collective: all ranks."""
+        """Return the objects of all ranks. Collective over the ranks of the role."""
         return all_gather_objects(value, self._comm)
 
     def _require_same_rows(self, source: RowSource) -> None:
-        """Raise DataError on all ranks unless a sample of the rows is the same on all, or random on one. Collective."""
+        """Raise DataError on all ranks unless a sample of the rows is the same on all ranks, or random on one of them.
+
+        Collective over the ranks of the role.
+        """
         if self._comm.size == 1:
             return
         rows = describe_rows(source)
@@ -268,9 +295,11 @@ class RankInputs:
         )
 
     def distribute_function(
-        self, dataset_fn: DatasetFunction, options: InputOptions | None
+        self,
+        dataset_fn: DatasetFunction,
+        options: InputOptions | None,
     ) -> DistributedFromFunction:
-        """Return batches of this rank's own dataset. Collective: all ranks."""
+        """Return batches of the dataset that the function makes here. Collective over the ranks of the role."""
         self._world.agree(None, self._comm, "distribute_datasets_from_function")
         local = self._replicas.local
         n_replicas = self._replicas.n_replicas
@@ -296,14 +325,15 @@ class RankInputs:
         return distributed
 
     def _delivery(self) -> Delivery:
-        """Return what is connected to the batches of a new distributed dataset."""
+        """Return the calls and flags that a new distributed dataset is connected to."""
         flags = self._world.step_flags
+        as_per_replica = functools.partial(regroup, has_no_plain=True)
         return Delivery(
             flags=flags,
             owner=self._engine.sums.number,
             on_batch=self._note_batch,
             on_part=watch_loop(flags).hand_out,
-            wrap=functools.partial(regroup, has_no_plain=True) if self._replicas.is_fixed else None,
+            wrap=as_per_replica if self._replicas.is_fixed else None,
             device=self._device,
             agree_rows=self._agree_rows,
             agree_first_rows=self._agree_first_rows,
@@ -311,20 +341,22 @@ class RankInputs:
         )
 
     def _note_batch(self, rows: list[int] | None) -> None:
-        """Note that a step will be made of a batch, or that none is expected any more."""
+        """Note that a step on a batch is expected, or, with None, that no step is expected any more."""
         self._engine.steps.note_batch(is_over=rows is None)
 
     def _agree_end(self, is_out: bool, ends_with_first: bool) -> bool:
-        """Return whether all ranks, or one, have run out of data. Collective: all ranks; bounded."""
-        return (
-            self._world.all_reduce_int(
-                int(is_out), MPI.MAX if ends_with_first else MPI.MIN, self._comm
-            )
-            == 1
-        )
+        """Return whether all ranks have run out of data; with `ends_with_first`, whether any rank has.
+
+        Collective over the ranks of the role; bounded.
+        """
+        op = MPI.MAX if ends_with_first else MPI.MIN
+        return self._world.all_reduce_int(int(is_out), op, self._comm) == 1
 
     def _agree_rows(self, n_rows: int) -> None:
-        """Raise on all ranks unless their streams gave batches of the same length. Collective: all ranks; bounded."""
+        """Raise on all ranks unless their streams gave batches of the same length.
+
+        Collective over the ranks of the role; bounded.
+        """
         least = self._world.all_reduce_int(n_rows, MPI.MIN, self._comm)
         most = self._world.all_reduce_int(n_rows, MPI.MAX, self._comm)
         if least != most:
@@ -339,22 +371,27 @@ class RankInputs:
     def _agree_first_rows(self, digest: int, describe: Callable[[], list[int | None]]) -> bool:
         """Raise on all ranks unless their streams begin with the same rows, as far as these are not random.
 
-        Collective: all ranks; bounded.
+        Collective over the ranks of the role; bounded.
+
+        Args:
+            digest: digest of all leaves of the first rows of this rank.
+            describe: returns a digest of each leaf, and None for a leaf that is random.
 
         Returns:
             Whether `describe` was called.
         """
         if self._world.all_equal(str(digest), self._comm):
             return False
-        own_rows = describe()
+        leaf_digests = describe()
         random_leaves = 0
-        for number, leaf in enumerate(own_rows):
-            random_leaves |= (leaf is None) << number % _MAX_LEAVES
+        for number, leaf_digest in enumerate(leaf_digests):
+            is_random = leaf_digest is None
+            random_leaves |= is_random << number % _MAX_LEAVES
         random_leaves = self._world.all_reduce_int(random_leaves, MPI.BOR, self._comm)
         same_rows: list[int | None] = []
-        for number, leaf in enumerate(own_rows):
-            is_random = random_leaves >> number % _MAX_LEAVES & 1
-            same_rows.append(None if is_random else leaf)
+        for number, leaf_digest in enumerate(leaf_digests):
+            is_random_anywhere = random_leaves >> number % _MAX_LEAVES & 1
+            same_rows.append(None if is_random_anywhere else leaf_digest)
         are_same = self._world.all_equal(str(same_rows), self._comm)
         if are_same and any(leaf is not None for leaf in same_rows):
             return True

@@ -10,19 +10,22 @@ from hpcdist.strategy.base import Strategy, mark_scaled, strategies_of_losses
 
 
 def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: int | None = None,
 ) -> Any:
     """Return this replica's part of the mean loss: the (weighted) sum over its examples / global batch.
 
-    The parts of all replicas add up to the mean over the global batch, so gradients must be summed: the first backward
-    of such a loss settles that for the strategy, and a later one that reaches no such loss raises GradientError: where
-    a backward goes in several calls, as from saved features, give the strategy its gradient_op.
+    The parts of all replicas add up to the mean over the global batch, so gradients must be summed. The first backward
+    of a scaled loss settles that for the strategy, and a later backward that reaches no scaled loss raises
+    GradientError. Where a backward goes in several calls, as from saved features, give the strategy its gradient_op.
 
     Args:
         per_example_loss: (rows, ...) torch tensor or numpy array; at least one dimension.
-        sample_weight: a number, or broadcast against `per_example_loss`, (rows,) as one for each row; weights scale,
-            they do not enter the divisor.
-        global_batch_size: default: rows here x replicas, which is wrong for a short last batch: give it then.
+        sample_weight: a number, or an array that is broadcast against `per_example_loss`, (rows,) as one weight for
+            each row; weights scale, they do not enter the divisor.
+        global_batch_size: rows of all replicas; default: rows here x replicas, which is wrong for a short last batch:
+            give it then.
 
     Returns:
         A 0-d tensor or number; zero for a global batch of zero.
@@ -52,9 +55,10 @@ def compute_average_loss(
             f"compute_average_loss: expected one strategy, got {len(strategies)} alive and none entered; call it "
             f"inside strategy.scope() or run(), or give each strategy its gradient_op."
         )
-    total = (
-        per_example_loss if sample_weight is None else _weighted(per_example_loss, sample_weight)
-    ).sum()
+    losses = per_example_loss
+    if sample_weight is not None:
+        losses = _weighted(per_example_loss, sample_weight)
+    total = losses.sum()
     loss = total / global_batch_size if global_batch_size else total * 0.0
     for strategy in strategies:
         strategy.take_scaled_loss(loss)
@@ -79,9 +83,9 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         UsageError: outside every scope and run, when strategies of different numbers of replicas are alive, or some
             that average gradients and some that do not.
     """
-    total = (
-        regularization_loss.sum() if hasattr(regularization_loss, "sum") else regularization_loss
-    )
+    total = regularization_loss
+    if hasattr(regularization_loss, "sum"):
+        total = regularization_loss.sum()
     strategies = _strategies()
     n_replicas = _n_replicas(strategies, "scale_regularization_loss")
     n_averaging = sum(strategy.is_averaging for strategy in strategies)
@@ -113,24 +117,28 @@ def _fitted(weight: Any, losses: Any) -> Any:
     missing = losses.ndim - getattr(weight, "ndim", losses.ndim)
     if missing == 1:
         return weight[..., None]
-    return weight[..., 0] if missing == -1 and weight.shape[-1] == 1 else weight
+    if missing == -1 and weight.shape[-1] == 1:
+        return weight[..., 0]
+    return weight
 
 
 def _strategies() -> list[Strategy]:
-    """Return the strategies that a loss may belong to, without those that only wait for the garbage collector.
+    """Return the strategies that a loss may belong to, without strategies that only wait for the garbage collector.
 
-    When it runs differs between ranks, and one of them would raise.
+    Garbage collectors run at different moments on different ranks: a rank that still sees a dead strategy would raise
+    alone.
     """
     strategies = strategies_of_losses()
     n_kinds = len({(strategy.is_summing, strategy.num_replicas_in_sync) for strategy in strategies})
     if n_kinds > 1 or (len(strategies) > 1 and not strategies[0].is_summing):
-        del strategies  # it would keep them
+        del strategies  # the list would keep them alive
         owners.collect_garbage()
         strategies = strategies_of_losses()
     return strategies
 
 
 def _n_replicas(strategies: list[Strategy], call: str) -> int:
+    """Return the number of replicas that all strategies have; raise UsageError where they differ."""
     counts = sorted({strategy.num_replicas_in_sync for strategy in strategies})
     if len(counts) > 1:
         advice = ", or give global_batch_size" if call == "compute_average_loss" else ""

@@ -22,21 +22,21 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     >>> with strategy.scope():
     ...     model = torch.nn.Linear(64, 10)
 
-    Collective: all ranks.
+    Collective over all ranks.
 
     Args:
-        devices: one name for each rank, such as "/gpu:1": start as many ranks as there are devices. Modules, tensors
-            and variables made in the scope and in `run` are on the rank's device, and batches are moved to it. Default:
+        devices: one name for each rank, such as "/gpu:1": start one rank for each device. Modules, tensors and
+            variables made in the scope and in `run` are on the rank's device, and batches are moved to it. Default:
             see `device` of `MultiWorkerMirroredStrategy`; a single rank that sees several GPUs logs that it uses one.
-            Several names of the host for a single rank, such as ["/cpu:0", "/cpu:1"], are as many replicas.
-        cross_device_ops: what sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
-            `ReductionToOneDevice`, or a `CrossDeviceOps` of your own.
-        num_replicas: as `MultiWorkerMirroredStrategy`.
-        gradient_op: as `MultiWorkerMirroredStrategy`.
+            Several names of the host for a single rank, such as ["/cpu:0", "/cpu:1"], mean one replica for each.
+        cross_device_ops: algorithm that sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
+            `ReductionToOneDevice`, or your own `CrossDeviceOps`.
+        num_replicas: number of replicas, as for `MultiWorkerMirroredStrategy`.
+        gradient_op: SUM or MEAN, as for `MultiWorkerMirroredStrategy`.
 
     Raises:
-        ConfigurationError: on every rank alike, when ranks are on several hosts, or not as many as devices, or torch
-            cannot use a rank's device.
+        ConfigurationError: on every rank alike, when ranks are on several hosts, when the number of ranks is not the
+            number of devices, or when torch cannot use a rank's device.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
             and len(devices) > 1
             and num_replicas in (None, len(devices))
         ):
+            # several names of the host: a replica of the only rank for each
             with world.agreed(world.role_comm):
                 kinds = {parse_device(device, name).type for device in devices}
                 if kinds == {"cpu"}:
@@ -75,6 +76,7 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
                     f"start by mpirun -n {len(devices)}, or leave devices out."
                 )
             )
+        rank_device = None if devices is None else devices[world.role_comm.rank]
         n_gpus = torch.cuda.device_count()
         if devices is None and n_ranks == 1 and n_gpus > 1:
             logger.warning(
@@ -88,5 +90,5 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
             num_replicas=num_replicas,
             gradient_op=gradient_op,
             cross_device_ops=cross_device_ops,
-            device=None if devices is None else devices[world.role_comm.rank],
+            device=rank_device,
         )

@@ -35,36 +35,35 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on all chief and worker ranks; each holds one replica of every model, or several.
 
     Inside `scope()` modules start identical everywhere; `loss.backward()` leaves the sum of all replicas' gradients in
-    `parameter.grad`, private to the rank (the next backward reuses its memory: clone what you keep), and
-    `optimizer.step()` is the user's own. An evaluator rank is a cluster of
-    one.
+    `parameter.grad`, private to the rank (the next backward reuses its memory: clone a gradient that you keep), and
+    `optimizer.step()` is the user's own. An evaluator rank is a cluster of one.
 
     >>> strategy = hpcdist.MultiWorkerMirroredStrategy()
     >>> with strategy.scope():
     ...     model = torch.nn.Linear(64, 10)
 
-    Collective: all ranks.
+    Collective over all ranks.
 
     Args:
         cluster_resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank a worker.
             A CollectiveCommunication in its place is the algorithm, as in older versions of tf.distribute.
         communication_options: algorithm, bucket size, order and wire of the all-reduce; default: all chosen.
-        num_replicas: replicas of the job, however many ranks it has; at least as many. Weights, losses and metrics then
-            have the same bits on any number of ranks, and steps go through `run`. Default: one per rank.
+        num_replicas: number of replicas of the job, at least the number of ranks. Weights, losses and metrics then have
+            the same bits on any number of ranks, and steps go through `run`. Default: one per rank.
         gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch;
             replicas are weighted by their rows). Default: SUM from the first backward of a loss that
-            `compute_average_loss` scaled; a backward of another one raises.
-        cross_device_ops: the algorithm that sums gradients, instead of what the options choose.
-        communication: likewise by a CollectiveCommunication, as in older versions of tf.distribute.
-        device: of this rank, such as "cpu" or "cuda:1". "cuda": its GPU, in the order of the ranks of a host; default:
-            that where torch sees any. It becomes torch's current one; modules and tensors of the scope and of `run` are
-            made there, batches arrive there, and gradients are summed by NCCL where every rank has it and a GPU of its
-            own. Ranks that hold several replicas compute on the host.
+            `compute_average_loss` scaled; a backward of another loss raises.
+        cross_device_ops: algorithm that sums gradients, in place of the algorithm that the options choose.
+        communication: the same as a CollectiveCommunication, as in older versions of tf.distribute.
+        device: device of this rank, such as "cpu" or "cuda:1". "cuda" is the rank's GPU, in the order of the ranks of a
+            host; that is the default where torch sees GPUs. It becomes torch's current GPU; modules and tensors of the
+            scope and of `run` are made there, batches arrive there, and gradients are summed by NCCL where every rank
+            has NCCL and a GPU that no other rank uses. Ranks that hold several replicas compute on the host.
 
     Attributes:
-        device: this rank's: a GPU, or the host.
-        world: who is where. own_replicas: the replicas of this rank.
-        group, reducer, engine: what it communicates and sums with, for diagnosis; see ARCHITECTURE.md.
+        device: device of this rank: a GPU, or the host.
+        world: roles and communicators of all ranks. own_replicas: numbers of the replicas of this rank.
+        group, reducer, engine: objects that communicate and sum, for diagnosis; see ARCHITECTURE.md.
 
     Raises:
         ConfigurationError: on every rank alike, when the cluster does not add up or has ps tasks.
@@ -84,7 +83,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationImplementation | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        op = None if gradient_op is None else ReduceOp.parse(gradient_op)
+        op: ReduceOp | None = None
+        is_mean: bool | None = None
+        if gradient_op is not None:
+            op = ReduceOp.parse(gradient_op)
+            is_mean = op is ReduceOp.MEAN
         if isinstance(cluster_resolver, CommunicationImplementation):
             communication = cluster_resolver
             cluster_resolver = None
@@ -100,7 +103,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         self.reducer = Reducer(
             self.group, options, self._plan_replicas(num_replicas), device_of_rank
         )
-        is_mean = None if op is None else op is ReduceOp.MEAN
         self.engine = GradientEngine(
             self.world, self.reducer, is_mean, self._is_entered, is_fixed, self._make_storage()
         )
@@ -128,7 +130,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None,
         op: ReduceOp | None,
     ) -> CommunicationOptions:
-        """Return the options of the all-reduce, with the algorithm that was asked for in other ways."""
+        """Return the options of the all-reduce, with the algorithm that another argument names."""
         chosen = options or CommunicationOptions()
         if communication is not None:
             chosen = replace(chosen, implementation=communication)
@@ -146,7 +148,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _share_library_seeds(self) -> None:
         """Seed the random numbers of Python and numpy as the chief's, unless the program has seeded them by rank.
 
-        So `numpy.random.permutation(n)[rank::size]` loses no row. Collective: the ranks of this role.
+        So `numpy.random.permutation(n)[rank::size]` loses no row. Collective over the ranks of the role.
         """
         if self._comm.size == 1:
             return
@@ -157,12 +159,11 @@ class MultiWorkerMirroredStrategy(Strategy):
                 numbers.share(int(self.world.broadcast_text(str(digest), 0, self._comm)))
 
     def __str__(self) -> str:
-        n_ranks = self._comm.size
-        n_hosts = self.world.n_hosts
-        where = f"{n_ranks} rank{'s'[: n_ranks > 1]} on {n_hosts} host{'s'[: n_hosts > 1]}"
-        replicas = f"{self.num_replicas_in_sync} replica{'s'[: self.num_replicas_in_sync > 1]}"
-        rank = f"this is {self.world} on {self.device}"
-        return f"{type(self).__name__}: {replicas}, {where}; {rank}; {self._describe_steps()}"
+        replicas = _counted(self.num_replicas_in_sync, "replica")
+        ranks = _counted(self._comm.size, "rank")
+        hosts = _counted(self.world.n_hosts, "host")
+        place = f"{ranks} on {hosts}; this is {self.world} on {self.device}"
+        return f"{type(self).__name__}: {replicas}, {place}; {self._describe_steps()}"
 
     def _describe_steps(self) -> str:
         return f"gradients are summed by {self.reducer.route.name}"
@@ -182,22 +183,23 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
 
     def _choose_device(
-        self, name: str | torch.device | None, num_replicas: int | None
+        self,
+        name: str | torch.device | None,
+        num_replicas: int | None,
     ) -> torch.device | None:
-        """Return where this rank computes; a GPU becomes torch's current one. None: on the host, by default.
+        """Return the device that this rank computes on, or None for the host; a GPU becomes torch's current one.
 
-        Collective: the ranks of this role.
+        Collective over the ranks of the role.
         """
         n_gpus = torch.cuda.device_count()
         node = self.world.node_comm
-        is_ranks_own = name is None or str(name).lower().lstrip("/") in ("cuda", "gpu")
+        device: torch.device | None = None
         if name is None and n_gpus and num_replicas is not None and num_replicas > self._comm.size:
             # several replicas of a rank share its parameters there
-            device: torch.device | None = torch.device("cpu")
-        else:
-            device = None
+            device = torch.device("cpu")
+        is_planned = name is None or str(name).lower().lstrip("/") in ("cuda", "gpu")
         with self.world.agreed(self._comm):
-            if n_gpus and device is None and is_ranks_own:
+            if n_gpus and device is None and is_planned:
                 device = torch.device("cuda", plan_devices(node.size, n_gpus)[node.rank])
             elif name is not None:
                 device = parse_device(name, type(self).__name__)
@@ -220,11 +222,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         return ReplicaPlan(n_replicas, n_ranks)
 
     def _choose_batch_device(self, device_of_rank: torch.device | None) -> torch.device | None:
-        """Return where batches arrive; None: on the host."""
+        """Return the device where batches arrive. None for the host."""
         return device_of_rank
 
     def _make_storage(self) -> Storage:
-        """Return where the parameters live."""
+        """Return the storage of the parameters."""
         return PrivateStorage()
 
     def _is_entered(self) -> bool:
@@ -242,10 +244,15 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def device(self) -> torch.device:
-        """This rank's device: see the class."""
+        """The device of this rank: a GPU, or the host."""
         return torch.device("cpu") if self._placed_on is None else self._placed_on
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the random numbers and the measured algorithms of a checkpoint."""
         super().load_state_dict(state)
         self.world.note_step(state["step"])
+
+
+def _counted(n: int, noun: str) -> str:
+    """Return a number and a noun, with an s for more than one."""
+    return f"{n} {noun}s" if n > 1 else f"{n} {noun}"

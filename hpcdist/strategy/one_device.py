@@ -19,8 +19,8 @@ logger = logging.getLogger("hpcdist")
 class OneDeviceStrategy(Strategy):
     """One replica on one device: tensors and modules made in the scope and in `run` are there, inputs are moved there.
 
-    It does not communicate, and ignores the cluster: as with tf.distribute, each of several ranks trains a model of its
-    own; the first rank warns of that. `is_chief` is true on all of them.
+    It does not communicate, and ignores the cluster: as with tf.distribute, each of several ranks trains another model;
+    the first rank warns of that. `is_chief` is true on all of them.
 
     >>> strategy = hpcdist.OneDeviceStrategy("cpu")
     >>> with strategy.scope():
@@ -29,7 +29,7 @@ class OneDeviceStrategy(Strategy):
     Not collective.
 
     Args:
-        device: such as "cpu", "/gpu:0", "cuda:1" or "/job:worker/task:0/device:GPU:0".
+        device: name of the device, such as "cpu", "/gpu:0", "cuda:1" or "/job:worker/task:0/device:GPU:0".
 
     Raises:
         ConfigurationError: when the name names no device, or torch cannot use the device; on this rank only.
@@ -37,16 +37,15 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str | torch.device) -> None:
         name = type(self).__name__
-        own_device = parse_device(device, name)
-        require_device(own_device, name)
-        super().__init__(
-            Parts(sums=NoSums(SingleReplicaSteps()), inputs=OneInput(own_device), device=own_device)
-        )
+        torch_device = parse_device(device, name)
+        require_device(torch_device, name)
+        sums = NoSums(SingleReplicaSteps())
+        super().__init__(Parts(sums=sums, inputs=OneInput(torch_device), device=torch_device))
         launcher = launcher_of(read_environment())
         if launcher is not None and launcher.size > 1 and launcher.rank == 0:
             logger.warning(
-                "%s: expected one rank, got %d, each of which trains a model of its own; to train one model "
-                "together use MirroredStrategy or MultiWorkerMirroredStrategy.",
+                "%s: expected one rank, got %d, each of which trains a model of its "
+                "own; to train one model together use MirroredStrategy or MultiWorkerMirroredStrategy.",
                 name,
                 launcher.size,
             )

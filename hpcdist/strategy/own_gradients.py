@@ -1,7 +1,7 @@
-"""Gradients that the program has computed itself, as by torch.autograd.grad: summed over all replicas, then stepped."""
+"""Steps on gradients that the program has computed itself, as by torch.autograd.grad, summed over all replicas."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,25 +16,26 @@ from hpcdist.strategy.replica_context import ReplicaContext
 if TYPE_CHECKING:
     from hpcdist.strategy.base import Strategy
 
-#: A gradient, or None where the loss does not depend on the parameter, and the parameter.
+#: Pairs of a gradient, or None where the loss does not depend on the parameter, and the parameter.
 GradientsAndParameters = Iterable[tuple[Tensor | None, Tensor]]
 
 
 def apply_gradients(
-    replica: ReplicaContext, optimizer: Optimizer, pairs: GradientsAndParameters
+    replica: ReplicaContext,
+    optimizer: Optimizer,
+    pairs: GradientsAndParameters,
 ) -> None:
-    """Step on sums of gradients; see `Strategy.apply_gradients`. Collective: all replicas. Called inside a replica."""
+    """Step on sums of gradients; see `Strategy.apply_gradients`.
+
+    Collective over all replicas. Called inside a replica.
+    """
     gradients, parameters = _split(optimizer, list(pairs))
     strategy = replica.strategy
-    sums = strategy.sums
     present_gradients = [gradient for gradient in gradients if gradient is not None]
+    are_noted = strategy.sums.are_noted(present_gradients)
+    are_summed = strategy.sums.are_summed_gradients(present_gradients)
     are_sums = [
-        any(pair)
-        for pair in zip(
-            sums.are_noted(present_gradients),
-            sums.are_summed_gradients(present_gradients),
-            strict=True,
-        )
+        is_noted or is_summed for is_noted, is_summed in zip(are_noted, are_summed, strict=True)
     ]
     if not present_gradients or not all(are_sums):
         if any(are_sums):
@@ -53,11 +54,15 @@ def apply_gradients(
 
 
 def _split(
-    optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]
+    optimizer: Optimizer,
+    pairs: list[tuple[Tensor | None, Tensor]],
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    parameter_ids = {
-        id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-    }
+    """Return the gradients and the parameters of pairs; raise UsageError where they do not fit."""
+    parameter_ids: set[int] = set()
+    for group in optimizer.param_groups:
+        parameter_ids.update(map(id, group["params"]))
+    gradients: list[Tensor | None] = []
+    parameters: list[Tensor] = []
     for gradient, parameter in pairs:
         if id(parameter) not in parameter_ids:
             raise UsageError(
@@ -69,25 +74,27 @@ def _split(
                 f"apply_gradients: expected a gradient of shape {tuple(parameter.shape)}, as its parameter, got "
                 f"{tuple(gradient.shape)}; pass zip(gradients, parameters) in the same order."
             )
-    return [gradient for gradient, _ in pairs], [parameter for _, parameter in pairs]
+        gradients.append(gradient)
+        parameters.append(parameter)
+    return gradients, parameters
 
 
 def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
-    """Raise where a backward has left sums, as the gradients that were given may be made of them."""
+    """Raise where a backward has left sums in parameters, as the caller's gradients may be made of these sums."""
     leftover_gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     are_sums = strategy.sums.are_summed_gradients(leftover_gradients)
-    if any(
-        is_sum and has_values(gradient)
-        for is_sum, gradient in zip(are_sums, leftover_gradients, strict=True)
-    ):
-        raise UsageError(
-            "apply_gradients: expected gradients of this replica, got others than those that backward has summed and "
-            "left in p.grad; pass p.grad itself, changed in place if need be, or call zero_grad() before."
-        )
+    for is_sum, gradient in zip(are_sums, leftover_gradients, strict=True):
+        if is_sum and has_values(gradient):
+            raise UsageError(
+                "apply_gradients: expected gradients of this replica, got others than those that backward has summed "
+                "and left in p.grad; pass p.grad itself, changed in place if need be, or call zero_grad() before."
+            )
 
 
 def _sums(
-    replica: ReplicaContext, gradients: list[Tensor | None], parameters: list[Tensor]
+    replica: ReplicaContext,
+    gradients: list[Tensor | None],
+    parameters: list[Tensor],
 ) -> list[Tensor | None]:
     """Return the sums over all replicas; None where no replica has a gradient."""
     is_mean = replica.strategy.sums.is_mean
@@ -97,19 +104,22 @@ def _sums(
             f"apply_gradients: expected a strategy that sums gradients, got gradient_op {op_text}; scale the loss by "
             f"hpcdist.compute_average_loss, or divide it by the global batch and make the strategy with ReduceOp.SUM."
         )
-    rows = [
-        torch.zeros_like(parameter) if gradient is None else gradient.detach()
-        for gradient, parameter in zip(gradients, parameters, strict=True)
-    ]
-    has_gradient = torch.tensor([float(gradient is not None) for gradient in gradients])
-    *sums, counts = replica.all_reduce("sum", [*rows, has_gradient])
-    return [total if count else None for total, count in zip(sums, counts.tolist(), strict=True)]
+    rows: list[Tensor] = []
+    has_gradient: list[float] = []
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        if gradient is None:
+            rows.append(torch.zeros_like(parameter))
+        else:
+            rows.append(gradient.detach())
+        has_gradient.append(float(gradient is not None))
+    *totals, counts = replica.all_reduce("sum", [*rows, torch.tensor(has_gradient)])
+    return [total if count else None for total, count in zip(totals, counts.tolist(), strict=True)]
 
 
 def offer(strategy: "Strategy", optimizer: Optimizer) -> None:
-    """Give an optimizer of the scope the method that optimizers of TensorFlow have, unless it has one of this name.
+    """Give an optimizer of the scope the method `apply_gradients`, as in TensorFlow, unless it has one of this name.
 
-    torch copies and pickles an optimizer without it.
+    torch copies and pickles an optimizer without the method.
     """
     if not hasattr(optimizer, "apply_gradients"):
         optimizer.apply_gradients = _Method(strategy, optimizer)  # type: ignore[attr-defined]
@@ -119,12 +129,16 @@ class _Method:
     """`optimizer.apply_gradients(grads_and_params)`.
 
     A strategy with several replicas lives as long as its models, not as long as an optimizer: helpers outside of scopes
-    look for those that are alive.
+    look for strategies that are alive. So it is referred to weakly.
     """
 
+    _strategy: Callable[[], "Strategy | None"]
+
     def __init__(self, strategy: "Strategy", optimizer: Optimizer) -> None:
-        is_registered = any(strategy is owner for owner in owners.alive())
-        self._strategy = weakref.ref(strategy) if is_registered else lambda: strategy
+        if any(strategy is owner for owner in owners.alive()):
+            self._strategy = weakref.ref(strategy)
+        else:
+            self._strategy = lambda: strategy
         self._optimizer = weakref.ref(optimizer)
 
     def __call__(self, grads_and_params: GradientsAndParameters) -> None:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
-from hpcdist.errors import ConfigurationError, agreed
+from hpcdist.errors import ConfigurationError, HpcdistError, agreed
 from hpcdist.ps.client import Client
 from hpcdist.ps.entry import EntryParameters, SilentClient
 from hpcdist.ps.serve import serve
@@ -27,11 +27,13 @@ from hpcdist.storage.storage import PrivateStorage, Storage
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.own_gradients import GradientsAndParameters
 
-#: How much longer a worker waits for an answer than servers let it wait for others: they say whom it waited for.
+#: How much longer a worker waits for an answer than servers let it wait for other workers: servers name the late ones.
 _LATE_S = 30.0
 #: Between nodes a push goes to a server in parts of about this many bytes: each is applied, and its new values sent,
 #: while the next ones come. Nothing comes beside the answers to the last part.
 CHUNK_BYTES = 1 << 19
+#: Advice for a cluster without servers or workers.
+_SET_ROLES = "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
 _Coordinator = TypeVar("_Coordinator")
 #: The worlds whose servers are taken.
 _worlds: "weakref.WeakSet[World]" = weakref.WeakSet()
@@ -47,11 +49,11 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     Asynchronous (default): each push is applied as it comes, so that runs differ in their bits. Losses may be scaled in
     any way: divided by the rows of all workers, the pushes of a round together are one step of SGD; divided by a
-    worker's own rows, each is one.
+    worker's own rows, each push is one step.
 
-    Where worker entries have several ranks, as many in each, asynchronous training takes them for the replicas of a
-    worker: they make each step together, the sum of their gradients is one push, and they have the same values. Scale
-    losses by `compute_average_loss`; `num_replicas_in_sync` is the ranks of an entry, as in TensorFlow.
+    Where worker entries have several ranks, the same number in each, asynchronous training takes these for the replicas
+    of a worker: they make each step together, the sum of their gradients is one push, and they have the same values.
+    Scale losses by `compute_average_loss`; `num_replicas_in_sync` is the number of ranks of an entry, as in TensorFlow.
 
     With max_staleness=s it is a stale synchronous parallel server: a worker begins step c (from 0) only when every live
     worker has pushed step c - 1 - s; it waits at the end of its step, and no push is refused for its age.
@@ -71,21 +73,21 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     >>> with strategy.scope():
     ...     model = torch.nn.Linear(64, 10)
 
-    Collective: all ranks.
+    Collective over all ranks.
 
     Args:
         cluster_resolver: says which tasks there are, with at least one ps and one worker or chief; default:
             TF_CONFIG, else HPCDIST_ROLES.
         variable_partitioner: splits variables into shards, such as `MinSizePartitioner`; default: each is whole.
-        max_staleness: see above; None: no bound.
-        synchronous: see above.
+        max_staleness: number of steps s that a worker may be ahead of the slowest live worker. None for no bound.
+        synchronous: whether the gradients of all workers are summed and applied once.
         placement: "round_robin", as in TensorFlow, or "bytes": a shard goes to the server with the fewest bytes.
-        non_finite: what becomes of a step whose gradients are not all finite: "reject", an error, or "skip", which
-            leaves the step out and counts it; see `statistics`.
-        device: of a worker, as in `MultiWorkerMirroredStrategy`; servers keep variables in host memory.
+        non_finite: treatment of a step whose gradients are not all finite: "reject", an error, or "skip", which leaves
+            the step out and counts it; see `statistics`.
+        device: device of a worker, as in `MultiWorkerMirroredStrategy`; servers keep variables in host memory.
 
     Attributes:
-        world: who is where.
+        world: roles and communicators of all ranks.
 
     Raises:
         ConfigurationError: on every rank alike, when the cluster or the options do not add up.
@@ -110,7 +112,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         self._non_finite = non_finite
         self._rules = Rules(max_staleness, synchronous)
         self._client: Client | None = None
-        #: With a coordinator: all ranks, for functions and their results alone.
+        #: With a coordinator: communicator of all ranks, for functions and their results alone.
         self.closures_comm: MPI.Comm | None = None
         self._coordinator: Any = None
         super().__init__(cluster_resolver, device=device)
@@ -119,40 +121,20 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """Check cluster and options; on a ps rank, serve and exit."""
         tasks = self.world.spec
         n_workers = sum(task.is_training for task in self.world.tasks)
-        rules = self._rules
-        roles = "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
-        is_bounded = rules.max_staleness is not None
-        least = 0 if rules.max_staleness is None else rules.max_staleness
-        checks = (
-            (tasks.has_tasks("ps"), "ps tasks", tasks, roles),
-            (n_workers > 0, "worker tasks", tasks, roles),
-            (least >= 0, "max_staleness of at least 0", least, "0 waits for every worker"),
-            (
-                not (is_bounded and rules.is_synchronous),
-                "max_staleness or synchronous",
-                "both",
-                "leave one out",
-            ),
-            (
-                self._placement in ("round_robin", "bytes"),
-                "round_robin or bytes",
-                self._placement,
-                "correct placement",
-            ),
-            (
-                self._non_finite in ("reject", "skip"),
-                "reject or skip",
-                self._non_finite,
-                "correct non_finite",
-            ),
-        )
-        for is_right, expected, actual, advice in checks:
-            if not is_right:
-                raise agreed(
-                    ConfigurationError(
-                        f"ParameterServerStrategy: expected {expected}, got {actual}; {advice}."
-                    )
-                )
+        if not tasks.has_tasks("ps"):
+            raise _misfit("ps tasks", tasks, _SET_ROLES)
+        if n_workers == 0:
+            raise _misfit("worker tasks", tasks, _SET_ROLES)
+        max_staleness = self._rules.max_staleness
+        if max_staleness is not None and max_staleness < 0:
+            advice = "0 waits for every worker"
+            raise _misfit("max_staleness of at least 0", max_staleness, advice)
+        if max_staleness is not None and self._rules.is_synchronous:
+            raise _misfit("max_staleness or synchronous", "both", "leave one out")
+        if self._placement not in ("round_robin", "bytes"):
+            raise _misfit("round_robin or bytes", self._placement, "correct placement")
+        if self._non_finite not in ("reject", "skip"):
+            raise _misfit("reject or skip", self._non_finite, "correct non_finite")
         if self.world in _worlds:
             raise ConfigurationError(
                 f"ParameterServerStrategy: expected one for the ranks of a job, got another one on {self.world}: the "
@@ -163,7 +145,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         self._take_part()
 
     def _agree_rules(self) -> None:
-        """Take the chief's rules: ranks that serve are given none. Collective: all ranks."""
+        """Take the chief's rules, as ranks that serve get no arguments. Collective over all ranks."""
         world = self.world
         rules = self._rules
         local_rules = json.dumps([rules.max_staleness, rules.is_synchronous, self._non_finite])
@@ -187,7 +169,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     @property
     def _steps_by_entries(self) -> bool:
-        """Whether the ranks of a worker entry make each step together; else each rank is a worker of its own.
+        """Whether the ranks of a worker entry make each step together; else each rank is a separate worker.
 
         In synchronous training servers sum the gradients of all ranks anyhow, in the order of an all-reduce.
         """
@@ -198,16 +180,18 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """The ranks that servers know as workers, in the order of their numbers: the chief or coordinator first."""
         tasks = self.world.tasks
         ranks = [rank for rank, task in enumerate(tasks) if task.is_training]
-        first = self.world.coordinator
-        if self._steps_by_entries:
+        if self._steps_by_entries:  # the first rank of each entry
             ranks = [rank for rank in ranks if tasks.index(tasks[rank]) == rank]
-        return sorted(
-            ranks,
-            key=lambda rank: (rank != first, tasks[rank].type != "chief", tasks[rank].index, rank),
-        )
+
+        def order_of(rank: int) -> tuple[bool, bool, int, int]:
+            is_coordinator = rank == self.world.coordinator
+            is_chief = tasks[rank].type == "chief"
+            return (not is_coordinator, not is_chief, tasks[rank].index, rank)
+
+        return sorted(ranks, key=order_of)
 
     def _take_part(self) -> None:
-        """Serve on a ps rank; become a client of the servers on a worker. Collective: all ranks."""
+        """Serve on a ps rank; become a client of the servers on a worker. Collective over all ranks."""
         world = self.world
         workers = self.client_ranks
         servers = [rank for rank, task in enumerate(world.tasks) if task.type == "ps"]
@@ -218,23 +202,20 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             self.closures_comm = world.comm.Dup()
         self._check_entries()
         is_replica = world.task.is_training and self._steps_by_entries
-        self._entry_comm = comm.Split(
-            world.tasks.index(world.task) if is_replica else world.rank, world.rank
-        )
+        color = world.tasks.index(world.task) if is_replica else world.rank
+        self._entry_comm = comm.Split(color, world.rank)
         node = find_neighbours(comm)
         is_one_node = world.all_reduce_int(int(len(node) == world.size - 1), MPI.MIN, world.comm)
         mailbox = Mailbox(comm, node)
         if world.task.type == "ps":
             if "OMP_NUM_THREADS" not in read_environment():
                 torch.set_num_threads(world.cores_per_rank)
-            here = Neighbours(
-                frozenset(n for n, rank in enumerate(workers) if rank in node), OwnMemory
-            )
-            server = Server(
-                {n: mailbox.packer(rank) for n, rank in enumerate(workers)}, self._rules, here
-            )
+            workers_here = frozenset(n for n, rank in enumerate(workers) if rank in node)
+            packers = {n: mailbox.packer(rank) for n, rank in enumerate(workers)}
+            server = Server(packers, self._rules, Neighbours(workers_here, OwnMemory))
             sys.exit(serve(world, mailbox, server, workers))
         if world.task.is_training:
+            # the rank that speaks with the servers for the ranks of its entry
             speaker = world.rank if world.rank in workers else world.tasks.index(world.task)
             make_client = Client if speaker == world.rank else SilentClient
             chunk_bytes = None if is_one_node else CHUNK_BYTES
@@ -247,7 +228,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             atexit.register(self._client.leave)
 
     def _check_entries(self) -> None:
-        """Raise ConfigurationError on all ranks unless worker entries whose ranks step together have as many each."""
+        """Raise ConfigurationError on all ranks unless entries whose ranks step together have equally many ranks."""
         sizes = collections.Counter(task for task in self.world.tasks if task.is_training)
         if self._steps_by_entries and len(set(sizes.values())) > 1:
             counts = ", ".join(f"{task} {n}" for task, n in sizes.items())
@@ -292,21 +273,23 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas whose gradients are summed: all in synchronous training, else those of this worker entry."""
+        """Number of replicas whose gradients are summed: all if synchronous, else the ranks of this worker entry."""
         return self.n_replicas if self._rules.is_synchronous else self._entry_comm.size
 
     def apply_gradients(
-        self, optimizer: Optimizer, grads_and_params: GradientsAndParameters
+        self,
+        optimizer: Optimizer,
+        grads_and_params: GradientsAndParameters,
     ) -> None:
-        """Push gradients of the program's own: put them into `parameter.grad`, and call `optimizer.step()`."""
+        """Push gradients that the program has computed: put them into `parameter.grad`, and call `optimizer.step()`."""
         for gradient, parameter in grads_and_params:
             parameter.grad = gradient
         optimizer.step()
 
     def refresh(self) -> None:
-        """Bring every worker to the same values, those after all pushes so far, such as for an evaluation.
+        """Bring every worker to the values after all pushes so far, such as for an evaluation.
 
-        Collective: the workers. Saves do so themselves.
+        Collective over the workers. Saves do so themselves.
         """
         if self._client is not None:
             self.served.refresh([])
@@ -316,8 +299,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
         Not collective. Empty where another rank of the worker entry speaks with the servers.
 
-        `pushes`: of the first server. `skipped`: this worker's steps that were left out. `versions`: updates of each
-        shard, by server. `staleness`: how many pushes were how many updates old when they were applied.
+        `pushes`: pushes that the first server got. `skipped`: this worker's steps that were left out. `versions`:
+        updates of each shard, by server. `staleness`: number of pushes by age, in updates, when they were applied.
 
         Cost: a message to each server, and its answer.
         """
@@ -338,16 +321,20 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         }
 
     def describe_sums(self) -> dict[str, Any]:
-        """Return what the bits of weights depend on, as each checkpoint records it."""
-        rules = self._rules
-        kind = (
-            "synchronous"
-            if rules.is_synchronous
-            else f"asynchronous, max_staleness {rules.max_staleness}"
-        )
+        """Return the settings that the bits of weights depend on, as each checkpoint records them."""
+        kind = f"asynchronous, max_staleness {self._rules.max_staleness}"
+        if self._rules.is_synchronous:
+            kind = "synchronous"
         n_workers = len(self.client_ranks) - int(self.world.coordinator is not None)
         return {
             "parameter_servers": kind,
             "workers": n_workers,
             "ranks_per_worker": self._entry_comm.size,
         }
+
+
+def _misfit(expected: str, actual: object, advice: str) -> HpcdistError:
+    """Return the error of a cluster or option that does not fit, which all ranks raise."""
+    return agreed(
+        ConfigurationError(f"ParameterServerStrategy: expected {expected}, got {actual}; {advice}.")
+    )

@@ -1,4 +1,4 @@
-"""Reducing and gathering values of all replicas: to host arrays, over the replicas, and back to what was given.
+"""Reduce and gather values of all replicas: as host arrays, over the replicas, and back to the kind of the input.
 
 Everything goes through two operations of a strategy, `sum_over_replicas` and `gather_over_ranks`, on flat host arrays.
 """
@@ -6,7 +6,7 @@ Everything goes through two operations of a strategy, `sum_over_replicas` and `g
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,11 @@ class Exchange(Protocol):
 
     @property
     def own_replicas(self) -> range:
-        """The replicas of this process."""
+        """Numbers of the replicas of this process."""
 
     @property
     def n_replicas(self) -> int:
-        """The replicas of the job."""
+        """Number of replicas of the job."""
 
     @property
     def scheduler(self) -> ReplicaScheduler:
@@ -43,7 +43,7 @@ class Exchange(Protocol):
         """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
 
     def gather_over_ranks(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
-        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all."""
+        """Return the joined (rows, ...) host arrays of all ranks, and where this rank's begins; or raise on all."""
 
 
 # -- values on the host -----------------------------------------------------------------------------------------------
@@ -53,7 +53,9 @@ def to_host(value: Any) -> Array:
     """Return a tensor, array or number as an array on the host; half precision, unknown to MPI, as float32."""
     if isinstance(value, Tensor):
         host = value.detach().cpu()
-        return np.asarray((host.float() if dtype_name(host) in HALF else host).numpy())
+        if dtype_name(host) in HALF:
+            host = host.float()
+        return np.asarray(host.numpy())
     is_nest = isinstance(value, (list, tuple, dict))
     on_host = value.get() if hasattr(value, "__cuda_array_interface__") else value
     array = np.asarray(None if is_nest else on_host)
@@ -67,22 +69,28 @@ def to_host(value: Any) -> Array:
 def to_sum(value: Any) -> Array:
     """Return a tensor, array or number as an array on the host in the dtype that it is summed in: bools are counted."""
     array = to_host(value)
-    return array.astype(np.int64) if array.dtype.kind == "b" else array
+    if array.dtype.kind == "b":
+        return array.astype(np.int64)
+    return array
 
 
 def from_host(value: Any, result: Array) -> Any:
-    """Return a host array as the kind of what was given: tensor (on the host), array or number."""
+    """Return a host array as the same kind of object as `value`: a tensor (on the host), an array or a number."""
     if isinstance(value, Tensor):
         tensor = from_array(result, str(result.dtype))
         return tensor.to(value.dtype) if value.dtype.is_floating_point else tensor
-    return result.item() if isinstance(value, (int, float, complex)) else result
+    if isinstance(value, (int, float, complex)):
+        return result.item()
+    return result
 
 
 def copy_of(value: Any) -> Any:
-    """Return a copy of a tensor or array, so that a replica may write into what all of them were given."""
+    """Return a copy of a tensor or array, so that a replica may write into a value that all of them got."""
     if isinstance(value, Tensor):
         return value.clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value
 
 
 def is_sparse(value: Any) -> bool:
@@ -107,7 +115,8 @@ def _describe(value: Any, shape: Iterable[int]) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(shape)} {dtype_name(value)}"
     kind = "number" if isinstance(value, (int, float, complex)) else "array"
-    return f"{tuple(shape)} {np.dtype(getattr(value, 'dtype', None) or np.asarray(value).dtype)} {kind}"
+    dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+    return f"{tuple(shape)} {np.dtype(dtype)} {kind}"
 
 
 def _require_alike(
@@ -118,21 +127,28 @@ def _require_alike(
 ) -> float:
     """Return the number of all replicas, or raise on every rank when their calls or values do not fit together.
 
-    A rank that cannot take part, by its `error`, raises that one.
-
-    Every exchange of values begins with this message, which always has the same size: ranks that make other calls are
-    found before any value is mixed with another. Two calls that are alike, of other values, are not told apart.
+    Every exchange of values begins with this message, which always has the same size: ranks that make different calls
+    are found before their values are mixed. Two equal calls with different values of one shape and dtype pass.
 
     Sums of x and x*x over n replicas show whether all x are equal. x is a digest of 20 bits, so that the sums are exact
     for thousands of replicas.
+
+    Args:
+        exchange: combines values.
+        call: name of the call, and what must be the same about it on all replicas.
+        described: texts that describe the values, one list for each local replica.
+        error: why this rank cannot take part; this rank raises it after the message, and the other ranks raise too.
     """
     if error is not None:
         described = [["no value"] for _ in exchange.own_replicas]
-    texts = ["; ".join([call, *replica_descriptions]) for replica_descriptions in described]
-    digests = [float(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 20)) for text in texts]
-    n, total, squares = exchange.sum_over_replicas(
-        [np.array([1.0, digest, digest * digest]) for digest in digests]
-    )
+    texts: list[str] = []
+    rows: list[Array] = []
+    for replica_descriptions in described:
+        text = "; ".join([call, *replica_descriptions])
+        digest = float(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 20))
+        texts.append(text)
+        rows.append(np.array([1.0, digest, digest * digest]))
+    n, total, squares = exchange.sum_over_replicas(rows)
     if error is not None:
         raise error
     if n * squares != total * total:
@@ -149,13 +165,22 @@ def _require_alike(
 
 def check_axis(axis: Axis) -> None:
     """Raise TypeError unless `axis` is None, an int, or a tuple or list of ints."""
-    for single_axis in axis if isinstance(axis, (tuple, list)) else (axis,):
-        if single_axis is not None and (
-            isinstance(single_axis, bool) or not hasattr(single_axis, "__index__")
-        ):
+    for single_axis in _listed_axes(axis):
+        if single_axis is None:
+            continue
+        if isinstance(single_axis, bool) or not hasattr(single_axis, "__index__"):
             raise TypeError(
                 f"reduce: expected axis as None, an int or ints, got {axis!r}; pass axis=None or axis=0."
             )
+
+
+def _listed_axes(axis: Axis) -> tuple[int, ...]:
+    """Return the axes that the caller named: none for None."""
+    if axis is None:
+        return ()
+    if isinstance(axis, (tuple, list)):
+        return tuple(axis)
+    return (axis,)
 
 
 def reduce_values(
@@ -170,13 +195,13 @@ def reduce_values(
     A value has the bits that a sum of it alone has, where sums are in the order of replicas. The sum of sparse tensors
     has the entries of all replicas, in their order and not yet coalesced: nothing becomes dense.
 
-    Collective: all ranks.
+    Collective over the ranks of the role.
 
     Args:
         exchange: combines values.
         op: SUM or MEAN.
         values: a list for each local replica: torch tensors, dense or sparse COO, numpy arrays or numbers.
-        structures: of the nest that each replica's values are the leaves of; default: lists.
+        structures: text for each local replica, the form of the nest whose leaves its values are; default: lists.
         error: why this rank has no values; the other ranks raise too then.
 
     Raises:
@@ -187,60 +212,76 @@ def reduce_values(
     parts: list[list[Any]] = []
     described: list[list[str]] = []
     try:
-        parts = [
-            [leaf if is_sparse(leaf) else to_sum(leaf) for leaf in replica_values]
-            for replica_values in values
-        ]
-        described = [
-            [
-                _describe(value, part.shape)
-                for value, part in zip(replica_values, own_parts, strict=True)
-            ]
-            for replica_values, own_parts in zip(values, parts, strict=True)
-        ]
+        parts = [_parts_of(replica_values) for replica_values in values]
+        for replica_values, replica_parts in zip(values, parts, strict=True):
+            described.append(_describe_all(replica_values, replica_parts))
     except UsageError as caught:
         error = caught
     for replica_descriptions, structure in zip(described, structures, strict=False):
         replica_descriptions.append(structure)
     n_replicas = _require_alike(exchange, f"reduce {op.name}", described, error)
-    packs: dict[Any, list[int]] = {}
+    sparse_indices: list[int] = []
+    indices_of_dtype: dict[Any, list[int]] = {}
     for index, part in enumerate(parts[0]):
-        packs.setdefault("sparse" if is_sparse(part) else part.dtype, []).append(index)
-    reduced: dict[int, Any] = {}
-    for index in packs.pop("sparse", []):
-        reduced[index] = _join_sparse(
-            exchange, op, [replica_parts[index] for replica_parts in parts], n_replicas
-        )
-    for indices in packs.values():
-        totals = _sum_packed(
-            exchange, [[replica_parts[index] for index in indices] for replica_parts in parts]
-        )
+        if is_sparse(part):
+            sparse_indices.append(index)
+        else:
+            indices_of_dtype.setdefault(part.dtype, []).append(index)
+    reduced: list[Any] = [None] * len(parts[0])
+    for index in sparse_indices:
+        tensors = [replica_parts[index] for replica_parts in parts]
+        reduced[index] = _join_sparse(exchange, op, tensors, n_replicas)
+    for indices in indices_of_dtype.values():
+        packs: list[list[Array]] = []
+        for replica_parts in parts:
+            packs.append([replica_parts[index] for index in indices])
+        totals = _sum_packed(exchange, packs)
         for index, total in zip(indices, totals, strict=True):
             reduced[index] = from_host(values[0][index], _divide(op, total, n_replicas))
-    return [reduced[index] for index in range(len(parts[0]))]
+    return reduced
+
+
+def _parts_of(values: list[Any]) -> list[Any]:
+    """Return values as they are summed: sparse tensors as they are, all else as host arrays."""
+    return [value if is_sparse(value) else to_sum(value) for value in values]
+
+
+def _describe_all(values: list[Any], parts: list[Any]) -> list[str]:
+    """Return shape, dtype and kind of each value as text; the shapes are taken from `parts`."""
+    return [_describe(value, part.shape) for value, part in zip(values, parts, strict=True)]
 
 
 def _sum_packed(exchange: Exchange, packs: list[list[Array]]) -> list[Array]:
     """Return the sum over all replicas of each array of a pack; all have one dtype."""
-    total = exchange.sum_over_replicas(
-        [np.concatenate([array.reshape(-1) for array in pack]) for pack in packs]
-    )
-    ends = np.cumsum([array.size for array in packs[0]])[:-1]
-    return [
-        part.reshape(array.shape)
-        for part, array in zip(np.split(total, ends), packs[0], strict=True)
-    ]
+    rows: list[Array] = []
+    for pack in packs:
+        flat_arrays = [array.reshape(-1) for array in pack]
+        rows.append(np.concatenate(flat_arrays))
+    flat_total = exchange.sum_over_replicas(rows)
+    totals: list[Array] = []
+    start = 0
+    for array in packs[0]:
+        stop = start + array.size
+        totals.append(flat_total[start:stop].reshape(array.shape))
+        start = stop
+    return totals
 
 
 def _join_sparse(
-    exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_replicas: float
+    exchange: Exchange,
+    op: ReduceOp,
+    tensors: list[Tensor],
+    n_replicas: float,
 ) -> Tensor:
-    """Return a sparse tensor with the entries of all replicas, divided by their number for the mean."""
+    """Return a sparse tensor with the entries of all replicas, divided by the number of replicas for the mean."""
     first = tensors[0].detach()
-    own_indices = np.concatenate([to_host(tensor.detach()._indices().T) for tensor in tensors])
-    own_entries = np.concatenate([to_sum(tensor.detach()._values()) for tensor in tensors])
-    indices, _ = exchange.gather_over_ranks(own_indices, None)
-    entries, _ = exchange.gather_over_ranks(own_entries, None)
+    local_indices: list[Array] = []
+    local_entries: list[Array] = []
+    for tensor in tensors:
+        local_indices.append(to_host(tensor.detach()._indices().T))
+        local_entries.append(to_sum(tensor.detach()._values()))
+    indices, _ = exchange.gather_over_ranks(np.concatenate(local_indices), None)
+    entries, _ = exchange.gather_over_ranks(np.concatenate(local_entries), None)
     values = from_host(first._values(), _divide(op, entries, n_replicas))
     return torch.sparse_coo_tensor(
         from_array(indices.T, "int64"), values, first.shape, check_invariants=False
@@ -248,61 +289,71 @@ def _join_sparse(
 
 
 def reduce_over_axis(
-    exchange: Exchange, op: ReduceOp, values: list[Any], axis: Axis, error: UsageError | None = None
+    exchange: Exchange,
+    op: ReduceOp,
+    values: list[Any],
+    axis: Axis,
+    error: UsageError | None = None,
 ) -> Any:
     """Return a dense value reduced over `axis` and over all replicas; see `Strategy.reduce`.
 
-    Collective: all ranks.
+    Collective over the ranks of the role.
 
     Args:
         exchange: combines values.
         op: SUM or MEAN.
-        values: of this rank's replicas: torch tensors, numpy arrays or numbers.
-        axis: checked by `check_axis`.
+        values: one value for each replica of this rank: a torch tensor, numpy array or number.
+        axis: axes to reduce over, checked by `check_axis`.
         error: why this rank has no values; the other ranks raise too then.
     """
-    arrays: list[Array] = []
-    totals: list[Array] = []
-    axes: list[tuple[int, ...]] = []
+    partial_sums: list[_PartialSum] = []
     described: list[list[str]] = []
     try:
         arrays = [to_sum(value) for value in values]
-        axes = [_axes(axis, array.ndim) for array in arrays]
-        totals = [
-            np.array(
-                array.sum(axis=replica_axes, dtype=array.dtype) if replica_axes else array,
-                order="C",
-            )
-            for array, replica_axes in zip(arrays, axes, strict=True)
-        ]
-        described = [
-            [f"axes {replica_axes}", _describe(value, replica_total.shape)]
-            for value, replica_axes, replica_total in zip(values, axes, totals, strict=True)
-        ]
+        for value, array in zip(values, arrays, strict=True):
+            partial_sum = _sum_over_axes(array, axis)
+            partial_sums.append(partial_sum)
+            shape = partial_sum.total.shape
+            described.append([f"axes {partial_sum.axes}", _describe(value, shape)])
     except UsageError as caught:
         error = caught
     _require_alike(exchange, f"reduce {op.name}", described, error)
-    total = exchange.sum_over_replicas(
-        [replica_total.reshape(-1) for replica_total in totals]
-    ).reshape(totals[0].shape)
+    flat_total = exchange.sum_over_replicas(
+        [partial_sum.total.reshape(-1) for partial_sum in partial_sums]
+    )
+    total = flat_total.reshape(partial_sums[0].total.shape)
     n_elements = 1.0
     if op is ReduceOp.MEAN:
-        counts = [
-            math.prod(array.shape[dimension] for dimension in replica_axes)
-            for array, replica_axes in zip(arrays, axes, strict=True)
-        ]
-        n_elements = (
-            exchange.sum_over_replicas([np.array([count], np.float64) for count in counts])[0]
-            or 1.0
-        )
+        counts = [np.array([partial_sum.n_elements], np.float64) for partial_sum in partial_sums]
+        n_elements = exchange.sum_over_replicas(counts)[0] or 1.0
     return from_host(values[0], _divide(op, total, n_elements))
+
+
+class _PartialSum(NamedTuple):
+    """The sum of one replica's array over some of its axes.
+
+    Attributes:
+        axes: the axes, as ascending numbers from 0.
+        total: the sum, C-contiguous; a copy of the array where no axes are summed over.
+        n_elements: number of elements of the array that an element of the sum is made of.
+    """
+
+    axes: tuple[int, ...]
+    total: Array
+    n_elements: int
+
+
+def _sum_over_axes(array: Array, axis: Axis) -> _PartialSum:
+    """Return the sum of an array over `axis`, in its own dtype."""
+    axes = _axes(axis, array.ndim)
+    total = array.sum(axis=axes, dtype=array.dtype) if axes else array
+    n_elements = math.prod(array.shape[dimension] for dimension in axes)
+    return _PartialSum(axes, np.array(total, order="C"), n_elements)
 
 
 def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
     """Return axes as ascending numbers from 0."""
-    requested_axes = (
-        () if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    )
+    requested_axes = _listed_axes(axis)
     for axis_index in map(operator.index, requested_axes):
         if not -n_dims <= axis_index < n_dims:
             raise UsageError(
@@ -316,24 +367,33 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
 
 
 def reduce_in_replica(
-    exchange: Exchange, op: ReduceOp, leaves: Sequence[Any], structure: str = ""
+    exchange: Exchange,
+    op: ReduceOp,
+    leaves: Sequence[Any],
+    structure: str = "",
 ) -> list[Any]:
     """Return the leaves of a nest, each reduced over all replicas, on the devices where they were.
 
-    Collective: all replicas. Called inside a replica.
+    Collective over all replicas. Called inside a replica.
 
     Args:
         exchange: combines values.
         op: SUM or MEAN.
-        leaves: of the nest.
-        structure: of the nest.
+        leaves: the leaves of this replica's nest.
+        structure: form of the nest, as text.
     """
 
     def combine(contributions: list[Any]) -> list[Any]:
-        values = [replica_leaves for replica_leaves, _ in contributions]
-        structures = [replica_structure for _, replica_structure in contributions]
+        values: list[list[Any]] = []
+        structures: list[str] = []
+        for replica_leaves, replica_structure in contributions:
+            values.append(replica_leaves)
+            structures.append(replica_structure)
         reduced = reduce_values(exchange, op, values, structures)
-        return [[copy_of(reduced_leaf) for reduced_leaf in reduced] for _ in contributions]
+        results: list[list[Any]] = []
+        for _ in contributions:
+            results.append([copy_of(reduced_leaf) for reduced_leaf in reduced])
+        return results
 
     contributed = [_contributed(exchange, leaf) for leaf in leaves]
     reduced = exchange.scheduler.merge("an all_reduce", (contributed, structure), combine)
@@ -341,61 +401,70 @@ def reduce_in_replica(
 
 
 def _contributed(exchange: Exchange, leaf: Any) -> Any:
-    """Return what a replica contributes: a copy where buffers will hold another replica's values by then."""
-    return copy_of(leaf) if len(exchange.own_replicas) > 1 else leaf
+    """Return a replica's contribution: a copy where buffers will hold another replica's values when it is used."""
+    if len(exchange.own_replicas) > 1:
+        return copy_of(leaf)
+    return leaf
 
 
 def _beside(leaf: Any, value: Any) -> Any:
-    """Return a tensor on the device of the one that it was made from, with its strides; anything else as it is.
+    """Return a tensor on the device of the leaf that it was made from, with its strides; anything else as it is.
 
-    Fused optimizers walk through the memory of a gradient as they do through that of its parameter.
+    Fused optimizers walk through the memory of a gradient in the same order as through the memory of its parameter.
     """
     if not isinstance(value, Tensor):
         return value
     has_other_strides = (
         not is_sparse(value) and value.shape == leaf.shape and value.stride() != leaf.stride()
     )
-    return (
-        torch.empty_like(leaf, dtype=value.dtype).copy_(value)
-        if has_other_strides
-        else value.to(leaf.device)
-    )
+    if has_other_strides:
+        return torch.empty_like(leaf, dtype=value.dtype).copy_(value)
+    return value.to(leaf.device)
 
 
 # -- gather -----------------------------------------------------------------------------------------------------------
 
 
 def gather_values(
-    exchange: Exchange, values: list[Any], axis: int, error: UsageError | None = None
+    exchange: Exchange,
+    values: list[Any],
+    axis: int,
+    error: UsageError | None = None,
 ) -> tuple[Any, list[int]]:
     """Return all replicas' values joined along `axis`, and where each local one begins; see `Strategy.gather`.
 
-    Collective: all ranks.
+    Collective over the ranks of the role.
 
     Args:
         exchange: combines values.
-        values: of this rank's replicas: torch tensors or numpy arrays.
-        axis: negative ones count from the end.
+        values: one value for each replica of this rank: a torch tensor or numpy array.
+        axis: dimension along which the values are joined; a negative number counts from the end.
         error: why this rank has no values; the other ranks raise too then.
     """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"gather: expected axis as an int, got {axis!r}; pass axis=0.")
     _require_alike(exchange, "gather", [[_axis_text(axis, value)] for value in values], error)
-    rows = []
+    rows: list[Array] = []
     try:
         rows = _rows_along(values, axis)
     except UsageError as caught:
         error = caught
-    joined, start = exchange.gather_over_ranks(np.concatenate(rows) if rows else np.empty(0), error)
-    starts = np.cumsum([start, *(len(row) for row in rows[:-1])]).tolist()
-    back = np.ascontiguousarray(np.moveaxis(joined, 0, operator.index(axis) % joined.ndim))
-    return from_host(values[0], back), starts
+    local_rows = np.concatenate(rows) if rows else np.empty(0)
+    joined, start = exchange.gather_over_ranks(local_rows, error)
+    starts: list[int] = []
+    for replica_rows in rows:
+        starts.append(start)
+        start += len(replica_rows)
+    in_place = np.ascontiguousarray(np.moveaxis(joined, 0, operator.index(axis) % joined.ndim))
+    return from_host(values[0], in_place), starts
 
 
 def _axis_text(axis: int, value: Any) -> str:
-    """Return which axis of a value is meant; of a number, which has none, that it was given."""
+    """Return which axis of a value is meant, as text; "a number" for a value without dimensions."""
     n_dims = getattr(value, "ndim", 0)
-    return f"axis {operator.index(axis) % n_dims} of {n_dims}" if n_dims else "a number"
+    if not n_dims:
+        return "a number"
+    return f"axis {operator.index(axis) % n_dims} of {n_dims}"
 
 
 def _rows_along(values: list[Any], axis: int) -> list[Array]:
@@ -421,9 +490,9 @@ def _rows_along(values: list[Any], axis: int) -> list[Array]:
 
 
 def gather_in_replica(exchange: Exchange, leaf: Any, axis: int) -> tuple[Any, int]:
-    """Return what all replicas have, joined along `axis`, and where this replica's part begins.
+    """Return the values of all replicas joined along `axis`, and where this replica's part begins.
 
-    Collective: all replicas. Called inside a replica.
+    Collective over all replicas. Called inside a replica.
     """
 
     def combine(contributions: list[Any]) -> list[Any]:
@@ -440,22 +509,22 @@ def gather_in_replica(exchange: Exchange, leaf: Any, axis: int) -> tuple[Any, in
 def sum_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of one tensor of each local replica over all replicas, in the order that gradients are added in.
 
-    Collective: all ranks. Same call, shape and dtype required on every replica: yes.
+    Collective over the ranks of the role. Same call, shape and dtype required on every replica: yes.
 
     Args:
         exchange: combines values.
-        call: what is called, and of what, such as "read_value of variable 3 'loss'".
-        tensors: unchanged; bool ones are or-ed.
+        call: name of the call and of its object, such as "read_value of variable 3 'loss'".
+        tensors: one tensor of each local replica, left unchanged; bool tensors are or-ed.
 
     Raises:
         UsageError: when calls, shapes or dtypes differ; on every rank.
     """
     _require_alike_tensors(exchange, f"{call} (sum)", tensors)
     first = tensors[0]
-    rows = [
-        tensor.detach().cpu().to(_sum_dtype(tensor)).reshape(-1).clone().numpy()
-        for tensor in tensors
-    ]
+    rows: list[Array] = []
+    for tensor in tensors:
+        on_host = tensor.detach().cpu().to(_sum_dtype(tensor))
+        rows.append(on_host.reshape(-1).clone().numpy())
     total = torch.from_numpy(np.asarray(exchange.sum_over_replicas(rows)))
     return total.reshape(first.shape).to(first.device, first.dtype)
 
@@ -469,7 +538,7 @@ def mean_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Te
 def first_tensor(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensor of replica 0, bit for bit, on every rank; see `sum_tensors`.
 
-    Cost: a sum of bytes, to which all others contribute zeros: strategies sum, but have no broadcast.
+    Cost: a sum of bytes, to which all other replicas contribute zeros: strategies sum, but have no broadcast.
     """
     _require_alike_tensors(exchange, f"{call} (first)", tensors)
     rows = [np.zeros(tensor.numel() * tensor.element_size(), np.uint8) for tensor in tensors]
@@ -479,7 +548,7 @@ def first_tensor(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Te
 
 
 def all_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
-    """Return (replicas, ...) on the host: the tensors of all replicas, in their order and bits; see `sum_tensors`."""
+    """Return the tensors of all replicas on the host, (replicas, ...), in their order and bits; see `sum_tensors`."""
     _require_alike_tensors(exchange, f"{call} (all)", tensors)
     rows = np.stack([_bytes_of(tensor) for tensor in tensors])
     joined, _ = exchange.gather_over_ranks(rows, None)
@@ -494,7 +563,8 @@ def _require_alike_tensors(exchange: Exchange, call: str, tensors: Sequence[Tens
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
     if tensor.dtype is torch.bool:
         return torch.int64
-    return getattr(torch, SUM_DTYPES.get(dtype_name(tensor), dtype_name(tensor)))  # type: ignore[no-any-return]
+    name = dtype_name(tensor)
+    return getattr(torch, SUM_DTYPES.get(name, name))  # type: ignore[no-any-return]
 
 
 def _bytes_of(tensor: Tensor) -> Array:

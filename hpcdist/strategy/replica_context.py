@@ -1,4 +1,4 @@
-"""The replica context: what code inside `strategy.run` knows of its replica, and its collectives."""
+"""The replica context: facts about the replica for code inside `strategy.run`, and the collectives of replicas."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ class ReplicaContext:
     """One replica of a strategy, as `tf.distribute.ReplicaContext`; `get_replica_context()` returns it inside `run`.
 
     Attributes:
-        strategy: the strategy.
-        replica_id_in_sync_group: this replica's number among all of the job.
-        local_index: its index among those of this process.
+        strategy: the strategy that the replica belongs to.
+        replica_id_in_sync_group: number of this replica among all replicas of the job.
+        local_index: index of this replica among the replicas of this process.
     """
 
     def __init__(self, strategy: "Strategy", replica: int, local_index: int) -> None:
@@ -33,29 +33,32 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas of the job."""
+        """Number of replicas of the job."""
         return self.strategy.num_replicas_in_sync
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call merge_fn(strategy, *args, **kwargs) once for all local replicas, outside them; return this one's part.
+        """Call merge_fn(strategy, *args, **kwargs) once, outside the local replicas; return this replica's part.
 
         All replicas must make this call, in the same order of calls. Collective if `merge_fn` is.
 
-        Every replica has its own gradients and buffers; `merge_fn` finds those of this process's last replica. What it
-        changes of them (`optimizer.zero_grad()`, clipping) all replicas of this process get; what it leaves alone stays
-        what it was for each. Where `num_replicas` was given, its random numbers are those of code
-        outside `run`, and it may not change buffers that replicas have changed on their own, such as BatchNorm's
-        between forward and backward. What it raises is raised in every replica.
+        Every replica has its own gradients and buffers; `merge_fn` finds those of this process's last replica. If it
+        changes a gradient or buffer (`optimizer.zero_grad()`, clipping), all replicas of this process get the change;
+        the gradients and buffers that it leaves alone keep each replica's values. Where `num_replicas` was given, its
+        random numbers are those of code outside `run`, and it may not change buffers that replicas have changed on
+        their own, such as BatchNorm's between forward and backward. An error in it is raised in every replica.
 
         Args:
-            merge_fn: gets the arguments of all local replicas as PerReplica values.
-            args: as for `run`.
-            kwargs: as for `run`.
+            merge_fn: function that gets the arguments of all local replicas as PerReplica values.
+            args: arguments, as for `run`.
+            kwargs: arguments by name, as for `run`.
 
         Raises:
-            UsageError: for a change of such buffers; on every rank.
+            UsageError: for a change of buffers that replicas have changed on their own; on every rank.
         """
         self._require("merge_call")
         return self.strategy._merge_call(self, merge_fn, args, kwargs or {})
@@ -63,10 +66,11 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each reduced over all replicas.
 
-        Collective: all replicas, in the same order of calls. Same shapes, dtypes and nest required on every replica:
-        yes; the keys of a dict in any order. The gradient of a dense tensor's reduction is the reduction of the
-        gradient, and so on for gradients of gradients (torch.autograd.grad with create_graph=True), which all replicas
-        must reach alike: not one with a loss that is linear in the result. A sparse one's has none.
+        Collective over all replicas, in the same order of calls. Same shapes, dtypes and nest required on every
+        replica: yes; the keys of a dict in any order. The gradient of a dense tensor's reduction is the reduction of
+        the gradient, and so on for gradients of gradients (torch.autograd.grad with create_graph=True). All replicas
+        must reach these alike; a replica whose loss is linear in the result does not reach them. The reduction of a
+        sparse tensor has no gradient.
 
         Args:
             reduce_op: SUM or MEAN.
@@ -75,8 +79,8 @@ class ReplicaContext:
             options: accepted for compatibility.
 
         Raises:
-            UsageError: when the nest, or shape, dtype or kind of a value differs among replicas; on every one. For the
-                SUM of gradients that backward has summed.
+            UsageError: when the nest, or shape, dtype or kind of a value differs among replicas; on every replica. For
+                the SUM of gradients that backward has summed.
 
         Cost: one all-reduce for each dtype in the nest, and two gathers for each sparse tensor.
         """
@@ -96,17 +100,17 @@ class ReplicaContext:
         return with_leaves(value, reduced)
 
     def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
-        """Return the leaves of a nest, each reduced over all replicas, with gradients. Collective: all replicas."""
+        """Return the leaves of a nest, each reduced over all replicas, with gradients. Collective over all replicas."""
         return _reduce_leaves(self.strategy, op, leaves, form)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each joined along `axis` over all replicas, in their order.
 
-        Collective: all replicas, in the same order of calls. Shapes may differ along `axis` only.
+        Collective over all replicas, in the same order of calls. Shapes may differ along `axis` only.
 
         Args:
             value: nest of tensors or arrays with at least one dimension.
-            axis: negative ones count from the end.
+            axis: dimension along which they are joined; a negative number counts from the end.
             options: accepted for compatibility.
 
         Raises:
@@ -131,20 +135,23 @@ class ReplicaContext:
 
 
 class OnlyReplica(ReplicaContext):
-    """The replica of code outside all strategies: its calls enter the pass-through strategy first."""
+    """The replica of code outside all strategies, whose calls enter the pass-through strategy first."""
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Return merge_fn(strategy, *args, **kwargs)."""
         return self._inside(lambda replica: replica.merge_call(merge_fn, args, kwargs))
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        """Return a copy of what a nest holds."""
+        """Return a copy of the values of a nest."""
         return self._inside(lambda replica: replica.all_reduce(reduce_op, value, options))
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Return a copy of what a nest holds."""
+        """Return a copy of the values of a nest."""
         return self._inside(lambda replica: replica.all_gather(value, axis, options))
 
     def _inside(self, call: Callable[[ReplicaContext], Any]) -> Any:
@@ -161,7 +168,10 @@ class OnlyReplica(ReplicaContext):
 
 
 def _reduce_leaves(
-    strategy: "Strategy", op: ReduceOp, leaves: list[Any], form: str = ""
+    strategy: "Strategy",
+    op: ReduceOp,
+    leaves: list[Any],
+    form: str = "",
 ) -> Sequence[Any]:
     if torch.is_grad_enabled() and any(
         isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
@@ -178,37 +188,36 @@ def _reduce_leaves(
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: ReduceOp, strategy: "Strategy", form: str, *leaves: Any
+        ctx: Any,
+        op: ReduceOp,
+        strategy: "Strategy",
+        form: str,
+        *leaves: Any,
     ) -> tuple[Any, ...]:
         ctx.op = op
         ctx.strategy = weakref.ref(strategy)
         reduced = reduce_in_replica(strategy, op, leaves, form)
         ctx.is_needed = ctx.needs_input_grad[3:]
-        fixed = [
-            reduced_leaf
-            for reduced_leaf, is_needed in zip(reduced, ctx.is_needed, strict=True)
-            if not is_needed
-        ]
-        ctx.mark_non_differentiable(
-            *(fixed_leaf for fixed_leaf in fixed if isinstance(fixed_leaf, Tensor))
-        )
+        fixed: list[Tensor] = []
+        for reduced_leaf, is_needed in zip(reduced, ctx.is_needed, strict=True):
+            if not is_needed and isinstance(reduced_leaf, Tensor):
+                fixed.append(reduced_leaf)
+        ctx.mark_non_differentiable(*fixed)
         return tuple(reduced)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        wanted = [
+        needed = [
             gradient
             for gradient, is_needed in zip(gradients, ctx.is_needed, strict=True)
             if is_needed
         ]
-        # with a graph of its own, if one is made
-        reduced = iter(_reduce_backward(ctx, ctx.op, wanted))
-        return (
-            None,
-            None,
-            None,
-            *(next(reduced) if is_needed else None for is_needed in ctx.is_needed),
-        )
+        # the reduction has its own graph, if this backward makes one
+        reduced = iter(_reduce_backward(ctx, ctx.op, needed))
+        of_leaves: list[Any] = []
+        for is_needed in ctx.is_needed:
+            of_leaves.append(next(reduced) if is_needed else None)
+        return None, None, None, *of_leaves
 
 
 class _AllGather(torch.autograd.Function):

@@ -26,7 +26,7 @@ class Replicas(Protocol):
     Attributes:
         is_fixed: whether the number of replicas was given, so that a process may hold several.
         local: numbers of the replicas of this process.
-        n_replicas: number of replicas of all ranks.
+        n_replicas: number of replicas on all ranks together.
         scheduler: runs the replicas of this process.
     """
 
@@ -36,20 +36,20 @@ class Replicas(Protocol):
     scheduler: ReplicaScheduler
 
     def regroup(self, results: Sequence[Any]) -> Any:
-        """Return what the local replicas have returned as one nest, with PerReplica values where there are several."""
+        """Return the results of the local replicas as one nest, with PerReplica values where there are several."""
 
     def add(self, rows: list[Array]) -> Array:
         """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
 
     def append_rows(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
-        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all."""
+        """Return the joined (rows, ...) host arrays of all ranks, and where this rank's begins; or raise on all."""
 
     def broadcast(self, value: Tensor) -> Tensor:
         """Return the chief's value, which has the same shape and dtype on every rank."""
 
 
 class OneReplica:
-    """The only replica of a strategy, in this process; `Replicas` that nobody else takes part in."""
+    """`Replicas` of a strategy that has one, in this process."""
 
     is_fixed = False
     local = range(1)
@@ -59,7 +59,7 @@ class OneReplica:
         self.scheduler = ReplicaScheduler(self.local, [])
 
     def regroup(self, results: Sequence[Any]) -> Any:
-        """Return what the replica has returned."""
+        """Return the replica's result."""
         return regroup(results)
 
     def add(self, rows: list[Array]) -> Array:
@@ -83,14 +83,18 @@ class RankReplicas:
     Collective over the group: `add`, `append_rows` and `broadcast`.
 
     Args:
-        group: the ranks.
+        group: group of the ranks.
         reducer: knows which replicas each rank has, and adds their values in one order.
         scheduler: runs the replicas of this rank.
         is_fixed: whether the number of replicas was given.
     """
 
     def __init__(
-        self, group: Group, reducer: Reducer, scheduler: ReplicaScheduler, is_fixed: bool
+        self,
+        group: Group,
+        reducer: Reducer,
+        scheduler: ReplicaScheduler,
+        is_fixed: bool,
     ) -> None:
         self.is_fixed = is_fixed
         self.local = reducer.own_replicas
@@ -100,7 +104,7 @@ class RankReplicas:
         self._reducer = reducer
 
     def regroup(self, results: Sequence[Any]) -> Any:
-        """Return what the local replicas have returned; PerReplica values also of a single one if numbers are fixed."""
+        """Return the results of the local replicas; if numbers are fixed, even one replica's are PerReplica values."""
         return regroup(results, is_single_kept=self.is_fixed)
 
     def add(self, rows: list[Array]) -> Array:
@@ -113,7 +117,7 @@ class RankReplicas:
         return rows[0]
 
     def append_rows(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
-        """Return the rows of all ranks joined, and where this rank's begin."""
+        """Return the joined rows of all ranks, and where this rank's begin."""
         group = self._group
         group.world.agree(error, group.comm)
         counts = gather_rows(np.array([len(rows)]), group)

@@ -23,33 +23,39 @@ from hpcdist.program.single_replica import SingleReplicaSteps
 class Sums(Protocol):
     """What a strategy does with models, and with the gradients of its replicas.
 
-    The arguments and errors of methods that a strategy has, too, are described there.
+    Where `Strategy` has a method of the same name, its arguments and errors are described there.
     """
 
     @property
     def is_mean(self) -> bool | None:
-        """Whether gradients are averaged, weighted by rows; None: not settled."""
+        """Whether gradients are averaged, weighted by rows. None if that is not settled."""
 
     def watching(self) -> AbstractContextManager[None]:
-        """Look after every module, parameter and optimizer that is built in the block."""
+        """Manage every module, parameter and optimizer that is built in the block."""
 
     def writing(self) -> AbstractContextManager[None]:
         """Let the block write, once for all local replicas, to the parameters that they share."""
 
     def prepare_run(self, args: Any) -> None:
-        """Make models equal before their first use. Collective at the first use: all ranks."""
+        """Make models equal before their first use. Collective over the ranks of the role at that use."""
 
     def prepare(self, objects: Iterable[Any]) -> None:
         """Make the models of the strategy among some objects equal, and end a round of local steps.
 
-        Collective if there are any: all ranks.
+        Collective over the ranks of the role if there are such models.
         """
 
     def collect(self, objects: Iterable[Any]) -> None:
-        """Bring the strategy's objects among some to one state, to be saved. Collective if servers hold any."""
+        """Bring the strategy's objects among some to one state, to be saved.
+
+        Collective over the ranks of the role if servers hold any of the objects.
+        """
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Use what was loaded into the strategy's objects among some. Collective if servers hold any."""
+        """Use the values that were loaded into the strategy's objects among some.
+
+        Collective over the ranks of the role if servers hold any of the objects.
+        """
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""
@@ -58,22 +64,25 @@ class Sums(Protocol):
         """Return who makes the steps of an optimizer."""
 
     def update(self, variable: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return what calls that change a variable return. Collective if ranks share it; None where another calls."""
+        """Make calls that change a variable, and return their results: None for each where another rank calls.
+
+        Collective over the ranks of the host if they share the variable.
+        """
 
     def stop(self) -> None:
-        """Forget what replicas had begun before an error stopped them."""
+        """Forget the work that replicas had begun before an error stopped them."""
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
         """Note that tensors are results of an all_reduce."""
 
     def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return which tensors are results of an all_reduce."""
+        """Return for each tensor whether it is the result of an all_reduce."""
 
     def note_crossing(self) -> None:
-        """Note that a backward goes from each replica's loss into the others' graphs."""
+        """Note that a backward goes from each replica's loss into the graphs of other replicas."""
 
     def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return which tensors are gradients that a backward has summed over all replicas."""
+        """Return for each tensor whether it is a gradient that a backward has summed over all replicas."""
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let a hook sum the gradients of each bucket."""
@@ -88,13 +97,16 @@ class Sums(Protocol):
         """Sum gradients from the first backward of this loss on, unless it is known that they are averaged."""
 
     def mark_scaled(self, loss: Any) -> None:
-        """Mark backwards that reach this loss as those of a scaled loss; it does not settle how gradients combine."""
+        """Mark backwards that reach this loss as backwards of a scaled loss; it settles no way to combine gradients."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what the bits of summed gradients depend on."""
+        """Return the settings that the bits of summed gradients depend on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed and step of the random numbers, and what else a restart needs. Collective: all ranks."""
+        """Return seed and step of the random numbers, and all else that a restart needs.
+
+        Collective over the ranks of the role.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state."""
@@ -104,7 +116,7 @@ class NoSums:
     """`Sums` of a single replica, whose gradients are the sums already.
 
     Args:
-        steps: watches modules and optimizers of the scope, for random numbers keyed by step; None: nobody does.
+        steps: watches modules and optimizers of the scope, for random numbers keyed by step. None if nobody does.
     """
 
     is_mean = False
@@ -113,7 +125,7 @@ class NoSums:
         self._steps = steps
 
     def watching(self) -> AbstractContextManager[None]:
-        """Look after what is built in the block, if anybody does."""
+        """Watch modules and optimizers that are built in the block, if steps are watched."""
         return nullcontext() if self._steps is None else self._steps.watching()
 
     def writing(self) -> AbstractContextManager[None]:
@@ -130,10 +142,10 @@ class NoSums:
         """Do nothing: this process has all of the state."""
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Do nothing: what was loaded is in use."""
+        """Do nothing: the loaded values are in use."""
 
     def owns(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was made in the scope; without a scope, whether it was made in no other's."""
+        """Return whether a tensor was made in the scope; if steps are not watched, whether no strategy owns it."""
         if self._steps is None:
             return not any(owner.owns(tensor) for owner in owners.alive())
         return self._steps.modules.holds(tensor)
@@ -143,14 +155,14 @@ class NoSums:
         return Stepper.EVERY_RANK
 
     def update(self, variable: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return what the calls return."""
+        """Make the calls, and return their results."""
         return [call() for call in calls]
 
     def stop(self) -> None:
         """Do nothing: no other replica waits."""
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: no other replica's gradients are missing in any."""
+        """Do nothing: a single replica's gradients are the sums."""
 
     def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Return that no tensor was noted."""
@@ -216,7 +228,7 @@ class EngineSums:
 
     @property
     def is_mean(self) -> bool | None:
-        """Whether gradients are averaged, weighted by rows; None: not settled."""
+        """Whether gradients are averaged, weighted by rows. None if that is not settled."""
         return self._engine.sums.op.is_mean
 
     def watching(self) -> AbstractContextManager[None]:
@@ -236,11 +248,11 @@ class EngineSums:
         self._engine.planner.prepare_objects(objects)
 
     def collect(self, objects: Iterable[Any]) -> None:
-        """Fetch what servers hold of some objects."""
+        """Fetch the values of some objects from servers that hold them."""
         self._engine.managed.storage.collect(objects)
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Give servers what was loaded."""
+        """Send the loaded values to servers."""
         self._engine.managed.storage.publish(objects)
 
     def owns(self, tensor: Tensor) -> bool:
@@ -256,15 +268,17 @@ class EngineSums:
         return Stepper.EVERY_RANK
 
     def update(self, variable: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return what the calls return; None for each where another rank of the host calls."""
+        """Make the calls, and return their results; None for each where another rank of the host calls."""
         storage = self._engine.managed.storage
         if not storage.holds(variable):
             return [call() for call in calls]
         with storage.changing() as is_ours:
-            return [call() if is_ours else None for call in calls]
+            if not is_ours:
+                return [None] * len(calls)
+            return [call() for call in calls]
 
     def stop(self) -> None:
-        """Forget what replicas had begun before an error stopped them."""
+        """Forget the work that replicas had begun before an error stopped them."""
         self._engine.stop_replicas()
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
@@ -272,15 +286,15 @@ class EngineSums:
         self._engine.steps.note_sums(tensors)
 
     def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return which tensors are results of an all_reduce."""
+        """Return for each tensor whether it is the result of an all_reduce."""
         return self._engine.steps.are_noted(tensors)
 
     def note_crossing(self) -> None:
-        """Note that a backward goes from each replica's loss into the others' graphs."""
+        """Note that a backward goes from each replica's loss into the graphs of other replicas."""
         self._engine.backward.note_crossing()
 
     def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return which tensors are gradients that a backward has summed over all replicas."""
+        """Return for each tensor whether it is a gradient that a backward has summed over all replicas."""
         return self._engine.steps.are_summed_gradients(tensors)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -307,25 +321,26 @@ class EngineSums:
             self._engine.backward.take_scaled_loss(loss)
 
     def mark_scaled(self, loss: Any) -> None:
-        """Mark backwards that reach this loss as those of a scaled loss."""
+        """Mark backwards that reach this loss as backwards of a scaled loss."""
         is_summed = self._engine.sums.n_replicas > 1 and self._engine.managed.storage.is_summed
         if isinstance(loss, torch.Tensor) and is_summed:
             self._engine.backward.mark_scaled(loss)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the bits of summed gradients depend on; the number of replicas if it was given."""
+        """Return the settings that the bits of summed gradients depend on; the number of replicas if it was given."""
+        n_replicas = self._engine.sums.n_replicas
         rounds = self._engine.sums.rounds
         return {
             **self._reducer.describe(),
-            "replicas": self._engine.sums.n_replicas if self._is_fixed else None,
+            "replicas": n_replicas if self._is_fixed else None,
             "comm_hook": self._engine.planner.comm_hook,
             "local_steps": None if rounds is None else str(rounds),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed and step of the random numbers, those of each rank's libraries, and which algorithms AUTO chose.
+        """Return seed and step of the random numbers, the states of each rank's libraries, and AUTO's algorithms.
 
-        Equal on all ranks. Collective: all ranks.
+        Equal on all ranks. Collective over the ranks of the role.
         """
         generators = self._engine.generators
         group = self._reducer.group
@@ -347,8 +362,8 @@ class EngineSums:
         group = self._reducer.group
         libraries = state["libraries"]
         rank = group.rank if len(libraries) > 1 else 0
-        # a new rank has numbers of its own
-        own_libraries = libraries[rank] if rank < len(libraries) else None
-        self._engine.generators.restore(state["seed"], state["step"], own_libraries)
+        # None for a rank that the saved job did not have: its libraries keep their numbers
+        rank_libraries = libraries[rank] if rank < len(libraries) else None
+        self._engine.generators.restore(state["seed"], state["step"], rank_libraries)
         if state.get("algorithms"):
             algorithms.restore_measurements(group, state["algorithms"])

@@ -13,18 +13,19 @@ class DistributedValues:
     """One value for each replica of this process, in the order of replicas; as `tf.distribute.DistributedValues`.
 
     Attributes:
-        values: a tuple, one for each local replica.
+        values: tuple with one value for each local replica.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = tuple(values)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.values))})"
+        texts = ", ".join(map(repr, self.values))
+        return f"{type(self).__name__}({texts})"
 
 
 class PerReplica(DistributedValues):
-    """Values that differ between replicas, such as parts of a batch and what `strategy.run` returns."""
+    """Values that differ between replicas, such as parts of a batch and results of `strategy.run`."""
 
 
 class Mirrored(DistributedValues):
@@ -48,21 +49,31 @@ def select(local_index: int, nest: Any) -> Any:
 
 
 def _is_distributed(leaf: Any, seen: set[int]) -> bool:
-    """Return whether a leaf is DistributedValues, or a dataclass that holds some; `seen`: dataclasses it is inside."""
+    """Return whether a leaf is DistributedValues, or a dataclass that holds some.
+
+    Args:
+        leaf: leaf of a nest.
+        seen: ids of the dataclasses that were looked into.
+    """
     if not is_dataclass(leaf) or isinstance(leaf, type):
         return isinstance(leaf, DistributedValues)
     if id(leaf) in seen:
         return False
     seen.add(id(leaf))
-    field_values = [getattr(leaf, field.name, None) for field in fields(leaf)]
-    return any(_is_distributed(child, seen) for value in field_values for child in leaves(value))
+    for field in fields(leaf):
+        value = getattr(leaf, field.name, None)
+        if any(_is_distributed(child, seen) for child in leaves(value)):
+            return True
+    return False
 
 
 def local_values(value: Any) -> tuple[Any, ...]:
-    """Return the values of the local replicas, including those of a variable; of anything else, itself."""
+    """Return the values or a variable's copies of the local replicas; anything else becomes a tuple of one."""
     if hasattr(value, "local_copies"):
         return tuple(value.local_copies)
-    return value.values if isinstance(value, DistributedValues) else (value,)
+    if isinstance(value, DistributedValues):
+        return value.values
+    return (value,)
 
 
 def regroup(
@@ -73,13 +84,13 @@ def regroup(
 ) -> Any:
     """Return one nest with PerReplica leaves, made of one nest for each local replica.
 
-    A leaf that is the same object on all of them is left as it is, unless it is a number.
+    A leaf that is the same object in all nests is left as it is, unless it is a number.
 
     Args:
-        nests: all of one structure.
+        nests: nests of one structure.
         is_single_kept: whether a single replica's values are wrapped too.
-        keeps_objects: whether that holds for other objects than numbers, arrays and tensors, too: a model that is
-            passed on is the same one for all replicas.
+        keeps_objects: whether a single replica's objects other than numbers, arrays and tensors are wrapped too. False
+            for arguments: a model that is passed on is the same object for all replicas.
         has_no_plain: whether all leaves are wrapped.
 
     Raises:
@@ -88,19 +99,20 @@ def regroup(
     first = nests[0]
     options = (is_single_kept, has_no_plain, keeps_objects)
     if is_nest(first) and isinstance(first, dict):
-        _check_alike(
-            nests, [sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests]
-        )
-        columns = [[nest[key] for nest in nests] for key in sorted_keys(first)]
-        return with_children(first, [regroup(column, *options) for column in columns])
+        keys = [sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests]
+        _check_alike(nests, keys)
+        children: list[Any] = []
+        for key in sorted_keys(first):
+            column = [nest[key] for nest in nests]
+            children.append(regroup(column, *options))
+        return with_children(first, children)
     if is_nest(first):
-        _check_alike(
-            nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests]
-        )
-        columns = [list(column) for column in zip(*nests, strict=True)]
+        lengths = [len(nest) if isinstance(nest, type(first)) else None for nest in nests]
+        _check_alike(nests, lengths)
+        columns = zip(*nests, strict=True)
         return with_children(first, [regroup(column, *options) for column in columns])
     _check_alike(nests, [is_nest(nest) for nest in nests])
-    # equal ones may be one object, but are per-replica values
+    # equal numbers may be one object, but are per-replica values
     is_number = isinstance(first, (int, float, complex))
     is_array = hasattr(first, "shape") and not hasattr(first, "local_copies")
     is_kept_single = (

@@ -10,7 +10,7 @@ def set_random_seed(seed: int) -> None:
     """Seed Python's, numpy's and torch's random numbers, as keras.utils.set_random_seed.
 
     Not collective; the same seed on all ranks. Initial weights are the chief's in any case, and inside a step torch's
-    numbers are keyed by seed, step and replica; those of Python and numpy are the same on all ranks.
+    numbers are keyed by seed, step and replica; the numbers of Python and numpy are the same on all ranks.
     """
     random.seed(seed)
     np.random.seed(seed % (1 << 32))

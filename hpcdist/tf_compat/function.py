@@ -1,4 +1,4 @@
-"""`hpcdist.function`: what tf.function decorates, as a plain function."""
+"""`hpcdist.function`: a decorator with the arguments of tf.function that leaves a function as it is."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -17,7 +17,9 @@ def function(func: Any = None, **options: Any) -> Any:
     Compile the model itself, by torch.compile.
 
     Args:
-        func: what is decorated.
-        options: those of tf.function, such as jit_compile or input_signature: accepted and ignored.
+        func: function that is decorated.
+        options: options of tf.function, such as jit_compile or input_signature: accepted and ignored.
     """
-    return (lambda decorated: decorated) if func is None else func
+    if func is None:
+        return lambda decorated: decorated
+    return func

@@ -15,31 +15,39 @@ Array = npt.NDArray[Any]
 
 
 class Metric:
-    """The base of all metrics: each replica keeps sums, by default a weighted one and that of the weights.
+    """The base of all metrics: each replica keeps sums, by default of weighted values and of weights.
 
     Make it in the strategy's scope, call `update_state` inside `run`, or in a loop without `run` where no num_replicas
     was given, and `result` outside.
 
-    Collective: all ranks, in a strategy's scope.
+    Collective over the ranks of the role, in a strategy's scope.
 
     Args:
-        name: for messages; default: that of the class.
-        n_sums: how many.
+        name: name of the metric, for messages; default: the name of the class.
+        n_sums: number of sums.
     """
 
-    def __init__(self, name: str | None = None, n_sums: int = 2) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        n_sums: int = 2,
+    ) -> None:
         self.name = name or type(self).__name__
         self._sums = Variable(
-            np.zeros(n_sums), synchronization="ON_READ", aggregation="SUM", name=self.name
+            np.zeros(n_sums),
+            synchronization="ON_READ",
+            aggregation="SUM",
+            name=self.name,
         )
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make such a metric, as plain numbers, texts and lists."""
+        """Return the arguments that make a metric like this one, as plain numbers, texts and lists."""
         return {"name": self.name}
 
     def _add(self, values: Array, sample_weight: Any) -> None:
         weighted, weights = weigh(values, sample_weight)
-        self._add_sums(np.array([weighted.sum(), weights.sum()]))
+        sums = np.array([weighted.sum(), weights.sum()])
+        self._add_sums(sums)
 
     def _add_sums(self, sums: Array) -> None:
         """Add to this replica's sums."""
@@ -56,16 +64,19 @@ class Metric:
         self._sums.assign_add(sums)
 
     def result(self) -> Tensor:
-        """Return the metric over all values seen, a float64 number: of all replicas; inside `run` of this one.
+        """Return the metric over all values seen, a float64 number: by all replicas; inside `run` by this replica.
 
-        Collective outside `run`: all ranks. Zero when nothing was seen.
+        Collective over the ranks of the role outside `run`. Zero when nothing was seen.
         """
         total, weight = self._sums.read_value()
-        return total / weight if weight else torch.zeros_like(total)
+        if not weight:
+            return torch.zeros_like(total)
+        return total / weight
 
     def reset_state(self) -> None:
-        """Forget all values: of all replicas; inside `run` of this one. Outside `run` all ranks call it."""
-        self._sums.assign(np.zeros(self._sums.shape))
+        """Forget all values of all replicas; inside `run` of this replica. Outside `run` all ranks call it."""
+        zeros = np.zeros(self._sums.shape)
+        self._sums.assign(zeros)
 
     def reset_states(self) -> None:
         """Do what `reset_state` does, under its older name."""
@@ -77,7 +88,7 @@ class Metric:
         return self._sums.is_state_collective
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of all replicas. Collective: all ranks, if it was made in a strategy's scope."""
+        """Return the sums of all replicas. Collective over the ranks of the role, if made in a strategy's scope."""
         return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -88,9 +99,9 @@ class Metric:
 def to_array(value: Any) -> Array:
     """Return a tensor, array or number as a host array; half precision as float64."""
     tensor = as_tensor(value).cpu()
-    return np.asarray(
-        (tensor.double() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy()
-    )
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.double()
+    return np.asarray(tensor.numpy())
 
 
 def to_floats(value: Any) -> Array:
@@ -100,14 +111,22 @@ def to_floats(value: Any) -> Array:
 
 def means_of_rows(values: Array) -> Array:
     """Return the mean of each row; (rows,) unchanged: a mean of it would give parts of any length the same weight."""
-    return to_floats(values) if values.ndim < 2 else to_floats(values).mean(-1)
+    floats = to_floats(values)
+    if floats.ndim < 2:
+        return floats
+    return floats.mean(-1)
 
 
 def in_one_shape(y_true: Array, y_pred: Array) -> tuple[Array, Array]:
-    """Return both in one shape: one may have an extra last dimension of 1. Others would broadcast to all pairs."""
-    if y_true.ndim == y_pred.ndim + 1 and y_true.shape[-1] == 1:
+    """Return both arrays in one shape; one of them may have an extra last dimension of 1.
+
+    Raises:
+        UsageError: for all other shapes, which would broadcast to all pairs.
+    """
+    n_more = y_true.ndim - y_pred.ndim
+    if n_more == 1 and y_true.shape[-1] == 1:
         y_true = y_true[..., 0]
-    elif y_pred.ndim == y_true.ndim + 1 and y_pred.shape[-1] == 1:
+    elif n_more == -1 and y_pred.shape[-1] == 1:
         y_pred = y_pred[..., 0]
     if y_true.shape != y_pred.shape:
         raise misfit(f"y_true and y_pred of the same shape, got {y_true.shape} and {y_pred.shape}")
@@ -118,7 +137,8 @@ def classes_of(y_true: Array, y_pred: Array) -> Array:
     """Return one class for each row of (rows, classes) predictions; raise UsageError where they do not fit."""
     if y_true.ndim == y_pred.ndim and y_true.shape[-1:] == (1,):
         y_true = y_true[..., 0]
-    if y_pred.ndim == 0 or y_true.shape != y_pred.shape[:-1]:
+    shape_of_rows = y_pred.shape[:-1]
+    if y_pred.ndim == 0 or y_true.shape != shape_of_rows:
         raise misfit(
             f"one class for each row of predictions, got {y_true.shape} for {y_pred.shape}"
         )
@@ -130,16 +150,16 @@ def weigh(values: Array, sample_weight: Any) -> tuple[Array, Array]:
     if sample_weight is None:
         return values, np.ones(values.shape)
     weights = to_floats(sample_weight)
-    if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
+    n_more = weights.ndim - values.ndim
+    if n_more == 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
-    elif weights.ndim == values.ndim - 1:
+    elif n_more == -1:
         weights = weights[..., None]
     if weights.ndim not in (0, values.ndim):
-        values = values.mean(tuple(range(weights.ndim, values.ndim)))
-    if any(
-        weight_size not in (1, value_size)
-        for weight_size, value_size in zip(weights.shape, values.shape, strict=weights.ndim > 0)
-    ):
+        axes = tuple(range(weights.ndim, values.ndim))
+        values = values.mean(axes)
+    sizes = zip(weights.shape, values.shape, strict=weights.ndim > 0)
+    if any(weight_size not in (1, value_size) for weight_size, value_size in sizes):
         raise misfit(f"one weight for each value or row of {values.shape}, got {weights.shape}")
     weights = np.broadcast_to(weights, values.shape)
     return values * weights, weights

@@ -32,7 +32,11 @@ _EPSILON = 1e-7
 class Mean(Metric):
     """The weighted mean of all values seen."""
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self,
+        values: Any,
+        sample_weight: Any = None,
+    ) -> None:
         """Add values of this replica.
 
         Args:
@@ -44,7 +48,11 @@ class Mean(Metric):
         """
         self._add(to_floats(values), sample_weight)
 
-    def __call__(self, values: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(
+        self,
+        values: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Add values and return the result."""
         self.update_state(values, sample_weight)
         return self.result()
@@ -61,7 +69,12 @@ class Sum(Mean):
 class _MeanOfRows(Metric):
     """The weighted mean of a score of each row of predictions."""
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> None:
         """Add rows of this replica.
 
         Args:
@@ -72,15 +85,21 @@ class _MeanOfRows(Metric):
         Raises:
             UsageError: outside `run` where num_replicas was given, or when shapes do not fit.
         """
-        self._add(self._scores(to_array(y_true), to_array(y_pred)), sample_weight)
+        scores = self._scores(to_array(y_true), to_array(y_pred))
+        self._add(scores, sample_weight)
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Add rows and return the result."""
         self.update_state(y_true, y_pred, sample_weight)
         return self.result()
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        """Return (rows,) float64."""
+        """Return the score of each row, (rows,) float64."""
         raise NotImplementedError(
             f"update_state: expected a metric of rows, got {type(self).__name__}; use Mean."
         )
@@ -98,16 +117,20 @@ class BinaryAccuracy(_MeanOfRows):
     """The fraction of probabilities on the right side of a threshold: (rows,), or (rows, n), whose rows are averaged.
 
     Args:
-        name: for messages.
-        threshold: above it a prediction is 1.
+        name: name of the metric, for messages.
+        threshold: number above which a prediction counts as 1.
     """
 
-    def __init__(self, name: str | None = None, threshold: float = 0.5) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        threshold: float = 0.5,
+    ) -> None:
         super().__init__(name)
         self._threshold = threshold
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make such a metric."""
+        """Return the arguments that make a metric like this one."""
         return {**super().get_config(), "threshold": self._threshold}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
@@ -120,36 +143,47 @@ class CategoricalAccuracy(_MeanOfRows):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = in_one_shape(y_true, y_pred)
-        return to_floats(y_true.argmax(-1) == y_pred.argmax(-1))
+        classes = y_true.argmax(-1)
+        predicted_classes = y_pred.argmax(-1)
+        return to_floats(classes == predicted_classes)
 
 
 class SparseCategoricalAccuracy(_MeanOfRows):
     """The fraction of rows whose largest of (rows, classes) predictions is at the given class, (rows,) or (rows, 1)."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        return to_floats(classes_of(y_true, y_pred) == y_pred.argmax(-1))
+        classes = classes_of(y_true, y_pred)
+        predicted_classes = y_pred.argmax(-1)
+        return to_floats(classes == predicted_classes)
 
 
 class SparseTopKCategoricalAccuracy(_MeanOfRows):
     """The fraction of rows with the given class, (rows,) or (rows, 1), among the k largest of the predictions.
 
     Args:
-        k: how many; a class that ties with the k-th counts.
-        name: for messages.
+        k: number of largest predictions; a class that ties with the k-th counts.
+        name: name of the metric, for messages.
     """
 
-    def __init__(self, k: int = 5, name: str | None = None) -> None:
+    def __init__(
+        self,
+        k: int = 5,
+        name: str | None = None,
+    ) -> None:
         super().__init__(name)
         self._k = k
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make such a metric."""
+        """Return the arguments that make a metric like this one."""
         return {**super().get_config(), "k": self._k}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred).astype(np.int64)
-        chosen = np.take_along_axis(y_pred, classes[..., None], -1)
-        return to_floats(((y_pred > chosen).sum(-1) < self._k) & np.isfinite(chosen[..., 0]))
+        of_class = np.take_along_axis(y_pred, classes[..., None], -1)
+        n_larger = (y_pred > of_class).sum(-1)
+        is_among_largest = n_larger < self._k
+        is_finite = np.isfinite(of_class[..., 0])
+        return to_floats(is_among_largest & is_finite)
 
 
 class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
@@ -157,23 +191,26 @@ class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = in_one_shape(y_true, y_pred)
-        return super()._scores(y_true.argmax(-1), y_pred)
+        classes = y_true.argmax(-1)
+        return super()._scores(classes, y_pred)
 
 
 class MeanSquaredError(_MeanOfRows):
     """The mean of squared errors: (rows,), or (rows, n), whose rows are averaged first."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        return means_of_rows(np.square(y_pred - y_true))
+        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        errors = predictions - truth
+        return means_of_rows(np.square(errors))
 
 
 class MeanAbsoluteError(_MeanOfRows):
     """The mean of absolute errors: (rows,), or (rows, n), whose rows are averaged first."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        return means_of_rows(np.abs(y_pred - y_true))
+        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        errors = predictions - truth
+        return means_of_rows(np.abs(errors))
 
 
 class RootMeanSquaredError(MeanSquaredError):
@@ -187,128 +224,142 @@ class RootMeanSquaredError(MeanSquaredError):
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 
-class BinaryCrossentropy(_MeanOfRows):
-    """The mean cross-entropy of probabilities with truths of 0 and 1: (rows,), or (rows, n), whose rows are averaged.
-
-    Args:
-        name: for messages.
-        from_logits: whether predictions are logits.
-        label_smoothing: how far truths are moved to 1/2, from 0 to 1.
-    """
+class _SmoothedCrossentropy(_MeanOfRows):
+    """A mean cross-entropy whose truths may be smoothed."""
 
     def __init__(
-        self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0
+        self,
+        name: str | None = None,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(name)
         self._from_logits = from_logits
         self._smoothing = label_smoothing
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make such a metric."""
+        """Return the arguments that make a metric like this one."""
         return {
             **super().get_config(),
             "from_logits": self._from_logits,
             "label_smoothing": self._smoothing,
         }
+
+
+class BinaryCrossentropy(_SmoothedCrossentropy):
+    """The mean cross-entropy of probabilities with truths of 0 and 1: (rows,), or (rows, n), whose rows are averaged.
+
+    Args:
+        name: name of the metric, for messages.
+        from_logits: whether predictions are logits.
+        label_smoothing: fraction, from 0 to 1, by which truths are moved towards 1/2.
+    """
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
         truth = truth * (1 - self._smoothing) + 0.5 * self._smoothing
         if self._from_logits:
-            return means_of_rows(
-                np.maximum(predictions, 0)
-                - predictions * truth
-                + np.log1p(np.exp(-np.abs(predictions)))
-            )
+            distances = np.abs(predictions)
+            linear = np.maximum(predictions, 0) - predictions * truth
+            tail = np.log1p(np.exp(-distances))
+            return means_of_rows(linear + tail)
         predictions = np.clip(predictions, _EPSILON, 1 - _EPSILON)
-        return means_of_rows(-truth * np.log(predictions) - (1 - truth) * np.log1p(-predictions))
+        of_ones = -truth * np.log(predictions)
+        of_zeros = (1 - truth) * np.log1p(-predictions)
+        return means_of_rows(of_ones - of_zeros)
 
 
-class CategoricalCrossentropy(_MeanOfRows):
+class CategoricalCrossentropy(_SmoothedCrossentropy):
     """The mean cross-entropy of (rows, classes) predictions with one-hot truths.
 
     Args:
-        name: for messages.
+        name: name of the metric, for messages.
         from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
-        label_smoothing: how far truths are moved to 1/classes, from 0 to 1.
+        label_smoothing: fraction, from 0 to 1, by which truths are moved towards 1/classes.
     """
-
-    def __init__(
-        self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0
-    ) -> None:
-        super().__init__(name)
-        self._from_logits = from_logits
-        self._smoothing = label_smoothing
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make such a metric."""
-        return {
-            **super().get_config(),
-            "from_logits": self._from_logits,
-            "label_smoothing": self._smoothing,
-        }
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        truth = truth * (1 - self._smoothing) + self._smoothing / truth.shape[-1]
-        return np.asarray(-(truth * _log_probabilities(predictions, self._from_logits)).sum(-1))
+        n_classes = truth.shape[-1]
+        truth = truth * (1 - self._smoothing) + self._smoothing / n_classes
+        logs = _log_probabilities(predictions, self._from_logits)
+        likelihoods = (truth * logs).sum(-1)
+        return np.asarray(-likelihoods)
 
 
 class SparseCategoricalCrossentropy(_MeanOfRows):
     """The mean cross-entropy of (rows, classes) predictions with the given classes, (rows,) or (rows, 1).
 
     Args:
-        name: for messages.
+        name: name of the metric, for messages.
         from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
     """
 
-    def __init__(self, name: str | None = None, from_logits: bool = False) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        from_logits: bool = False,
+    ) -> None:
         super().__init__(name)
         self._from_logits = from_logits
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make such a metric."""
+        """Return the arguments that make a metric like this one."""
         return {**super().get_config(), "from_logits": self._from_logits}
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred).astype(np.int64)
         logs = _log_probabilities(to_floats(y_pred), self._from_logits)
-        return -np.take_along_axis(logs, classes[..., None], -1)[..., 0]
+        logs_of_class = np.take_along_axis(logs, classes[..., None], -1)
+        return -logs_of_class[..., 0]
 
 
 def _log_probabilities(predictions: Array, are_logits: bool) -> Array:
+    """Return logarithms of the probabilities of classes, from logits, or from numbers that are divided by their sum."""
     if are_logits:
         shifted = predictions - predictions.max(-1, keepdims=True)
-        return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
-    return np.asarray(
-        np.log(np.clip(predictions / predictions.sum(-1, keepdims=True), _EPSILON, 1 - _EPSILON))
-    )
+        exponentials = np.exp(shifted)
+        total = exponentials.sum(-1, keepdims=True)
+        return np.asarray(shifted - np.log(total))
+    total = predictions.sum(-1, keepdims=True)
+    probabilities = np.clip(predictions / total, _EPSILON, 1 - _EPSILON)
+    return np.asarray(np.log(probabilities))
 
 
 # -- counts of right and wrong answers ---------------------------------------------------------------------------------
 
 
 class _Confusion(Metric):
-    """Weighted counts of true and false positives and negatives at thresholds; a prediction above one is positive.
+    """Weighted counts of true and false positives and negatives at thresholds.
+
+    A prediction above a threshold is positive.
 
     Args:
-        thresholds: ascending.
-        name: for messages.
-        class_id: the only column of (rows, classes) that counts; None: all values.
+        thresholds: ascending numbers.
+        name: name of the metric, for messages.
+        class_id: the only column of (rows, classes) that counts. None if all values count.
     """
 
     def __init__(
-        self, thresholds: Sequence[float], name: str | None, class_id: int | None = None
+        self,
+        thresholds: Sequence[float],
+        name: str | None,
+        class_id: int | None = None,
     ) -> None:
         super().__init__(name, 4 * len(thresholds))
         self._thresholds = np.asarray(thresholds, np.float32)  # as predictions are, in Keras
         self._class_id = class_id
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> None:
         """Add rows of this replica.
 
         Args:
-            y_true: truths: what is not 0 is true.
+            y_true: truths, where all numbers but 0 are true.
             y_pred: predictions from 0 to 1 of the same shape, compared as float32; NaN counts as 0.
             sample_weight: a number, or one weight for each value or row.
 
@@ -316,57 +367,74 @@ class _Confusion(Metric):
             UsageError: outside `run` where num_replicas was given, for predictions outside of 0 to 1, or when shapes do
                 not fit.
         """
-        truth, scores = in_one_shape(to_array(y_true) != 0, to_array(y_pred).astype(np.float32))
+        is_true = to_array(y_true) != 0
+        predictions = to_array(y_pred).astype(np.float32)
+        truth, scores = in_one_shape(is_true, predictions)
         scores = np.nan_to_num(scores)
-        if ((scores < 0) | (scores > 1)).any():
-            raise misfit(f"predictions from 0 to 1, got {scores.min():g} to {scores.max():g}")
-        weights = weigh(np.ones(scores.shape), sample_weight)[1]
+        is_outside = (scores < 0) | (scores > 1)
+        if is_outside.any():
+            lowest = scores.min()
+            highest = scores.max()
+            raise misfit(f"predictions from 0 to 1, got {lowest:g} to {highest:g}")
+        ones = np.ones(scores.shape)
+        _, weights = weigh(ones, sample_weight)
         if weights.ndim < scores.ndim:
             n_missing = scores.ndim - weights.ndim
-            weights = np.broadcast_to(
-                weights.reshape(weights.shape + (1,) * n_missing), scores.shape
-            )
+            shape = weights.shape + (1,) * n_missing
+            weights = np.broadcast_to(weights.reshape(shape), scores.shape)
         if self._class_id is not None:
-            truth, scores, weights = (
-                array[..., self._class_id] for array in (truth, scores, weights)
-            )
+            truth = truth[..., self._class_id]
+            scores = scores[..., self._class_id]
+            weights = weights[..., self._class_id]
         truth = truth.reshape(-1)
+        scores = scores.reshape(-1)
         weights = weights.reshape(-1)
-        positives = self._weights_above(scores.reshape(-1)[truth], weights[truth])
-        negatives = self._weights_above(scores.reshape(-1)[~truth], weights[~truth])
-        missed = weights[truth].sum() - positives
-        rejected = weights[~truth].sum() - negatives
-        self._add_sums(np.concatenate([positives, negatives, missed, rejected]))
+        weights_of_true = weights[truth]
+        weights_of_false = weights[~truth]
+        positives = self._weights_above(scores[truth], weights_of_true)
+        negatives = self._weights_above(scores[~truth], weights_of_false)
+        missed = weights_of_true.sum() - positives
+        rejected = weights_of_false.sum() - negatives
+        sums = np.concatenate([positives, negatives, missed, rejected])
+        self._add_sums(sums)
 
     def _weights_above(self, scores: Array, weights: Array) -> Array:
         """Return, for each threshold, the sum of the weights of scores above it, as float64."""
         is_above = scores > self._thresholds[:, None]
         return np.asarray((is_above * weights).sum(1))
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def __call__(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+    ) -> Tensor:
         """Add rows and return the result."""
         self.update_state(y_true, y_pred, sample_weight)
         return self.result()
 
     def _counts(self) -> Tensor:
-        """Return (4, thresholds): true positives, false positives, false negatives, true negatives."""
-        return self._sums.read_value().reshape(4, len(self._thresholds))
+        """Return true positives, false positives, false negatives and true negatives, (4, thresholds)."""
+        n_thresholds = len(self._thresholds)
+        return self._sums.read_value().reshape(4, n_thresholds)
 
 
 def _thresholds_of(thresholds: float | Sequence[float] | None) -> tuple[list[float], bool]:
     """Return thresholds as a list, and whether there is only one number."""
-    if thresholds is None or isinstance(thresholds, (int, float)):
-        return [0.5 if thresholds is None else float(thresholds)], True
+    if thresholds is None:
+        return [0.5], True
+    if isinstance(thresholds, (int, float)):
+        return [float(thresholds)], True
     return [float(threshold) for threshold in thresholds], False
 
 
 class _Share(_Confusion):
-    """True positives among positives of a kind.
+    """The true positives divided by all positives of a kind: predicted positives, or true ones.
 
     Args:
-        thresholds: a number, or several, for a result each; default 0.5.
+        thresholds: a number, or several numbers, for a result each; default 0.5.
         class_id: the only column of (rows, classes) that counts.
-        name: for messages.
+        name: name of the metric, for messages.
     """
 
     _complement_row: int
@@ -382,15 +450,19 @@ class _Share(_Confusion):
         self._numbers = numbers
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make such a metric."""
+        """Return the arguments that make a metric like this one."""
         thresholds = self._numbers[0] if self._is_single else self._numbers
         return {**super().get_config(), "thresholds": thresholds, "class_id": self._class_id}
 
     def result(self) -> Tensor:
         """Return a float64 number, or one for each threshold; 0 where there are none. See `Metric.result`."""
         counts = self._counts()
-        shares = _divided(counts[0], counts[0] + counts[self._complement_row])
-        return shares[0] if self._is_single else shares
+        true_positives = counts[0]
+        complement = counts[self._complement_row]
+        shares = _divided(true_positives, true_positives + complement)
+        if self._is_single:
+            return shares[0]
+        return shares
 
 
 class Precision(_Share):
@@ -409,10 +481,10 @@ class AUC(_Confusion):
     """The area under the curve of true and false positives, or of precision and recall, by sums at thresholds.
 
     Args:
-        num_thresholds: evenly from 0 to 1, and a little beyond.
+        num_thresholds: number of thresholds, evenly from 0 to 1, and a little beyond.
         curve: "ROC" or "PR".
-        summation_method: "interpolation" (for PR that of Davis and Goadrich 2006), "minoring" or "majoring".
-        name: for messages.
+        summation_method: "interpolation" (for PR as by Davis and Goadrich 2006), "minoring" or "majoring".
+        name: name of the metric, for messages.
 
     Raises:
         UsageError: for another curve or method, or fewer than two thresholds.
@@ -427,75 +499,86 @@ class AUC(_Confusion):
     ) -> None:
         self._curve = str(curve).upper()
         self._method = str(summation_method).lower()
-        is_known = self._curve in ("ROC", "PR") and self._method in (
-            "interpolation",
-            "minoring",
-            "majoring",
-        )
-        if not is_known or num_thresholds < 2:
+        has_curve = self._curve in ("ROC", "PR")
+        has_method = self._method in ("interpolation", "minoring", "majoring")
+        if not has_curve or not has_method or num_thresholds < 2:
             raise UsageError(
                 f"AUC: expected the curve ROC or PR, interpolation, minoring or majoring, and at least 2 thresholds, "
                 f"got {curve!r}, {summation_method!r} and {num_thresholds}; AUC() has the defaults."
             )
-        between = [(index + 1) / (num_thresholds - 1) for index in range(num_thresholds - 2)]
-        super().__init__([-_EPSILON, *between, 1 + _EPSILON], name)
+        n_intervals = num_thresholds - 1
+        between = [number / n_intervals for number in range(1, n_intervals)]
+        thresholds = [-_EPSILON, *between, 1 + _EPSILON]
+        super().__init__(thresholds, name)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make such a metric."""
-        of_curve = {"curve": self._curve, "summation_method": self._method}
-        return {**super().get_config(), "num_thresholds": len(self._thresholds), **of_curve}
+        """Return the arguments that make a metric like this one."""
+        return {
+            **super().get_config(),
+            "num_thresholds": len(self._thresholds),
+            "curve": self._curve,
+            "summation_method": self._method,
+        }
 
     def _weights_above(self, scores: Array, weights: Array) -> Array:
-        """Return what the base class does, by the interval that a score is in, rounded as Keras rounds it."""
+        """Return the same as the base class, by the interval that a score is in, rounded as Keras rounds it."""
         n_intervals = len(self._thresholds) - 1
-        intervals = np.ceil(scores * np.float32(n_intervals)) - 1
+        positions = scores * np.float32(n_intervals)
+        intervals = np.ceil(positions) - 1
         numbers = np.maximum(intervals, 0).astype(np.int64)
         of_intervals = np.bincount(numbers, weights, minlength=n_intervals)
-        above = np.cumsum(of_intervals[::-1])[::-1]
-        return np.append(above, 0.0)
+        from_above = np.cumsum(of_intervals[::-1])
+        return np.append(from_above[::-1], 0.0)
 
     def result(self) -> Tensor:
         """Return the area, a float64 number; see `Metric.result`."""
         true_positives, false_positives, false_negatives, true_negatives = self._counts()
         if self._curve == "PR" and self._method == "interpolation":
             return _area_of_precision(true_positives, false_positives, false_negatives)
-        recall = _divided(true_positives, true_positives + false_negatives)
+        are_true = true_positives + false_negatives
+        recall = _divided(true_positives, are_true)
         if self._curve == "ROC":
-            x = _divided(false_positives, false_positives + true_negatives)
+            are_false = false_positives + true_negatives
+            x = _divided(false_positives, are_false)
             y = recall
         else:
+            predicted = true_positives + false_positives
             x = recall
-            y = _divided(true_positives, true_positives + false_positives)
+            y = _divided(true_positives, predicted)
         pairs = torch.stack([y[:-1], y[1:]])
-        heights = {
-            "interpolation": pairs.mean(0),
-            "minoring": pairs.amin(0),
-            "majoring": pairs.amax(0),
-        }[self._method]
-        return ((x[:-1] - x[1:]) * heights).sum()
+        if self._method == "interpolation":
+            heights = pairs.mean(0)
+        elif self._method == "minoring":
+            heights = pairs.amin(0)
+        else:
+            heights = pairs.amax(0)
+        widths = x[:-1] - x[1:]
+        return (widths * heights).sum()
 
 
 def _area_of_precision(
-    true_positives: Tensor, false_positives: Tensor, false_negatives: Tensor
+    true_positives: Tensor,
+    false_positives: Tensor,
+    false_negatives: Tensor,
 ) -> Tensor:
     """Return the area under precision and recall, with counts that are linear between two thresholds, as in Keras."""
     positives = true_positives + false_positives
+    lower = positives[:-1]  # at the lower threshold of each interval
+    upper = positives[1:]
     gained = true_positives[:-1] - true_positives[1:]
-    spent = positives[:-1] - positives[1:]
-    slope = _divided(gained, spent.clamp(min=0))
-    offset = true_positives[1:] - slope * positives[1:]
-    is_safe = (positives[:-1] > 0) & (positives[1:] > 0)
-    ratio = torch.where(
-        is_safe, _divided(positives[:-1], positives[1:].clamp(min=0)), torch.ones_like(slope)
-    )
+    slope = _divided(gained, (lower - upper).clamp(min=0))
+    offset = true_positives[1:] - slope * upper
+    is_safe = (lower > 0) & (upper > 0)
+    quotients = _divided(lower, upper.clamp(min=0))
+    ratio = torch.where(is_safe, quotients, torch.ones_like(slope))
     parts = slope * (gained + offset * ratio.log())
-    return _divided(parts, (true_positives[1:] + false_negatives[1:]).clamp(min=0)).sum()
+    are_true = true_positives[1:] + false_negatives[1:]
+    return _divided(parts, are_true.clamp(min=0)).sum()
 
 
 def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:
     """Return the quotients, 0 where the divisor is 0."""
-    return torch.where(
-        divisor == 0,
-        torch.zeros_like(dividend),
-        dividend / torch.where(divisor == 0, torch.ones_like(divisor), divisor),
-    )
+    is_zero = divisor == 0
+    safe_divisor = torch.where(is_zero, torch.ones_like(divisor), divisor)
+    quotients = dividend / safe_divisor
+    return torch.where(is_zero, torch.zeros_like(dividend), quotients)

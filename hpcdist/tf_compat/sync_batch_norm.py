@@ -17,14 +17,15 @@ class SyncBatchNorm(_BatchNorm):
     """As torch's BatchNorm1d, 2d and 3d, but in training by mean and variance over the rows of all replicas.
 
     It belongs to the strategy it is made in; outside all it is torch's. Parts of any length weigh by their rows, also
-    empty ones. Its replicas must all go through it, backward too, or none.
+    empty ones. Either all replicas go through it, backward too, or none.
 
-    Collective in training: all replicas, in the same order of calls. With one replica on each rank also outside `run`.
+    Collective in training over all replicas, in the same order of calls. With one replica on each rank also outside
+    `run`.
 
     Args:
-        num_features: channels, the second dimension.
-        eps: added to the variance.
-        momentum: of the running statistics; None averages over all steps.
+        num_features: number of channels, the second dimension.
+        eps: number that is added to the variance.
+        momentum: weight of a step in the running statistics; None averages over all steps.
         affine: whether there are weight and bias.
         track_running_stats: whether there are running statistics, by which evaluation normalises.
 
@@ -66,10 +67,10 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _replica(self) -> ReplicaContext | None:
-        """Return the replica whose part this is; None when there are no others."""
+        """Return the replica whose part this is; None when there is nobody to combine statistics with."""
         entry = context.current()
         strategy = self._owner.strategy
-        # workers of servers are at steps of their own
+        # workers of parameter servers are at different steps
         if strategy.num_replicas_in_sync < max(2, strategy.n_replicas):
             return None
         if entry is not None and entry.strategy is not strategy:
@@ -88,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
         return ReplicaContext(strategy, strategy.own_replicas[0], 0)
 
     def _moments(self, values: Tensor, replica: ReplicaContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean and biased variance of each channel over all replicas, and how many values each is of."""
+        """Return mean and biased variance of each channel over all replicas, and the number of values of a channel."""
         sums: Tensor = _Sums.apply(values)  # type: ignore[no-untyped-call]
         total: Tensor = replica.reduce_leaves(ReduceOp.SUM, [sums])[0]
         count = total[-1].detach()
@@ -97,29 +98,45 @@ class SyncBatchNorm(_BatchNorm):
                 "SyncBatchNorm: expected more than one value per channel in training, got one over all replicas; "
                 "give it larger batches, or call eval()."
             )
-        mean, of_squares = (total[:-1] / count.clamp(min=1.0)).chunk(2)
-        return mean, (of_squares - mean * mean).clamp(min=0.0), count
+        means = total[:-1] / count.clamp(min=1.0)
+        mean, mean_square = means.chunk(2)
+        variance = (mean_square - mean * mean).clamp(min=0.0)
+        return mean, variance, count
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _track(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        count: Tensor,
+    ) -> None:
         if self.running_mean is None or self.running_var is None or count == 0:
             return
         assert self.num_batches_tracked is not None, "torch has all statistics, or none"
         self.num_batches_tracked.add_(1)
-        weight = (
-            self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        )
+        weight = self.momentum
+        if weight is None:
+            weight = 1.0 / float(self.num_batches_tracked)
+        unbiased = variance * count / (count - 1)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
 
-    def _normalised(self, values: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    def _normalised(
+        self,
+        values: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+    ) -> Tensor:
         dtype = torch.promote_types(values.dtype, torch.float32)
         shape = (1, -1) + (1,) * (values.dim() - 2)
         scale = torch.rsqrt(variance + self.eps).to(dtype)
-        scale = scale if self.weight is None else scale * self.weight
+        if self.weight is not None:
+            scale = scale * self.weight
         centred = values.to(dtype) - mean.to(dtype).view(shape)
         normal = centred * scale.view(shape)
-        return (normal if self.bias is None else normal + self.bias.view(shape)).to(values.dtype)
+        if self.bias is not None:
+            normal = normal + self.bias.view(shape)
+        return normal.to(values.dtype)
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -128,18 +145,16 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     Call it in the strategy's scope, before optimizers are made. Parameters and statistics are the same tensors.
 
     Args:
-        module: changed in place.
+        module: module that is changed in place.
 
     Raises:
         UsageError: for a lazy BatchNorm that has not seen data.
     """
     for name, child in module.named_children():
         setattr(module, name, convert_sync_batchnorm(child))
-    return (
-        _converted(module)
-        if isinstance(module, _BatchNorm) and type(module) is not SyncBatchNorm
-        else module
-    )
+    if isinstance(module, _BatchNorm) and type(module) is not SyncBatchNorm:
+        return _converted(module)
+    return module
 
 
 def _converted(old: _BatchNorm) -> SyncBatchNorm:
@@ -149,7 +164,11 @@ def _converted(old: _BatchNorm) -> SyncBatchNorm:
             f"model one batch first."
         )
     new = SyncBatchNorm(
-        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats
+        old.num_features,
+        old.eps,
+        old.momentum,
+        old.affine,
+        old.track_running_stats,
     )
     for tensors in ("_parameters", "_buffers"):
         getattr(new, tensors).update(getattr(old, tensors))
@@ -170,10 +189,10 @@ class _Owner:
 
 
 class _Sums(torch.autograd.Function):
-    """(rows, channels, ...) -> sums and sums of squares of each channel, and the number of values of one, in float64.
+    """(rows, channels, ...) -> sums and sums of squares of each channel, and its number of values, in float64.
 
-    In float64, as the variance is a small difference of them where the mean is large. By hand, as autograd would keep
-    the values in float64 for the backward.
+    In float64, as the variance is a small difference of them where the mean is large. With a backward written by hand,
+    as autograd would keep the values in float64 for it.
     """
 
     @staticmethod
@@ -181,13 +200,17 @@ class _Sums(torch.autograd.Function):
         ctx.save_for_backward(values)
         axes = [axis for axis in range(values.dim()) if axis != 1]
         wide = values.double()
-        count = wide.new_tensor([values.numel() // max(1, values.shape[1])])
-        return torch.cat([wide.sum(axes), (wide * wide).sum(axes), count])
+        n_channels = values.shape[1]
+        n_of_channel = values.numel() // max(1, n_channels)
+        sums = wide.sum(axes)
+        squares = (wide * wide).sum(axes)
+        count = wide.new_tensor([n_of_channel])
+        return torch.cat([sums, squares, count])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (values,) = ctx.saved_tensors
         shape = (1, -1) + (1,) * (values.dim() - 2)
         of_sums, of_squares = gradient[:-1].view(2, *shape)
-        values_gradient: Tensor = (of_sums + 2.0 * values * of_squares).to(values.dtype)
-        return values_gradient
+        of_values: Tensor = of_sums + 2.0 * values * of_squares
+        return of_values.to(values.dtype)

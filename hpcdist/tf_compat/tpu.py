@@ -40,19 +40,19 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on XLA devices: one for each rank. Modules and tensors of the scope and of `run` are there.
 
     Gradients pass through host memory and MPI. Each optimizer's step ends XLA's graph, and XLA's random numbers are
-    keyed by step as torch's are. Make the strategy before the first backward of the process, which is when torch looks
-    which devices there are. It was run with PJRT_DEVICE=CPU, not on a TPU.
+    keyed by step as torch's are. Make the strategy before the first backward of the process, at which torch looks up
+    the devices. It was run with PJRT_DEVICE=CPU, not on a TPU.
 
     >>> strategy = hpcdist.TPUStrategy(hpcdist.TPUClusterResolver())
     >>> with strategy.scope():
     ...     model = torch.nn.Linear(64, 10)
 
-    Collective: all ranks.
+    Collective over all ranks.
 
     Args:
-        tpu_cluster_resolver: a `TPUClusterResolver`; default: one.
-        num_replicas: as `MultiWorkerMirroredStrategy`.
-        gradient_op: as `MultiWorkerMirroredStrategy`.
+        tpu_cluster_resolver: a `TPUClusterResolver`; default: a new one.
+        num_replicas: number of replicas, as for `MultiWorkerMirroredStrategy`.
+        gradient_op: SUM or MEAN, as for `MultiWorkerMirroredStrategy`.
 
     Raises:
         ConfigurationError: on every rank alike, without torch_xla or an XLA device.
@@ -85,7 +85,13 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     def _choose_batch_device(self, device_of_rank: torch.device | None) -> None:
         """Leave batches on the host, where the program finds them."""
 
-    def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self,
+        replica: ReplicaContext,
+        fn: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
         self._key_random_numbers()
         return super()._call(replica, fn, args, kwargs)
 
@@ -102,14 +108,16 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
 
 def experimental_connect_to_cluster(
-    cluster_spec_or_resolver: Any, *args: Any, **kwargs: Any
+    cluster_spec_or_resolver: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Check the argument; ranks are connected when MPI starts.
 
     Args:
         cluster_spec_or_resolver: a ClusterSpec or a ClusterResolver.
         args: accepted for compatibility.
-        kwargs: see args.
+        kwargs: accepted for compatibility.
 
     Raises:
         UsageError: for anything else.

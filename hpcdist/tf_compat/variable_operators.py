@@ -1,4 +1,4 @@
-"""Using a variable as a tensor: operators, torch functions, conversions."""
+"""Use of a variable as a tensor: operators, torch functions, conversions."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ Operator = Callable[..., Any]
 
 
 def _reading(function: Operator) -> Operator:
-    """Return a method that applies an operator to the value, and to another one on its right."""
+    """Return a method that applies an operator to the variable's value, and to operands on its right."""
 
     def method(self: Any, *operands: Any) -> Any:
         return function(self.read_value(), *map(_operand, operands))
@@ -25,7 +25,7 @@ def _reading(function: Operator) -> Operator:
 
 
 def _reading_reversed(function: Operator) -> Operator:
-    """Return a method that applies an operator to another value and the one of the variable on its right."""
+    """Return a method that applies an operator to an operand on the left and the variable's value on the right."""
 
     def method(self: Any, left_operand: Any) -> Any:
         return function(_operand(left_operand), self.read_value())
@@ -54,11 +54,13 @@ def _operand(value: Any) -> Any:
     """Return a variable's value, and an array as a tensor; anything else as it is."""
     if isinstance(value, Readable):
         return value.read_value()
-    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    return value
 
 
 class Readable(ABC):
-    """Something with a `read_value()` that expressions, torch functions and numpy call.
+    """An object with a `read_value()` that expressions, torch functions and numpy call.
 
     Each use reads the value: collective where `read_value` is.
     """
@@ -135,10 +137,14 @@ class Readable(ABC):
         return function(*args, **kwargs)
 
     def numpy(self) -> Any:
-        """Return what `read_value` returns, as an array on the host."""
+        """Return the result of `read_value` as an array on the host."""
         return self.read_value().detach().cpu().numpy()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self,
+        dtype: Any = None,
+        copy: bool | None = None,
+    ) -> Any:
         return np.asarray(self.numpy(), dtype)
 
     def __dlpack__(self, **options: Any) -> Any:

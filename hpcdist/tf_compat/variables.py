@@ -44,19 +44,23 @@ def parse_member(kind: type[_Member], choice: Any) -> _Member:
     Raises:
         UsageError: for anything else.
     """
-    name = str(choice.value if isinstance(choice, kind) else choice).upper()
+    name = str(choice).upper()
+    if isinstance(choice, kind):
+        name = str(choice.value).upper()
     if name not in kind.__members__:
+        names = ", ".join(kind.__members__)
         raise UsageError(
-            f"Variable: expected a {kind.__name__} of {', '.join(kind.__members__)}, got {choice!r}; pass one of them."
+            f"Variable: expected a {kind.__name__} of {names}, got {choice!r}; pass one of them."
         )
     return kind[name]
 
 
 def resolve_synchronization(choice: Any) -> VariableSynchronization:
-    """Return ON_WRITE for AUTO, and what is given otherwise."""
+    """Return the member that `choice` names, and ON_WRITE for AUTO."""
     synchronization = parse_member(VariableSynchronization, choice)
-    is_auto = synchronization is VariableSynchronization.AUTO
-    return VariableSynchronization.ON_WRITE if is_auto else synchronization
+    if synchronization is VariableSynchronization.AUTO:
+        return VariableSynchronization.ON_WRITE
+    return synchronization
 
 
 def resolve_trainable(synchronization: VariableSynchronization, trainable: bool | None) -> bool:
@@ -71,7 +75,9 @@ def resolve_trainable(synchronization: VariableSynchronization, trainable: bool 
             "Variable: expected trainable=False with synchronization=ON_READ, whose copies differ between replicas, "
             "got trainable=True; use ON_WRITE for what is trained."
         )
-    return not is_on_read if trainable is None else bool(trainable)
+    if trainable is None:
+        return not is_on_read
+    return bool(trainable)
 
 
 _AGGREGATE = {
@@ -85,32 +91,32 @@ _SCATTERS_OF = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA
 class Variable(Readable):
     """A tensor that belongs to the strategy it is made in, as `tf.Variable`; made outside all, a plain tensor.
 
-    ON_WRITE: the same on all replicas. What replicas assign inside `run` is aggregated, and all copies are set at once;
-    with NONE it is refused, as copies would differ. ON_READ: every replica writes a copy of its own; outside `run`
-    reading aggregates them. In expressions and torch functions a variable is read: `v * 2`, `v > x`, `v[0]` and
-    `torch.exp(v)` are tensors.
+    ON_WRITE: the same on all replicas. Values that replicas assign inside `run` are aggregated, and all copies are set
+    at once; with NONE the assignment is refused, as copies would differ. ON_READ: every replica writes its own copy;
+    outside `run` reading aggregates the copies. In expressions and torch functions a variable is read: `v * 2`,
+    `v > x`, `v[0]` and `torch.exp(v)` are tensors.
 
-    Collective: all ranks, in a strategy's scope: all start with replica 0's value.
+    Collective over the ranks of the role, in a strategy's scope: all start with replica 0's value.
 
     Args:
         initial_value: torch tensor, numpy array, number, nested list of numbers, or a function that returns one.
-        trainable: True, given for floats, makes `parameter` of it, which optimizers take and whose gradients are
-            summed; expressions of the variable are differentiable then. Whole numbers have no gradients; TensorFlow
-            takes True for them, too. Default: unless ON_READ, but without gradients: torch would record every use of a
-            variable.
+        trainable: whether the variable is trained. True, given for floats, makes `parameter` of it, which optimizers
+            take and whose gradients are summed; expressions of the variable are differentiable then. Whole numbers have
+            no gradients; TensorFlow takes True for them, too. Default: True unless ON_READ, but without gradients:
+            torch would record every use of a variable.
         synchronization: a member of VariableSynchronization, or its name.
         aggregation: a member of VariableAggregation, or its name.
-        name: for messages.
-        dtype: a torch or numpy dtype, or its name; default: of the value; of a Python float, torch's default.
+        name: name of the variable, for messages.
+        dtype: a torch or numpy dtype, or its name. Default: dtype of the value; for a Python float, torch's default.
 
     Attributes:
-        trainable, synchronization, aggregation, name: see above.
+        trainable, synchronization, aggregation, name: values of the arguments, with defaults filled in.
         parameter: the torch parameter that holds the value, where trainable=True was given for floats; else None.
-        strategy: that it belongs to.
+        strategy: strategy that it belongs to.
 
     Raises:
-        UsageError: for a trainable variable that is ON_READ, NONE in a scope, whole numbers with
-            MEAN, or no numbers.
+        UsageError: for a trainable variable that is ON_READ, NONE in a scope, whole numbers with MEAN, or a value that
+            is no numbers.
         RuntimeError: inside `run`.
     """
 
@@ -134,22 +140,24 @@ class Variable(Readable):
             self.synchronization is VariableSynchronization.ON_READ and not self._is_unmanaged
         )
         self._check_creation()
-        value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
+        if callable(initial_value):
+            initial_value = initial_value()
+        value = as_tensor(initial_value, dtype)
+        n_local = len(self.strategy.own_replicas)
         if not self._is_unmanaged:
             self._check_mean(value)
             self._number = self.strategy.number_variable()
-            value = first_tensor(
-                self.strategy, self._call("Variable"), [value for _ in self.strategy.own_replicas]
-            )
-        n_copies = len(self.strategy.own_replicas) if self._is_on_read else 1
+            call = self._call("Variable")
+            value = first_tensor(self.strategy, call, [value] * n_local)
+        n_copies = n_local if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
-        self.parameter = (
-            self._make_parameter() if trainable and self.dtype.is_floating_point else None
-        )
+        self.parameter: torch.nn.Parameter | None = None
+        if trainable and self.dtype.is_floating_point:
+            self.parameter = self._make_parameter()
 
     def _make_parameter(self) -> torch.nn.Parameter:
-        """Replace the only copy by a torch parameter; it is the strategy's, as any that is made in its scope."""
+        """Replace the only copy by a torch parameter, which belongs to the strategy, as it is made in its scope."""
         parameter = torch.nn.Parameter(self._copies[0])
         self._copies = [parameter]
         return parameter
@@ -175,9 +183,9 @@ class Variable(Readable):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read_value(self) -> Tensor:
-        """Return a copy of the value: inside `run` the replica's own, elsewhere that of all.
+        """Return a copy of the value: inside `run` the replica's, elsewhere the value of all replicas.
 
-        Collective outside `run` for an ON_READ variable: all ranks. It is aggregated then.
+        Collective over the ranks of the role outside `run` for an ON_READ variable, which is aggregated then.
 
         Raises:
             UsageError: outside `run`, for an ON_READ variable without aggregation.
@@ -192,12 +200,14 @@ class Variable(Readable):
         return self._aggregated("read_value", self._copies)
 
     def value(self) -> Tensor:
-        """Return what `read_value` returns."""
+        """Return a copy of the value; see `read_value`."""
         return self.read_value()
 
     def __repr__(self) -> str:
-        kinds = f"{self.synchronization.value}, {self.aggregation.value}"
-        return f"{type(self).__name__}({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {kinds})"
+        synchronization = self.synchronization.value
+        aggregation = self.aggregation.value
+        tensor = f"shape={tuple(self.shape)}, dtype={self.dtype}"
+        return f"{type(self).__name__}({self.name!r}, {tensor}, {synchronization}, {aggregation})"
 
     @property
     def shape(self) -> torch.Size:
@@ -211,17 +221,19 @@ class Variable(Readable):
 
     @property
     def local_copies(self) -> tuple[Tensor, ...]:
-        """What each replica of this process reads; the same tensor for all unless ON_READ."""
+        """The copy that each replica of this process reads; the same tensor for all unless ON_READ."""
+        if self._is_on_read:
+            return tuple(self._copies)
         n_local = 1 if self._is_unmanaged else len(self.strategy.own_replicas)
-        return tuple(self._copies) if self._is_on_read else (self._copies[0],) * n_local
+        return (self._copies[0],) * n_local
 
     # -- writing --------------------------------------------------------------------------------------------------
 
     def assign(self, value: Any) -> "Variable":
         """Set the value and return the variable.
 
-        Collective inside `run` unless ON_READ: all replicas; their values are aggregated. Outside `run` all ranks give
-        the same; an ON_READ variable with SUM divides it among the copies, so that reading returns it.
+        Collective over all replicas inside `run` unless ON_READ: their values are aggregated. Outside `run` all ranks
+        give the same value; an ON_READ variable with SUM divides it among the copies, so that reading returns it.
 
         Raises:
             UsageError: inside `run` without aggregation unless ON_READ; for another shape, or a dtype that would lose
@@ -234,7 +246,7 @@ class Variable(Readable):
 
         Raises:
             UsageError: as `assign`, and outside `run` for an ON_READ variable with SUM where num_replicas was given: it
-                is not clear whose copy is meant. With one replica per rank by default it is that of the rank.
+                is not clear which copy is meant. With one replica per rank by default it is the rank's copy.
         """
         return self._update("assign_add", value, torch.add)
 
@@ -246,7 +258,7 @@ class Variable(Readable):
         """Add rows at indices, and return the variable; as `assign_add`.
 
         Args:
-            sparse_delta: has `indices` and `values`, or is the pair (indices, values); indices may repeat.
+            sparse_delta: object with `indices` and `values`, or the pair (indices, values); indices may repeat.
 
         Raises:
             NotImplementedError: for an ON_READ variable.
@@ -266,44 +278,58 @@ class Variable(Readable):
         """
         return self._scatter("scatter_update", sparse_delta, None)
 
-    def _scatter(self, method: str, delta: Any, sign: int | None) -> "Variable":
-        if self._is_on_read or (
-            sign is None and not self._is_unmanaged and self.aggregation not in _SCATTERS_OF
-        ):
+    def _scatter(
+        self,
+        method: str,
+        delta: Any,
+        sign: int | None,
+    ) -> "Variable":
+        """Add rows (sign 1), subtract them (-1) or set them (None)."""
+        is_ambiguous = not self._is_unmanaged and self.aggregation not in _SCATTERS_OF
+        if self._is_on_read or (sign is None and is_ambiguous):
             raise NotImplementedError(
                 f"{method}: expected an ON_WRITE variable, with aggregation NONE or ONLY_FIRST_REPLICA for "
                 f"scatter_update, got {self!r}; assign the whole value."
             )
-        indices, rows = indices_and_rows(method, delta, self._copies[0])
+        current = self._copies[0]
+        indices, rows = indices_and_rows(method, delta, current)
         if sign is None:
-            return self._update(
-                method, self._copies[0].index_copy(0, indices, rows), lambda copy, new: new
-            )
-        # Summed over replicas before it is added, as replicas may have other indices, and other numbers of them.
-        dense = torch.zeros_like(self._copies[0]).index_add(0, indices, rows)
-        return self._update(method, dense, torch.add if sign > 0 else torch.sub)
+            updated = current.index_copy(0, indices, rows)
+            return self._update(method, updated, lambda copy, new: new)
+        # summed over replicas before it is added, as indices and their number may differ between replicas
+        zeros = torch.zeros_like(current)
+        dense = zeros.index_add(0, indices, rows)
+        if sign > 0:
+            return self._update(method, dense, torch.add)
+        return self._update(method, dense, torch.sub)
 
     def _update(
-        self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]
+        self,
+        method: str,
+        value: Any,
+        apply: Callable[[Tensor, Tensor], Tensor],
     ) -> "Variable":
         self._is_assigned |= method in ("assign", "scatter_update")
         replica = self._replica(method)
         updated = self._updated_copy()
+        new = self._fitting(method, value)
         if updated is not None:
-            self._write(updated, apply, self._fitting(method, value))
+            self._write(updated, apply, new)
         elif replica is None:
-            self._update_across(method, value, apply)
+            self._update_across(method, new, apply)
         elif self._is_on_read:
-            self._write(replica.local_index, apply, self._fitting(method, value))
+            self._write(replica.local_index, apply, new)
         else:
-            self._update_together(replica, method, self._fitting(method, value), apply)
+            self._update_together(replica, method, new, apply)
         return self
 
     def _update_across(
-        self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]
+        self,
+        method: str,
+        new: Tensor,
+        apply: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         """Write all copies from outside `run`."""
-        new = self._fitting(method, value)
         if self._is_on_read and self.aggregation is VariableAggregation.SUM:
             if method != "assign":
                 self._write_own(method, apply, new)
@@ -316,7 +342,10 @@ class Variable(Readable):
             self._write(index, apply, new)
 
     def _write_own(
-        self, method: str, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor
+        self,
+        method: str,
+        apply: Callable[[Tensor, Tensor], Tensor],
+        new: Tensor,
     ) -> None:
         """Write the copy of this rank's replica: a loop without `run` is the replica's own code."""
         if self.strategy.replicas.is_fixed:
@@ -333,7 +362,7 @@ class Variable(Readable):
         new: Tensor,
         apply: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """Write the one value that replicas share, from the values of all of them."""
+        """Write the value that replicas share, aggregated from the values of all of them."""
         self._check_aggregation(method)
 
         def combine(contributions: list[Any]) -> list[None]:
@@ -342,7 +371,8 @@ class Variable(Readable):
                 self._write(0, apply, new)
             return [None] * len(contributions)
 
-        replica.strategy.scheduler.merge(f"{method} of {self.name!r}", new, combine)
+        call = f"{method} of {self.name!r}"
+        replica.strategy.scheduler.merge(call, new, combine)
 
     def _check_aggregation(self, method: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
@@ -353,19 +383,29 @@ class Variable(Readable):
             )
 
     def _aggregated(self, method: str, tensors: list[Tensor]) -> Tensor:
+        """Return the tensors of all replicas aggregated, from one of each local replica.
+
+        Collective over the ranks of the role.
+        """
         if self.aggregation not in _AGGREGATE:
             raise UsageError(
                 f"{method}: expected a call inside strategy.run, or a variable with an aggregation, got {self!r} "
                 f"outside; make it with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA."
             )
-        return _AGGREGATE[self.aggregation](self.strategy, self._call(method), tensors)
+        aggregate = _AGGREGATE[self.aggregation]
+        return aggregate(self.strategy, self._call(method), tensors)
 
     def _call(self, method: str) -> str:
-        """Return what all ranks must be calling: a method of the same variable."""
+        """Return the text of a call, which must be the same on all ranks: a method of the same variable."""
         return f"{method} of variable {self._number} {self.name!r}"
 
     @torch.no_grad()
-    def _write(self, index: int, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
+    def _write(
+        self,
+        index: int,
+        apply: Callable[[Tensor, Tensor], Tensor],
+        new: Tensor,
+    ) -> None:
         copy = self._copies[index]
         copy.copy_(apply(copy, new))
 
@@ -378,11 +418,16 @@ class Variable(Readable):
             )
         first_copy = self._copies[0]
         is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
-        tensor = as_tensor(value, self.dtype if is_number and can_hold(self.dtype, value) else None)
+        dtype = None
+        if is_number and can_hold(self.dtype, value):
+            dtype = self.dtype
+        tensor = as_tensor(value, dtype)
         if tensor.shape != self.shape or not torch.can_cast(tensor.dtype, self.dtype):
+            expected_shape = tuple(self.shape)
+            shape = tuple(tensor.shape)
             raise UsageError(
-                f"{method}: expected a value of shape {tuple(self.shape)} and dtype {self.dtype} for {self.name!r}, "
-                f"got {tuple(tensor.shape)} and {tensor.dtype}; reshape or cast it."
+                f"{method}: expected a value of shape {expected_shape} and dtype {self.dtype} for {self.name!r}, "
+                f"got {shape} and {tensor.dtype}; reshape or cast it."
             )
         return tensor.detach().to(first_copy.device, first_copy.dtype)
 
@@ -399,15 +444,19 @@ class Variable(Readable):
         return entry.replica
 
     def _updated_copy(self) -> int | None:
-        """Return which copy is meant inside `extended.update`; None outside of it."""
-        local_index = None if self._is_unmanaged else context.updated_copy()
-        return None if local_index is None else min(local_index, len(self._copies) - 1)
+        """Return the index of the copy that `extended.update` updates; None outside of it."""
+        if self._is_unmanaged:
+            return None
+        local_index = context.updated_copy()
+        if local_index is None:
+            return None
+        return min(local_index, len(self._copies) - 1)
 
     # -- a coordinator's closures -----------------------------------------------------------------------------------
 
     @property
     def adds_up(self) -> bool:
-        """Whether the copies are summed when they are read, so that what each of them has seen can be added up."""
+        """Whether the copies are summed when they are read, so that additions to each of them can be added up."""
         return self._is_on_read and self.aggregation is VariableAggregation.SUM
 
     def take_assigned(self) -> bool:
@@ -418,14 +467,16 @@ class Variable(Readable):
 
     @torch.no_grad()
     def take_seen(self) -> Tensor | None:
-        """Return what this process has added to its copy since the last call; None: nothing. Its copy is zero then."""
+        """Return the sum of this process's additions since the last call, or None for 0; set its copy to zero."""
         seen = self._copies[0].clone()
         self._copies[0].zero_()
-        return seen if bool(seen.any()) else None
+        if not bool(seen.any()):
+            return None
+        return seen
 
     @torch.no_grad()
     def add_seen(self, seen: Tensor) -> None:
-        """Add what another process has seen."""
+        """Add the additions of another process."""
         self._copies[0].add_(seen)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -436,31 +487,38 @@ class Variable(Readable):
         return self._is_on_read
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the value, or, of an ON_READ variable, all replicas' copies.
+        """Return the value, or, for an ON_READ variable, all replicas' copies.
 
-        Collective for an ON_READ variable: all ranks.
+        Collective over the ranks of the role for an ON_READ variable.
         """
         if self._is_on_read:
-            return {"copies": all_tensors(self.strategy, self._call("state_dict"), self._copies)}
+            call = self._call("state_dict")
+            copies = all_tensors(self.strategy, call, self._copies)
+            return {"copies": copies}
         return {"value": self._copies[0].detach().clone()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all copies as they were saved. Not collective: the same state on every rank.
 
-        With another number of replicas, or saved by a variable of another kind, the total, mean or first one is kept.
+        If another number of replicas, or a variable of another kind, has saved it, the total, mean or first copy is
+        kept.
 
         Raises:
             UsageError: for another shape or dtype, or copies of another number of replicas without aggregation.
         """
-        rows = state["copies"] if "copies" in state else state["value"][None]
-        n_replicas = self.strategy.n_replicas if self._is_on_read else 1
-        if len(rows) != n_replicas or ("copies" in state) != self._is_on_read:
+        has_copies = "copies" in state
+        rows = state["copies"] if has_copies else state["value"][None]
+        n_replicas = 1
+        local_numbers = range(1)
+        if self._is_on_read:
+            n_replicas = self.strategy.n_replicas
+            local_numbers = self.strategy.own_replicas
+        if len(rows) != n_replicas or has_copies != self._is_on_read:
             self._check_deal(len(rows), n_replicas)
             rows = deal(rows, n_replicas, self.aggregation.value)
         fitting = [self._fitting("load_state_dict", row) for row in rows]
-        replica_numbers = self.strategy.own_replicas if self._is_on_read else range(1)
-        for index, number in enumerate(replica_numbers):
+        for index, number in enumerate(local_numbers):
             self._copies[index].copy_(fitting[number])
 
     def _check_deal(self, n_saved: int, n_replicas: int) -> None:
@@ -471,22 +529,22 @@ class Variable(Readable):
             )
 
 
-def as_tensor(value: Any, dtype: Any = None) -> Tensor:
+def as_tensor(
+    value: Any,
+    dtype: Any = None,
+) -> Tensor:
     """Return a value as a tensor that needs no gradient; a variable is read.
 
     Args:
         value: torch tensor, numpy array, number, nested list of numbers, or variable.
-        dtype: a torch or numpy dtype, or its name; default: of the value.
+        dtype: a torch or numpy dtype, or its name; default: dtype of the value.
     """
     if hasattr(value, "read_value"):
         value = value.read_value()
-    wanted = (
-        dtype
-        if dtype is None or isinstance(dtype, torch.dtype)
-        else getattr(torch, np.dtype(dtype).name)
-    )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        dtype = getattr(torch, np.dtype(dtype).name)
     try:
-        return torch.as_tensor(value, dtype=wanted).detach()
+        return torch.as_tensor(value, dtype=dtype).detach()
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(
             f"Variable: expected a tensor, an array or numbers, got {type(value).__name__}; convert it."
@@ -498,28 +556,37 @@ def can_hold(dtype: torch.dtype, number: complex) -> bool:
     return torch.can_cast(torch.as_tensor(number).dtype, dtype)
 
 
-def indices_and_rows(method: str, delta: Any, whole: Tensor) -> tuple[Tensor, Tensor]:
+def indices_and_rows(
+    method: str,
+    delta: Any,
+    whole: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return (indices,) int64 and (indices, ...) rows for a scatter into `whole`, of its dtype and on its device.
 
     Args:
-        method: for messages.
-        delta: has `indices` and `values`, or is the pair.
-        whole: (rows, ...).
+        method: name of the caller, for messages.
+        delta: object with `indices` and `values`, or the pair.
+        whole: (rows, ...) tensor.
     """
-    is_pair = isinstance(delta, (tuple, list)) and len(delta) == 2
-    if not is_pair and not (hasattr(delta, "indices") and hasattr(delta, "values")):
+    if isinstance(delta, (tuple, list)) and len(delta) == 2:
+        indices = as_tensor(delta[0])
+        rows = as_tensor(delta[1])
+    elif hasattr(delta, "indices") and hasattr(delta, "values"):
+        indices = as_tensor(delta.indices)
+        rows = as_tensor(delta.values)
+    else:
         raise UsageError(
             f"{method}: expected indices and values, got {type(delta).__name__}; pass the pair (indices, values)."
         )
-    indices, rows = (
-        as_tensor(part) for part in (delta if is_pair else (delta.indices, delta.values))
-    )
-    if indices.dim() != 1 or rows.shape != indices.shape + whole.shape[1:]:
+    row_shape = whole.shape[1:]
+    if indices.dim() != 1 or rows.shape != indices.shape + row_shape:
         raise UsageError(
-            f"{method}: expected one index and one row of {tuple(whole.shape[1:])} each, got indices of "
+            f"{method}: expected one index and one row of {tuple(row_shape)} each, got indices of "
             f"{tuple(indices.shape)} and rows of {tuple(rows.shape)}; give them alike."
         )
-    return indices.to(whole.device, torch.int64), rows.to(whole.device, whole.dtype)
+    indices = indices.to(whole.device, torch.int64)
+    rows = rows.to(whole.device, whole.dtype)
+    return indices, rows
 
 
 def divide_among(total: Tensor, n_parts: int) -> list[Tensor]:
@@ -532,16 +599,27 @@ def divide_among(total: Tensor, n_parts: int) -> list[Tensor]:
         return [total / n_parts] * n_parts
     part = torch.div(total, n_parts, rounding_mode="floor")
     remainder = total - part * n_parts
-    return [part + (number < remainder).to(total.dtype) for number in range(n_parts)]
+    parts: list[Tensor] = []
+    for number in range(n_parts):
+        one_more = (number < remainder).to(total.dtype)
+        parts.append(part + one_more)
+    return parts
 
 
-def deal(rows: Tensor, n_replicas: int, aggregation: str) -> list[Tensor]:
-    """Return one row for each replica, which aggregate to what the given rows aggregate to.
+def deal(
+    rows: Tensor,
+    n_replicas: int,
+    aggregation: str,
+) -> list[Tensor]:
+    """Return one row for each replica, which aggregate to the same as the given rows.
 
     >>> [float(row) for row in deal(torch.tensor([1.0, 2.0]), 3, "SUM")]
     [3.0, 0.0, 0.0]
     """
     if aggregation == "SUM":  # not divided: thirds would not add up to the bit
-        return [rows.sum(0, dtype=rows.dtype)] + [torch.zeros_like(rows[0])] * (n_replicas - 1)
-    is_mean = aggregation == "MEAN" and rows.dtype.is_floating_point
-    return [rows.mean(0) if is_mean else rows[0]] * n_replicas
+        total = rows.sum(0, dtype=rows.dtype)
+        zeros = torch.zeros_like(rows[0])
+        return [total] + [zeros] * (n_replicas - 1)
+    if aggregation == "MEAN" and rows.dtype.is_floating_point:
+        return [rows.mean(0)] * n_replicas
+    return [rows[0]] * n_replicas

@@ -24,23 +24,23 @@ from hpcdist.strategy.parameter_server import ParameterServerStrategy
 
 
 class ClusterCoordinator:
-    """Schedules functions on the workers, which serve, and gets what they return.
+    """Schedules functions on the workers, which serve, and gets their results.
 
-    The program runs on one rank, the chief. Functions are sent with what they use: modules, optimizers, variables and
-    metrics of the scope, datasets and resources of workers by name, all else by value, as with cloudpickle. A function
-    begins with values that contain what all functions have pushed that had ended when it was scheduled;
-    `optimizer.step()` in it pushes gradients, and gets new values. What it changes in buffers, variables and metrics is
-    changed on the coordinator when it ends. Learning rates, `train()` or `eval()` of modules, and which parameters are
-    frozen, are as at the call of `schedule`. A module is sent once: what it consists of must not change later.
+    The program runs on one rank, the chief. Functions are sent with the objects that they use: modules, optimizers,
+    variables and metrics of the scope, datasets and resources of workers by name, all else by value, as with
+    cloudpickle. A function begins with values that contain the pushes of all functions that had ended when it was
+    scheduled; `optimizer.step()` in it pushes gradients, and gets new values. Its changes of buffers, variables and
+    metrics are made on the coordinator when it ends. Learning rates, `train()` or `eval()` of modules, and which
+    parameters are frozen, are as at the call of `schedule`. A module is sent once: its parts must not change later.
 
-    A function is run at least once. One whose worker falls silent is run by another worker, too; what it has pushed
-    stays, and it pushes the rest if its worker goes on. If a function fails, the error is raised by the next
-    `schedule`, `join` or `done`, once, and the functions that have not begun are cancelled. None runs any more then,
-    but for those of silent workers. If a parameter server does not answer, that is PSUnavailable, and stays. A rank
+    A function is run at least once. If its worker falls silent, another worker runs it, too; its pushes stay, and it
+    pushes the remaining gradients if its worker goes on. If a function fails, the error is raised by the next
+    `schedule`, `join` or `done`, once, and the functions that have not begun are cancelled. No function runs any more
+    then, except on silent workers. If a parameter server does not answer, that is PSUnavailable, and stays. A rank
     that dies ends the job, which starts again from its last checkpoint.
 
     A stop request, to whichever rank, is acted on in `join`, when all functions have ended: a
-    `PreemptionCheckpointHandler` saves there. Its steps are those of the optimizers. Functions that have not ended
+    `PreemptionCheckpointHandler` saves there. Its steps are the steps of the optimizers. Functions that have not ended
     within the grace period of its TerminationConfig, or 20 s, are waited for no longer: the job ends with code 75, and
     the last save counts. Schedule no more between two `join` than that time allows.
 
@@ -66,7 +66,9 @@ class ClusterCoordinator:
     _dispatcher: Dispatcher
 
     def __new__(
-        cls, strategy: Strategy, closure_timeout_s: float | None = None
+        cls,
+        strategy: Strategy,
+        closure_timeout_s: float | None = None,
     ) -> "ClusterCoordinator":
         """Return the coordinator of a strategy."""
         if not isinstance(strategy, ParameterServerStrategy):
@@ -76,9 +78,11 @@ class ClusterCoordinator:
         return strategy.the_coordinator(lambda: object.__new__(cls))
 
     def __init__(
-        self, strategy: ParameterServerStrategy, closure_timeout_s: float | None = None
+        self,
+        strategy: ParameterServerStrategy,
+        closure_timeout_s: float | None = None,
     ) -> None:
-        if hasattr(self, "_dispatcher"):  # it was there
+        if hasattr(self, "_dispatcher"):  # made by an earlier call
             return
         world = strategy.world
         comm = strategy.closures_comm
@@ -98,16 +102,17 @@ class ClusterCoordinator:
         self._dispatcher = Dispatcher(
             world, comm, strategy.client_ranks[1:], self._definitions, closure_timeout_s
         )
-        self._n_scheduled = self._n_steps = 0
+        self._n_scheduled = 0
+        self._n_steps = 0
         atexit.register(self.leave)
 
     def leave(self, code: int = -1) -> None:
-        """Let the workers leave, once what they run has ended; nothing can be scheduled any more.
+        """Let the workers leave, once their functions have ended; nothing can be scheduled any more.
 
         Called when the program ends.
 
         Args:
-            code: with which workers and servers leave; -1: with that of this program.
+            code: exit code of workers and servers; -1 for the exit code of this program.
         """
         atexit.unregister(self.leave)
         if not self._dispatcher.is_over:
@@ -120,17 +125,20 @@ class ClusterCoordinator:
         return self._strategy
 
     def schedule(
-        self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let a worker call fn(*args, **kwargs) as soon as one is free, and return what will hold its result.
+        """Let a worker call fn(*args, **kwargs) as soon as one is free, and return a RemoteValue for its result.
 
-        Returns at once, unless 262,144 functions wait already. Where functions take less than 50 ms, a worker is given
-        its next one beforehand, and that one waits for the first. To be called from one thread.
+        Returns at once, unless 262,144 functions wait already. Where functions take less than 50 ms, a worker gets its
+        next function beforehand, which waits for the one that runs. To be called from one thread.
 
         Args:
-            fn: called in the strategy's scope; it may call `strategy.run`. In which order functions run is not said.
-            args: for it; PerWorkerValues become the worker's own.
-            kwargs: likewise.
+            fn: function that is called in the strategy's scope; it may call `strategy.run`. Functions run in any order.
+            args: arguments; PerWorkerValues among them become the worker's own values.
+            kwargs: arguments by name, treated in the same way.
 
         Raises:
             UsageError: when it cannot be sent; for a RemoteValue among the arguments.
@@ -213,7 +221,7 @@ class ClusterCoordinator:
             queue.cancel_waiting()
             while queue.has_running:
                 changed.wait(LOOK_S)
-                queue.cancel_waiting()  # what was put back
+                queue.cancel_waiting()  # functions that were put back
             error = queue.take_error()
         if error is not None:
             raise error
@@ -225,12 +233,12 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Return a dataset that each worker makes for itself: all of it, nothing is divided among workers.
 
-        Pass `iter` of it to functions, which call `next` on it. Workers make it at its first use, and anew when they
-        are started anew: its position is not saved. Without a given seed each worker has an order of its own.
+        Pass `iter` of it to functions, which call `next` on it. Workers make it at its first use, and again when they
+        are started again: its position is not saved. Without a given seed each worker has another order.
 
         Args:
-            dataset_fn: a function that returns a dataset, an iterable, or what the strategy's `distribute_...` methods
-                return; or a Dataset or DistributedDataset.
+            dataset_fn: a function that returns a dataset, an iterable, or a result of the strategy's `distribute_...`
+                methods; or a Dataset or DistributedDataset.
 
         Raises:
             UsageError: for anything else.
@@ -258,14 +266,17 @@ class ClusterCoordinator:
         return PerWorkerDataset(dataset_fn)
 
     def create_per_worker_resource(
-        self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> PerWorkerValues:
-        """Return what each worker makes by fn(*args, **kwargs), at its first use there, such as a compiled function.
+        """Return a value that each worker makes by fn(*args, **kwargs) at its first use, such as a compiled function.
 
         Args:
-            fn: the function.
-            args: for it.
-            kwargs: likewise.
+            fn: function that makes the value.
+            args: arguments of the function.
+            kwargs: arguments of the function by name.
         """
         positional_args = tuple(args or ())
         named = dict(kwargs or {})

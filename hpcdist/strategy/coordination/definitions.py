@@ -1,8 +1,8 @@
-"""Objects of a coordinator's program that scheduled functions use by name: workers have copies of their own.
+"""Objects of a coordinator's program that scheduled functions use by name: each worker has copies of them.
 
 Strategy, variables, modules, optimizers, metrics, datasets and resources of the workers are defined once, in a log
-that each worker reads; all else goes by value, with each function. Values of variables are on servers. What else is
-shared travels with functions and their results: see `shared.py`.
+that each worker reads; all else goes by value, with each function. Values of variables are on servers. All other
+shared state travels with functions and their results: see `shared.py`.
 """
 
 import weakref
@@ -28,26 +28,29 @@ from hpcdist.strategy.coordination.shared import SharedState, is_shared
 from hpcdist.strategy.coordination.values import PerWorkerValues, RemoteValue
 from hpcdist.strategy.own_gradients import offer
 
-#: Which object a name in a pickle means: its kind and its number.
+#: Name of an object in a pickle: its kind and its number.
 Name = tuple[str, int]
 _STRATEGY: Name = ("strategy", 0)
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes, tuple, list, dict, set, type))
 
 
 class Definitions:
-    """The coordinator's side.
+    """The coordinator's side: objects of the program, and their definitions.
 
     Args:
-        strategy: whose scope the objects were made in.
-        engine, storage: of the strategy.
+        strategy: strategy in whose scope the objects were made.
+        engine, storage: engine and storage of the strategy.
 
     Attributes:
         log: definitions, as pickles.
-        shared: the state of defined objects that is not on servers.
+        shared: state of defined objects that is not on servers.
     """
 
     def __init__(
-        self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters
+        self,
+        strategy: Strategy,
+        engine: GradientEngine,
+        storage: ServedParameters,
     ) -> None:
         self._strategy = strategy
         self._engine = engine
@@ -62,7 +65,7 @@ class Definitions:
         self.shared = SharedState(storage.holds)
 
     def dump(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Bytes:
-        """Return a function with its arguments as a pickle; what it uses is defined first.
+        """Return a function with its arguments as a pickle; the objects that it uses are defined first.
 
         Raises:
             UsageError: when it cannot be sent.
@@ -86,7 +89,7 @@ class Definitions:
         return pickles.dumps((sent, settings, self.shared.modes()))
 
     def _require_served(self) -> None:
-        """Raise UsageError for a parameter that is trained now, and was frozen when workers got copies of it."""
+        """Raise UsageError if a parameter is trained now that was frozen when workers got copies of it."""
         private = self.shared.private()
         if private is not None:
             raise UsageError(
@@ -96,7 +99,7 @@ class Definitions:
             )
 
     def _name_of(self, obj: Any) -> Name | None:
-        """Return the name that travels in place of an object; None: it goes by value."""
+        """Return the name that travels in place of an object; None if the object goes by value."""
         if type(obj) in _PLAIN:
             return None
         if id(obj) in self._names:
@@ -110,24 +113,25 @@ class Definitions:
             return self._define_optimizer(obj)
         if isinstance(obj, PerWorkerValues):
             return self._define("resource", obj, obj.make)
-        is_ours = isinstance(obj, nn.Module) and obj in self._engine.managed.modules
-        return (
-            self._define("object", obj, obj)
-            if is_ours or isinstance(obj, Dataset) or is_shared(obj)
-            else None
-        )
+        is_managed = isinstance(obj, nn.Module) and obj in self._engine.managed.modules
+        if is_managed or isinstance(obj, Dataset) or is_shared(obj):
+            return self._define("object", obj, obj)
+        return None
 
     def _name_of_variable(self, parameter: nn.Parameter) -> Name | None:
+        """Return the name of a parameter that servers hold; None for a frozen one that goes by value."""
         number = self._storage.variable_number(parameter)
-        if number is None and parameter.requires_grad:
+        if number is not None:
+            return ("variable", number)
+        if parameter.requires_grad:
             raise UsageError(
                 f"schedule: expected parameters made in strategy.scope(), got one of shape {tuple(parameter.shape)} "
                 f"that no server holds: workers would train copies of it; make it in the scope."
             )
-        return None if number is None else ("variable", number)
+        return None
 
     def _refuse(self, obj: Any) -> None:
-        """Raise UsageError for what cannot go to a worker in a useful way."""
+        """Raise UsageError for an object that cannot go to a worker in a useful way."""
         if isinstance(obj, RemoteValue):
             raise UsageError(
                 "schedule: expected arguments that are there, got a RemoteValue, which cannot be the input of another "
@@ -150,7 +154,13 @@ class Definitions:
             )
 
     def _define(self, kind: str, obj: Any, value: Any) -> Name:
-        """Append the definition of an object to the log, after those of what it uses."""
+        """Append the definition of an object to the log, after the definitions of the objects that it uses.
+
+        Args:
+            kind: "object", "optimizer" or "resource".
+            obj: the object that the name will mean.
+            value: object that is pickled to define it.
+        """
         if id(obj) in self._unfinished:
             raise UsageError(
                 f"schedule: expected no two objects that use each other, got that in {type(obj).__name__}; pass one "
@@ -164,37 +174,36 @@ class Definitions:
         finally:
             self._unfinished.discard(id(obj))
         self._n_objects += 1
-        name = self._names[id(obj)] = (kind, self._n_objects)
-        self.log.append(pickles.dumps((*name, payload)))
+        number = self._n_objects
+        name = (kind, number)
+        self._names[id(obj)] = name
+        self.log.append(pickles.dumps((kind, number, payload)))
         if kind == "resource":  # it ends with the program's last reference to it
-            weakref.finalize(
-                obj, _forget, weakref.ref(self), id(obj), self._n_objects
-            ).atexit = False
+            finalizer = weakref.finalize(obj, _forget, weakref.ref(self), id(obj), number)
+            finalizer.atexit = False
             return name
-        self._objects.append(obj)  # kept, so that its id stays its own
+        self._objects.append(obj)  # kept alive, so that no other object gets its id
         if kind == "object":
-            self.shared.add(self._n_objects, obj)
+            self.shared.add(number, obj)
         return name
 
     def forget(self, key: int, number: int) -> None:
         """Let workers forget a resource. From any thread.
 
         Args:
-            key: its id.
-            number: of its name.
+            key: id of the resource.
+            number: number in its name.
         """
         self._names.pop(key, None)
         self.log.append(pickles.dumps(("forget", number, None)))
 
     def _define_optimizer(self, optimizer: Optimizer) -> Name:
         number = self._storage.number_of(optimizer)
-        groups = [
-            {key: list(value) if key == "params" else value for key, value in group.items()}
-            for group in optimizer.param_groups
-        ]
-        name = self._define(
-            "optimizer", optimizer, (number, type(optimizer), optimizer.defaults, groups)
-        )
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": list(group["params"])})
+        value = (number, type(optimizer), optimizer.defaults, groups)
+        name = self._define("optimizer", optimizer, value)
         self._optimizers[name[1]] = optimizer
         torch_hooks.note_step(optimizer)
         return name
@@ -207,19 +216,23 @@ class Definitions:
 
 
 class Copies:
-    """A worker's side: its copies of what the coordinator has defined.
+    """A worker's side: its copies of the objects that the coordinator has defined.
 
     Args:
-        strategy: of this worker.
-        engine, storage: of the strategy.
-        worker: its number.
+        strategy: strategy of this worker.
+        engine, storage: engine and storage of the strategy.
+        worker: number of this worker.
 
     Attributes:
-        shared: the state of the copies that is not on servers.
+        shared: state of the copies that is not on servers.
     """
 
     def __init__(
-        self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters, worker: int
+        self,
+        strategy: Strategy,
+        engine: GradientEngine,
+        storage: ServedParameters,
+        worker: int,
     ) -> None:
         self._strategy = strategy
         self._engine = engine
@@ -231,7 +244,7 @@ class Copies:
         self.shared = SharedState(storage.holds)
 
     def learn(self, definition: Bytes) -> None:
-        """Take the next definition of the coordinator's log; what cannot be loaded is an error where it is used."""
+        """Take the next definition of the coordinator's log; one that cannot be loaded raises where it is used."""
         kind, number, payload = pickles.loads(definition)
         if kind == "forget":
             self._objects.pop(number, None)
@@ -242,7 +255,7 @@ class Copies:
                 value = pickles.loads(payload, self._find)
                 if kind == "layout":
                     self._learn_layout(value)
-        except Exception as error:  # noqa: BLE001  such as one of a module that a node lacks
+        except Exception as error:  # noqa: BLE001  such as an import error on a node that lacks a module
             self._errors[number] = error
             return
         if kind == "optimizer":
@@ -250,7 +263,7 @@ class Copies:
         elif kind == "resource":
             self._makers[number] = value
         elif kind == "object":
-            # nobody asked for one order on all workers
+            # the program has not asked for one order on all workers
             if isinstance(value, Dataset) and value.has_drawn_seed:
                 value = value.with_drawn_seed((value.order.seed or 0) + self._worker)
             self._objects[number] = value
@@ -302,9 +315,10 @@ class Copies:
         """Return a function with its arguments; set optimizers and modules as they were when it was scheduled."""
         sent, settings, modes = pickles.loads(payload)
         for number, groups in settings.items():
-            if number not in self._errors:
-                for group, values in zip(self._objects[number].param_groups, groups, strict=True):
-                    group.update(values)
+            if number in self._errors:
+                continue
+            for group, values in zip(self._objects[number].param_groups, groups, strict=True):
+                group.update(values)
         self.shared.set_modes(modes)
         loaded: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickles.loads(
             sent, self._find

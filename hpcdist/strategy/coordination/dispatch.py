@@ -22,10 +22,10 @@ from hpcdist.strategy.coordination.shared import Changes, Key
 from hpcdist.strategy.coordination.values import LOOK_S
 from hpcdist.strategy.coordination.worker import BEAT_S, BEAT_TAG
 
-#: Longest sleep while functions run: what a result may have to wait.
+#: Longest sleep while functions run, by which a result may be delayed.
 _MAX_SLEEP_S = 1e-4
-#: A worker whose last function took less than this is given its next one beforehand: it would wait for it as long. If
-#: there are enough for all; and not where a function begins with what the one before has changed.
+#: A worker whose last function took less than this gets its next function beforehand, as it would wait for it about as
+#: long. Only if enough functions wait for all workers, and no function begins with the changes of the one before.
 _SHORT_S = 0.05
 #: A worker that has not been heard of for this long is silent, or for this part of the time limit if that is longer.
 LOST_S = 5.0
@@ -44,16 +44,17 @@ class WorkerError(Exception):
 
 
 class _Worker:
-    """What the coordinator knows of a worker.
+    """State of a worker, as the coordinator knows it.
 
     Attributes:
-        rank, number: of it.
-        n_known: definitions that it has.
-        sent: the shared state that it has; see `SharedState.news`.
-        n_seen: closures that had ended when it was last sent to get the servers' values.
-        sent_at: when it was sent each closure that it has.
-        last_s: how long its last one took; answered_at: when that ended.
-        heard_at: when it was heard of last. is_silent: whether that is too long ago.
+        rank, number: rank of the worker, and its number among the workers.
+        n_known: number of definitions that it has.
+        sent: shared state that it has; see `SharedState.news`.
+        n_seen: number of closures that had ended when it was last told to get the servers' values.
+        sent_at: times at which the closures that it has were sent.
+        last_s: duration of its last closure. answered_at: time at which that ended.
+        heard_at: time at which it was heard of last. is_silent: whether that is too long ago.
+        is_stuck: whether a closure of it has run for too long.
     """
 
     def __init__(self, rank: int, number: int) -> None:
@@ -74,15 +75,16 @@ class Dispatcher:
     """Runs closures on workers, from its own thread, which starts with it.
 
     Args:
-        world: the coordinator's.
-        comm: all ranks, for functions and their results alone.
-        ranks: those of the workers, in the order of their numbers.
-        definitions: what functions use by name.
+        world: world of the coordinator.
+        comm: communicator of all ranks, for functions and their results alone.
+        ranks: ranks of the workers, in the order of their numbers.
+        definitions: objects that functions use by name.
         closure_timeout_s: longest time of a function, in seconds; None for no limit.
 
     Attributes:
-        queue: the closures. changed: guards it, and is notified whenever a closure is over.
-        n_steps: steps of optimizers in functions that have ended.
+        queue: the closures. changed: guards the queue, and is notified whenever a closure is over.
+        n_steps: number of steps of optimizers in functions that have ended.
+        is_over: whether `stop` was called, so that nothing can be scheduled any more.
     """
 
     def __init__(
@@ -114,10 +116,10 @@ class Dispatcher:
         self._thread.start()
 
     def stop(self, code: int) -> None:
-        """Cancel what has not begun, wait for what runs, and let the workers leave.
+        """Cancel closures that have not begun, wait for those that run, and let the workers leave.
 
         Args:
-            code: with which they leave; -1: with that of this program.
+            code: exit code of the workers; -1 for the exit code of this program.
         """
         with self.changed:
             self.queue.cancel_waiting("the coordinator has left; join before that")
@@ -139,14 +141,13 @@ class Dispatcher:
             self._look()
         self._require_all_done()
         for worker in self._workers.values():
-            self._mailbox.send(
-                worker.rank, Message(Kind.LEAVE, worker.number, numbers=np.array([self._exit_code]))
-            )
+            leave = Message(Kind.LEAVE, worker.number, numbers=np.array([self._exit_code]))
+            self._mailbox.send(worker.rank, leave)
         wait_until(lambda: self._mailbox.is_sent, self._world.timeout_s, 0)
         self._wait_for_silent()
 
     def _require_all_done(self) -> None:
-        """End the job if a worker still runs a function: it would be waited for without an end."""
+        """End the job if a worker still runs a function: waiting for it might have no end."""
         busy = [
             worker for worker in self._workers.values() if worker.sent_at and not worker.is_silent
         ]
@@ -162,7 +163,7 @@ class Dispatcher:
             )
 
     def _wait_for_silent(self) -> None:
-        """Wait for heartbeats of workers that are silent; end the job without them: they would be waited for."""
+        """Wait for heartbeats of silent workers; end the job if none come, as waiting for them might have no end."""
         began_s = self._now
         while silent := [worker for worker in self._workers.values() if worker.is_silent]:
             self._look()
@@ -178,7 +179,7 @@ class Dispatcher:
 
     @property
     def _is_any_busy(self) -> bool:
-        """Whether the result of any worker is to come: also of one that has fallen silent."""
+        """Whether the result of any worker is to come, be it silent or not."""
         return any(worker.sent_at for worker in self._workers.values())
 
     def _look(self) -> None:
@@ -196,7 +197,7 @@ class Dispatcher:
         self._require_in_time()
 
     def _require_in_time(self) -> None:
-        """Let functions fail that run too long; leave without them if a stop request has waited too long."""
+        """Let functions that run too long fail; leave without them if a stop request has waited too long."""
         limit_s = self._closure_timeout_s
         for worker in self._workers.values():
             if limit_s is None or worker.is_stuck or worker.is_silent or not worker.sent_at:
@@ -212,7 +213,7 @@ class Dispatcher:
             requester.leave_at_once(reason)
 
     def _require_worker(self, limit_s: float | None) -> None:
-        """Cancel what waits if all workers have been stuck, or silent, for the longest time of a function."""
+        """Cancel waiting closures if all workers have been stuck, or silent, for the longest time of a function."""
         is_blocked = self.queue.n_waiting > 0 and all(
             worker.is_stuck or worker.is_silent for worker in self._workers.values()
         )
@@ -232,7 +233,7 @@ class Dispatcher:
 
     def _time_out(self, worker: _Worker, limit_s: float) -> None:
         worker.is_stuck = True
-        worker.sent.clear()  # what it changes later does not count
+        worker.sent.clear()  # later changes of this worker do not count
         with self.changed:
             running = self.queue.running[worker.number]
             name = ", ".join(closure.name for closure in running[:1])
@@ -254,23 +255,23 @@ class Dispatcher:
         return bool(received) or (self.queue.n_waiting > 0 and self._free_worker() is not None)
 
     def _free_worker(self) -> _Worker | None:
-        """Return a worker that may be given a closure: one that has none, else one that is soon done."""
-        heard = [
-            worker for worker in self._workers.values() if not (worker.is_silent or worker.is_stuck)
-        ]
-        idle = [worker for worker in heard if not worker.sent_at]
-        has_enough = (
+        """Return the first worker that has no closure, else the first that is soon done with its only one."""
+        may_send_ahead = (
             self.queue.n_waiting >= len(self._workers) and not self._definitions.shared.has_tensors
         )
-        soon_done = [
-            worker
-            for worker in heard
-            if has_enough and worker.last_s < _SHORT_S and len(worker.sent_at) == 1
-        ]
-        return next(iter([*idle, *soon_done]), None)
+        soon_done: _Worker | None = None
+        for worker in self._workers.values():
+            if worker.is_silent or worker.is_stuck:
+                continue
+            if not worker.sent_at:
+                return worker
+            is_soon_done = worker.last_s < _SHORT_S and len(worker.sent_at) == 1
+            if may_send_ahead and is_soon_done and soon_done is None:
+                soon_done = worker
+        return soon_done
 
     def _send_closures(self) -> None:
-        """Give each free worker a closure, as far as some wait."""
+        """Give each free worker a closure, as long as any wait."""
         while (worker := self._free_worker()) is not None:
             with self.changed:
                 closure = self.queue.take(worker.number)
@@ -281,12 +282,13 @@ class Dispatcher:
 
     def _send(self, worker: _Worker, closure: Closure) -> None:
         news = self._definitions.shared.news(worker.sent)
-        new = self._definitions.log[worker.n_known :]  # after that: what has news is defined
-        worker.n_known += len(new)
+        # read after the news, so that all objects that have news are defined
+        definitions = self._definitions.log[worker.n_known :]
+        worker.n_known += len(definitions)
         must_pull = closure.n_before > worker.n_seen
         if must_pull:
             worker.n_seen = self.queue.n_ended
-        payload = pickles.dumps((new, news, must_pull, closure.payload, closure.seed))
+        payload = pickles.dumps((definitions, news, must_pull, closure.payload, closure.seed))
         message = Message(
             Kind.CLOSURE, worker.number, clock=closure.number, text=closure.name, payload=payload
         )
@@ -295,7 +297,8 @@ class Dispatcher:
 
     def _take_result(self, worker: _Worker, message: Message) -> None:
         worker.last_s = self._now - max(worker.sent_at.pop(0), worker.answered_at)
-        worker.answered_at = worker.heard_at = self._now
+        worker.answered_at = self._now
+        worker.heard_at = self._now
         worker.is_stuck = worker.is_stuck and len(worker.sent_at) > 0
         has_value, payload, changes, n_steps = pickles.loads(message.payload)
         error = None if has_value else _error_of(payload, worker)
@@ -312,18 +315,18 @@ class Dispatcher:
             else:
                 self.queue.fail(worker.number, error)
             if error is not None or not is_awaited:
-                worker.sent.clear()  # what it has changed does not count
+                worker.sent.clear()  # its changes do not count
             self._count_steps(n_steps)
             self._ended_at = self._now
             self._is_reported = False
             self.changed.notify_all()
 
     def _apply(self, changes: Changes) -> Exception | None:
-        """Make the changes of a function; return why they cannot be made."""
+        """Make the changes of a function; return the error if they cannot be made."""
         try:
             self._definitions.shared.apply(changes)
         except (RuntimeError, KeyError) as error:
-            # of a buffer that the program has replaced meanwhile
+            # the program has replaced a buffer meanwhile
             return error
         return None
 
@@ -335,7 +338,7 @@ class Dispatcher:
     # -- workers that are silent --------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
-        """Take heartbeats; put back what runs on workers that have fallen silent."""
+        """Take heartbeats; put back the closures of workers that have fallen silent."""
         status = MPI.Status()
         while self._comm.Iprobe(tag=BEAT_TAG, status=status):
             text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -370,7 +373,7 @@ class Dispatcher:
         )
 
     def _give_up(self) -> None:
-        """Let `join` raise, and nobody wait for what has not begun: no worker is there."""
+        """Let `join` raise, and cancel closures that have not begun, as no worker is there."""
         with self.changed:
             if self.queue.has_failed:
                 return
@@ -386,20 +389,17 @@ class Dispatcher:
     def _report(self) -> None:
         """Log which functions run, once, if none has ended for as long as the time limit."""
         limit_s = self._world.timeout_s
-        since = max(
-            [
-                self._ended_at,
-                *(sent for worker in self._workers.values() for sent in worker.sent_at),
-            ]
-        )
-        if self._is_reported or not self.queue.has_running or self._now - since <= limit_s:
+        last_event_at = self._ended_at
+        for worker in self._workers.values():
+            last_event_at = max([last_event_at, *worker.sent_at])
+        if self._is_reported or not self.queue.has_running or self._now - last_event_at <= limit_s:
             return
         self._is_reported = True
-        running = ", ".join(
-            f"{closures[0].name!r} on worker {worker_number}"
-            for worker_number, closures in self.queue.running.items()
-            if closures
-        )
+        texts: list[str] = []
+        for number, closures in self.queue.running.items():
+            if closures:
+                texts.append(f"{closures[0].name!r} on worker {number}")
+        running = ", ".join(texts)
         log(f"coordinator: no function has ended for {limit_s:g} s; still running: {running}")
 
 
@@ -407,12 +407,12 @@ def _error_of(payload: Bytes, worker: _Worker) -> Exception:
     """Return the error of a function, with the worker's stack as its cause."""
     try:
         error, trace = pickles.loads(payload)
-    except Exception as caught:  # noqa: BLE001  of a class that only the worker can import
+    except Exception as caught:  # noqa: BLE001  its class may be one that only the worker can import
         error = HpcdistError(f"a function failed, and its error cannot be read here: {caught}")
         trace = ""
-    function_error = (
-        error if isinstance(error, Exception) else HpcdistError(f"{type(error).__name__}: {error}")
-    )
+    function_error: Exception = error
+    if not isinstance(error, Exception):
+        function_error = HpcdistError(f"{type(error).__name__}: {error}")
     function_error.__cause__ = WorkerError(
         f"on worker {worker.number}, rank {worker.rank}:\n{trace}"
     )

@@ -1,7 +1,8 @@
-"""The queue of scheduled functions, as a state machine: who runs what, and what becomes of it. No threads, no messages.
+"""The queue of scheduled functions, as a state machine: which worker runs which, and how each ends. No threads.
 
-A closure is run at least once: one whose worker falls silent goes to another one, and the first result that comes
-counts. Of the errors that come, the first is kept until it is taken; what has not begun is cancelled then.
+It sends no messages. A closure is run at least once: if its worker falls silent, another worker gets it, too, and the
+first result that comes counts. The first error is kept until it is taken; closures that have not begun are cancelled
+then.
 
 Source: the semantics of tf.distribute.coordinator.ClusterCoordinator.
 """
@@ -14,7 +15,7 @@ from hpcdist.errors import ClosureCancelledError, PSUnavailable
 from hpcdist.ps.messages import Bytes
 from hpcdist.strategy.coordination.values import RemoteValue
 
-#: Closures that wait at most: as many as in TensorFlow.
+#: Largest number of closures that wait, as in TensorFlow.
 CAPACITY = 262_144
 
 
@@ -23,13 +24,13 @@ class Closure:
     """A scheduled function with its arguments.
 
     Attributes:
-        number: from 1, in the order of scheduling.
-        name: of the function, for messages.
-        payload: both, as a pickle.
-        used: the function and its arguments, kept until it is over: workers forget what the program forgets.
-        n_before: closures that had ended when it was scheduled.
-        seed: of the random numbers in it, whichever worker runs it.
-        result: what the caller of `schedule` holds.
+        number: number of the closure, from 1, in the order of scheduling.
+        name: name of the function, for messages.
+        payload: the function and its arguments, as a pickle.
+        used: the function and its arguments, kept until it is over: workers forget objects that the program forgets.
+        n_before: number of closures that had ended when it was scheduled.
+        seed: seed of the random numbers in it, whichever worker runs it.
+        result: future result, which the caller of `schedule` holds.
         is_waiting: whether it waits for a worker.
         is_over: whether it has a result, an error, or was cancelled.
     """
@@ -46,14 +47,14 @@ class Closure:
 
 
 class ClosureQueue:
-    """Closures that wait, and those that run.
+    """The closures that wait or run.
 
     Args:
-        capacity: closures that wait at most.
+        capacity: largest number of closures that wait.
 
     Attributes:
-        running: what each worker runs, and what it has been given to run next, by its number.
-        n_ended: closures that have a result or an error.
+        running: by number of the worker, the closure that it runs, and those that it has been sent to run next.
+        n_ended: number of closures that have a result or an error.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -66,12 +67,12 @@ class ClosureQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many wait as may."""
+        """Whether no more closures may wait."""
         return len(self._waiting) >= self._capacity
 
     @property
     def n_waiting(self) -> int:
-        """Closures that wait for a worker."""
+        """Number of closures that wait for a worker."""
         return len(self._waiting)
 
     @property
@@ -95,7 +96,7 @@ class ClosureQueue:
         self._waiting.append(closure)
 
     def take(self, worker: int) -> Closure | None:
-        """Return the closure that a worker is to run after those that it has; None: none waits."""
+        """Return the closure that a worker is to run after those that it has; None if no closure waits."""
         if not self._waiting:
             return None
         closure = self._waiting.popleft()
@@ -104,21 +105,21 @@ class ClosureQueue:
         return closure
 
     def is_awaited(self, worker: int) -> bool:
-        """Return whether the result counts that is to come from a worker: another one may have been first."""
+        """Return whether a worker's next result counts: another worker may have been first."""
         return not self._first_of(worker)[0].is_over
 
     def awaited_number(self, worker: int) -> int:
-        """Return the number of the closure whose result is to come from a worker."""
+        """Return the number of the closure whose result a worker sends next."""
         return self._first_of(worker)[0].number
 
     def finish(self, worker: int, payload: Bytes) -> None:
-        """Note the result that has come from a worker; no more than that where it does not count."""
+        """Take the result that has come from a worker; drop it where it does not count."""
         closure = self._returned(worker)
         if closure is not None:
             closure.result.set_result(payload)
 
     def fail(self, worker: int, error: BaseException) -> None:
-        """Note the error that has come from a worker; not of one that was silent: another one runs the closure."""
+        """Take the error that has come from a worker; drop it if the worker was silent, as another runs the closure."""
         if self._lost[worker]:
             self._lost[worker].pop(0)
             return
@@ -133,7 +134,7 @@ class ClosureQueue:
             self._error = error
 
     def lose(self, worker: int) -> None:
-        """Put back what a worker has, as it has fallen silent: before what waits, as others may wait for it."""
+        """Put the closures of a worker that has fallen silent before all that wait, as programs may wait for them."""
         closures = self.running.pop(worker, [])
         self._lost[worker] += closures
         for closure in reversed(closures):
@@ -142,9 +143,9 @@ class ClosureQueue:
                 self._waiting.appendleft(closure)
 
     def time_out(self, worker: int, error: BaseException) -> None:
-        """Let the closure that a worker runs fail, and put back what it was given to run next.
+        """Let the closure that a worker runs fail, and put back those that it was sent to run next.
 
-        What the worker returns later does not count.
+        Results that the worker sends later do not count.
         """
         closures = self.running.pop(worker, [])
         self._lost[worker] += closures
@@ -153,33 +154,35 @@ class ClosureQueue:
                 closure.is_waiting = True
                 self._waiting.appendleft(closure)
         if closures and not closures[0].is_over:
-            closures[0].is_over = True
-            closures[0].used = None
-            closures[0].result.set_error(error)
+            late_closure = closures[0]
+            late_closure.is_over = True
+            late_closure.used = None
+            late_closure.result.set_error(error)
             self.n_ended += 1
             self.note_error(error)
 
     def _first_of(self, worker: int) -> list[Closure]:
-        """Return the list that begins with what a worker runs: of before it fell silent, if it did."""
+        """Return the list that begins with the closure that a worker runs: if it was silent, the list from before."""
         return self._lost[worker] or self.running[worker]
 
     def _returned(self, worker: int) -> Closure | None:
-        """Return what a worker ran, which is over now; None if it was over before."""
+        """Return the closure that a worker ran, which is over now; None if it was over before."""
         closure = self._first_of(worker).pop(0)
         if closure.is_over:
             return None
         closure.is_over = True
         closure.used = None
         self.n_ended += 1
-        if closure.is_waiting:  # of a worker that was silent for a while
+        if closure.is_waiting:  # its worker was silent for a while
             closure.is_waiting = False
             self._waiting.remove(closure)
         return closure
 
     def cancel_waiting(
-        self, reason: str = "another function had failed; schedule it again"
+        self,
+        reason: str = "another function had failed; schedule it again",
     ) -> None:
-        """Cancel what has not begun."""
+        """Cancel the closures that have not begun."""
         while self._waiting:
             closure = self._waiting.popleft()
             closure.is_waiting = False
@@ -192,7 +195,7 @@ class ClosureQueue:
             )
 
     def take_error(self) -> BaseException | None:
-        """Return the first error that came since the last call. That of a parameter server stays."""
+        """Return the first error that came since the last call. The error of a parameter server stays."""
         error = self._error
         if not isinstance(error, PSUnavailable):
             self._error = None

@@ -1,4 +1,4 @@
-"""Server: what workers and parameter servers of a coordinator call in place of a program of their own."""
+"""Server: the call by which workers and parameter servers serve a coordinator, in place of running a program."""
 
 import sys
 from typing import Any, NoReturn
@@ -25,8 +25,8 @@ class Server:
     Args:
         resolver: says which tasks there are, and which one this rank is; or a ClusterSpec, or a dict as in TF_CONFIG's
             "cluster". Default: TF_CONFIG, else HPCDIST_ROLES.
-        job_name: the type of this rank's task, where the first argument does not say it.
-        task_index: its number, likewise.
+        job_name: type of this rank's task, where the first argument does not say it.
+        task_index: number of this rank's task, where the first argument does not say it.
         protocol, config, start: accepted for compatibility with tf.distribute; MPI carries everything.
 
     Raises:
@@ -54,7 +54,7 @@ class Server:
 
     @property
     def target(self) -> str:
-        """Where this server is; in MPI ranks find each other without an address."""
+        """Address of this server, for compatibility: in MPI ranks find each other without one."""
         return "mpi://"
 
     def join(self) -> NoReturn:
@@ -62,7 +62,7 @@ class Server:
 
         A ps serves workers that run the program themselves as well.
 
-        Collective: all ranks; the coordinator, or every worker, makes a ParameterServerStrategy meanwhile.
+        Collective over all ranks; the coordinator, or every worker, makes a ParameterServerStrategy meanwhile.
 
         Raises:
             ConfigurationError: when roles do not fit; on all ranks alike.

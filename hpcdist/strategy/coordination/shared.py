@@ -1,9 +1,9 @@
 """State of modules, variables and metrics that no server holds: it travels with functions and their results.
 
 Modules: whether they and their parameters are trained, buffers, and parameters that are frozen. Variables. A function
-begins with the coordinator's values. What it has changed becomes the coordinator's; of several at once, the last one
-wins, but for whole numbers and for variables that were only added to: there, differences are added. Metrics, and
-variables whose copies are summed: what a function has seen is added to the coordinator's.
+begins with the coordinator's values. Values that it has changed become the coordinator's; of several functions at once,
+the last one wins, but for whole numbers and for variables that were only added to: there, differences are added.
+Metrics, and variables whose copies are summed: the numbers that a function has seen are added to the coordinator's.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,19 +15,19 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hpcdist.forks import make_rlock
 
-#: A module: the number of the object that it is part of, and its place in that.
+#: Name of a module: the number of the object that it is part of, and its place in that object.
 Place = tuple[int, int]
-#: A tensor: the module that has it and its name there; or the number of a variable, and nothing.
+#: Name of a tensor: its module and its name there; for a variable (number, `_VARIABLE`) and "".
 Key = tuple[Place, str]
-#: A change of a tensor: whether it is to be added, and the difference or the value.
+#: Change of a tensor: whether it is to be added, and the difference or the value.
 Change = tuple[bool, Tensor]
-#: What a function has changed: tensors, and, by number of object, what the object has seen.
+#: Changes by a function: of tensors, and, by number of object, the numbers that the object has seen.
 Changes = tuple[dict[Key, Change], dict[int, Any]]
-#: Whether modules are trained, and each of their own parameters.
+#: For each module whether it is trained, and for each parameter that it holds directly whether that is trained.
 Modes = dict[Place, tuple[bool, tuple[bool, ...]]]
 #: Module buffers of up to this many bytes are compared by their values: torch does not count writes to `.data`.
 _COMPARED_BYTES = 1 << 20
-#: In place of a place in an object: it is a variable.
+#: Stands in a key for the place in an object, where the object is a variable.
 _VARIABLE = -1
 
 
@@ -43,7 +43,7 @@ class SharedState:
         is_served: returns whether a server holds a parameter.
 
     Attributes:
-        has_tensors: whether there are tensors with which a function must begin as the one before has left them.
+        has_tensors: whether there are tensors whose changes by one function the next function must begin with.
     """
 
     def __init__(self, is_served: Callable[[Any], bool]) -> None:
@@ -64,14 +64,9 @@ class SharedState:
             if isinstance(obj, nn.Module):
                 for index, module in enumerate(self._parts_of(obj, set())):
                     self._modules[number, index] = module
-                    parameters = (
-                        parameter
-                        for parameter in module._parameters.values()
-                        if parameter is not None
-                    )
-                    self._frozen |= {
-                        id(parameter) for parameter in parameters if not self._is_served(parameter)
-                    }
+                    for parameter in module._parameters.values():
+                        if parameter is not None and not self._is_served(parameter):
+                            self._frozen.add(id(parameter))
                 self._defined.add(id(obj))
             elif is_shared(obj) and obj.adds_up:
                 self._seen[number] = obj
@@ -80,16 +75,13 @@ class SharedState:
             self.has_tensors = next(self._tensors(), None) is not None
 
     def _parts_of(self, module: nn.Module, visited_ids: set[int]) -> Iterator[nn.Module]:
-        """Yield a module, and those in it that travel with it, in an order that is the same on a worker."""
+        """Yield a module, and the modules in it that travel with it, in an order that is the same on a worker."""
         visited_ids.add(id(module))
         yield module
         for child in module._modules.values():
-            if (
-                child is not None
-                and id(child) not in self._defined
-                and id(child) not in visited_ids
-            ):
-                yield from self._parts_of(child, visited_ids)
+            if child is None or id(child) in self._defined or id(child) in visited_ids:
+                continue
+            yield from self._parts_of(child, visited_ids)
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor, bool]]:
         """Yield each tensor, with its key, and whether it is compared by its values."""
@@ -97,11 +89,8 @@ class SharedState:
             is_norm = isinstance(module, _NormBase)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    yield (
-                        (place, name),
-                        buffer.detach(),
-                        is_norm or buffer.nbytes <= _COMPARED_BYTES,
-                    )
+                    is_compared = is_norm or buffer.nbytes <= _COMPARED_BYTES
+                    yield (place, name), buffer.detach(), is_compared
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in self._frozen:
                     yield (place, name), parameter.detach(), False
@@ -119,66 +108,60 @@ class SharedState:
         if module is None:
             return  # its definition could not be loaded
         target = module._buffers.get(name, module._parameters.get(name))
-        if target is not None and target.shape == value.shape:
+        if target is None:
+            module._buffers[name] = value
+        elif target.shape == value.shape:
             target.copy_(value)
         else:
-            module._buffers[name] = value if target is None else value.to(target.device)
+            module._buffers[name] = value.to(target.device)
 
     def _has_changed(self, key: Key, tensor: Tensor) -> bool:
         """Return whether a tensor has changed since it was noted."""
         noted_tensor, version, values = self._snapshots.get(key, (None, 0, None))
-        if (
-            noted_tensor is None
-            or noted_tensor.data_ptr() != tensor.data_ptr()
-            or tensor._version != version
-        ):
+        if noted_tensor is None or tensor._version != version:
+            return True
+        if noted_tensor.data_ptr() != tensor.data_ptr():
             return True
         return values is not None and not torch.equal(values, tensor)
 
     def _note(self, key: Key, tensor: Tensor, must_copy: bool) -> None:
-        self._snapshots[key] = (tensor, tensor._version, tensor.clone() if must_copy else None)
+        """Note a tensor as it is now, so that a change can be seen; with `must_copy` its values, too."""
+        values = tensor.clone() if must_copy else None
+        self._snapshots[key] = (tensor, tensor._version, values)
 
     # -- the coordinator --------------------------------------------------------------------------------------------
 
     def modes(self) -> Modes:
         """Return whether modules, and their parameters, are trained now."""
+        modes: Modes = {}
         with self._lock:
-            return {
-                place: (
-                    module.training,
-                    tuple(
-                        parameter is not None and parameter.requires_grad
-                        for parameter in module._parameters.values()
-                    ),
+            for place, module in self._modules.items():
+                are_trained = tuple(
+                    parameter is not None and parameter.requires_grad
+                    for parameter in module._parameters.values()
                 )
-                for place, module in self._modules.items()
-            }
+                modes[place] = (module.training, are_trained)
+        return modes
 
     def private(self) -> nn.Parameter | None:
-        """Return a parameter that is trained, or served, and that workers have copies of; None: there is none."""
+        """Return a parameter that is trained, or served, although workers have copies of it; None if there is none."""
+        copied_parameters: list[nn.Parameter] = []
         with self._lock:
-            parameters = [
-                parameter
-                for module in self._modules.values()
-                for parameter in module._parameters.values()
-                if parameter is not None
-            ]
-        copied_parameters = [parameter for parameter in parameters if id(parameter) in self._frozen]
-        return next(
-            (
-                parameter
-                for parameter in copied_parameters
-                if parameter.requires_grad or self._is_served(parameter)
-            ),
-            None,
-        )
+            for module in self._modules.values():
+                for parameter in module._parameters.values():
+                    if parameter is not None and id(parameter) in self._frozen:
+                        copied_parameters.append(parameter)
+        for parameter in copied_parameters:
+            if parameter.requires_grad or self._is_served(parameter):
+                return parameter
+        return None
 
     @torch.no_grad()
     def news(self, sent: dict[Key, int]) -> dict[Key, Tensor]:
-        """Return the tensors that a worker does not have as they are now.
+        """Return the tensors that have changed since the worker got them.
 
         Args:
-            sent: the number of changes of each tensor that the worker knows of; brought up to date.
+            sent: number of changes of each tensor that the worker knows of; brought up to date.
         """
         updates = {}
         with self._lock:
@@ -199,12 +182,9 @@ class SharedState:
             tensors = {key: tensor for key, tensor, _ in self._tensors()}
             for key, (is_added, value) in changed.items():
                 current = tensors.get(key)
-                self._assign(
-                    key,
-                    current + value.to(current.device)
-                    if is_added and current is not None
-                    else value,
-                )
+                if is_added and current is not None:
+                    value = current + value.to(current.device)
+                self._assign(key, value)
             for number, contribution in seen.items():
                 self._seen[number].add_seen(contribution)
 
@@ -214,13 +194,13 @@ class SharedState:
         """Train the modules and parameters that the coordinator trains."""
         for place, (is_training, are_trained) in modes.items():
             module = self._modules.get(place)
-            if module is not None:
-                module.training = is_training
-                for parameter, is_trained in zip(
-                    module._parameters.values(), are_trained, strict=False
-                ):
-                    if parameter is not None and parameter.requires_grad != is_trained:
-                        parameter.requires_grad_(is_trained)
+            if module is None:
+                continue
+            module.training = is_training
+            parameters = module._parameters.values()
+            for parameter, is_trained in zip(parameters, are_trained, strict=False):
+                if parameter is not None and parameter.requires_grad != is_trained:
+                    parameter.requires_grad_(is_trained)
 
     @torch.no_grad()
     def begin(self, news: dict[Key, Tensor]) -> None:
@@ -229,44 +209,42 @@ class SharedState:
             self._assign(key, value)
         self._snapshots.clear()
         for key, tensor, is_compared in self._tensors():
-            self._note(
-                key, tensor, must_copy=is_compared or _is_whole(tensor) or key[0][1] == _VARIABLE
-            )
+            is_variable = key[0][1] == _VARIABLE
+            self._note(key, tensor, must_copy=is_compared or _is_whole(tensor) or is_variable)
         for shared_object in self._variables.values():
             shared_object.take_assigned()
         for shared_object in self._seen.values():
-            # what an earlier function has left that failed, or is in a new copy
+            # drop the numbers that a failed function has left, or that a new copy has
             shared_object.take_seen()
 
     @torch.no_grad()
     def changes(self) -> Changes:
-        """Return what has changed since `begin`."""
+        """Return the changes since `begin`."""
         changed = {}
         for key, tensor, _ in self._tensors():
             if self._has_changed(key, tensor):
                 changed[key] = self._change(key, tensor)
-        seen = {number: shared_object.take_seen() for number, shared_object in self._seen.items()}
-        return changed, {
-            number: contribution
-            for number, contribution in seen.items()
-            if contribution is not None
-        }
+        seen: dict[int, Any] = {}
+        for number, shared_object in self._seen.items():
+            contribution = shared_object.take_seen()
+            if contribution is not None:
+                seen[number] = contribution
+        return changed, seen
 
     def _change(self, key: Key, after: Tensor) -> Change:
+        """Return the change of a tensor: the difference where differences are added, else the value."""
         before = self._snapshots.get(key, (None, 0, None))[2]
         number, index = key[0]
-        is_sum = (
-            not self._variables[number].take_assigned() if index == _VARIABLE else _is_whole(after)
-        )
-        if (
-            is_sum
-            and before is not None
-            and before.shape == after.shape
-            and before.dtype is not torch.bool
-        ):
-            return True, (after - before).cpu()
-        return False, after.cpu().clone()
+        is_added = _is_whole(after)
+        if index == _VARIABLE:
+            is_added = not self._variables[number].take_assigned()
+        if not is_added or before is None:
+            return False, after.cpu().clone()
+        if before.shape != after.shape or before.dtype is torch.bool:
+            return False, after.cpu().clone()
+        return True, (after - before).cpu()
 
 
 def _is_whole(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor are whole numbers or bools."""
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)

@@ -1,4 +1,4 @@
-"""What a coordinator's program holds of what is on workers: results that come later, and resources of each worker."""
+"""Handles in a coordinator's program for objects on workers: results that come later, and resources of each worker."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ LOOK_S = 0.2
 
 
 class RemoteValue:
-    """What a scheduled function will return. `ClusterCoordinator.schedule` makes it; thread-safe."""
+    """The future result of a scheduled function. `ClusterCoordinator.schedule` makes it; thread-safe."""
 
     def __init__(self) -> None:
         self._is_there = threading.Event()
@@ -25,13 +25,13 @@ class RemoteValue:
         self._error: BaseException | None = None
 
     def get(self) -> Any:
-        """Wait for the function, and return what it returned: tensors on the host, without gradients.
+        """Wait for the function, and return its result: tensors are on the host, without gradients.
 
-        Not collective. It waits as long as the function runs; if it is in a queue behind others, as long as these do.
+        Not collective. It waits as long as the function runs, and as long as those that are before it in a queue.
 
         Raises:
             ClosureCancelledError: if the function was cancelled, as another one had failed.
-            Exception: that the function raised.
+            Exception: the error that the function raised.
         """
         while not self._is_there.wait(LOOK_S):
             pass
@@ -41,7 +41,7 @@ class RemoteValue:
         return pickles.loads(self._payload)
 
     def fetch(self) -> Any:
-        """Do what `get` does, and return tensors as numpy arrays; those of bfloat16, which numpy lacks, as float32."""
+        """Do what `get` does, and return tensors as numpy arrays; bfloat16, which numpy lacks, becomes float32."""
         return map_nest(_to_numpy, self.get())
 
     def set_result(self, payload: Bytes) -> None:
@@ -55,24 +55,25 @@ class RemoteValue:
         self._is_there.set()
 
     def __repr__(self) -> str:
-        state = (
-            "not there yet"
-            if not self._is_there.is_set()
-            else "failed"
-            if self._error is not None
-            else "there"
-        )
-        return f"RemoteValue({state})"
+        return f"RemoteValue({self._state})"
+
+    @property
+    def _state(self) -> str:
+        if not self._is_there.is_set():
+            return "not there yet"
+        if self._error is not None:
+            return "failed"
+        return "there"
 
 
 class PerWorkerValues:
-    """One value on each worker, which a function makes there at its first use; made anew on a worker that is new.
+    """One value on each worker, which a function makes there at its first use; a new worker makes it again.
 
-    As an argument of a scheduled function, or in what it uses, it is the value of the worker that runs the function.
-    `ClusterCoordinator.create_per_worker_resource` and `iter(create_per_worker_dataset(...))` make it.
+    As an argument of a scheduled function, or in an object that it uses, it is the value of the worker that runs the
+    function. `ClusterCoordinator.create_per_worker_resource` and `iter(create_per_worker_dataset(...))` make it.
 
     Args:
-        make: called on each worker.
+        make: function that is called on each worker, and returns the value.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -102,7 +103,7 @@ class PerWorkerDataset:
     """A dataset on each worker; `iter` returns one iterator for each, to be passed to scheduled functions.
 
     Args:
-        make: returns the dataset; called on each worker.
+        make: function that is called on each worker, and returns the dataset.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -135,4 +136,6 @@ class _IteratorOf:
 def _to_numpy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return (leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy()
+    if leaf.dtype is torch.bfloat16:  # which numpy lacks
+        return leaf.float().numpy()
+    return leaf.numpy()

@@ -1,4 +1,4 @@
-"""A worker of a coordinator: it receives functions, runs them, and sends back what they return, until all is done."""
+"""A worker of a coordinator: it receives functions, runs them, and sends back their results, until all is done."""
 
 import contextlib
 import faulthandler
@@ -29,7 +29,7 @@ from hpcdist.strategy import context
 from hpcdist.strategy.coordination.definitions import Copies
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 
-#: Time between two heartbeats, which also say which signal to stop this worker has got.
+#: Time between two heartbeats, which also name the signal to stop that this worker has got.
 BEAT_S = 0.5
 #: The tag of heartbeats.
 BEAT_TAG = 7503
@@ -54,15 +54,15 @@ def current_worker_index() -> int:
 
 
 def serve_closures(strategy: ParameterServerStrategy) -> int:
-    """Run what the coordinator sends until it leaves; return the code to exit with.
+    """Run the functions that the coordinator sends until it leaves; return the code to exit with.
 
     Not collective. In the main thread.
 
     Args:
-        strategy: of this worker, which serves.
+        strategy: strategy of this worker, which serves.
 
     Raises:
-        CollectiveTimeoutError: when the coordinator does not say with which code it leaves.
+        CollectiveTimeoutError: when the coordinator does not send its exit code.
     """
     worker = _Worker(strategy)
     world = strategy.world
@@ -70,7 +70,7 @@ def serve_closures(strategy: ParameterServerStrategy) -> int:
         world.step_flags.attach(heart)
         worker.run_all()
         strategy.served.client.leave(worker.exit_code)
-        world.step_flags.detach(heart)  # which keeps the strategy alive
+        world.step_flags.detach(heart)  # the heart keeps the strategy alive
         return wait_for_end(world, worker.mailbox, worker.exit_code)
 
 
@@ -78,10 +78,11 @@ class _Worker:
     """Runs functions.
 
     Attributes:
-        world: of this worker.
-        comm: all ranks, for functions and results alone. mailbox: moves them. coordinator: its rank.
-        running_since: when the function that runs began, and its name; None where none runs.
-        exit_code: with which to leave; -1: with that of the coordinator's program.
+        world: world of the job, as this worker has it.
+        comm: communicator of all ranks, for functions and results alone. mailbox: sends and receives them.
+        coordinator: rank of the coordinator.
+        running_since: time at which the function that runs began, and its name; None if no function runs.
+        exit_code: exit code of this worker; -1 for the exit code of the coordinator's program.
     """
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
@@ -99,7 +100,7 @@ class _Worker:
         self.exit_code = -1
 
     def run_all(self) -> None:
-        """Run what comes until the coordinator leaves."""
+        """Run the functions that come until the coordinator leaves."""
         received: list[tuple[int, Message]] = []
         yields = CROWDED_YIELDS if self.world.is_crowded else YIELDS
         drain = Drain(self.world.timeout_s)
@@ -115,9 +116,8 @@ class _Worker:
                 if message.kind is Kind.LEAVE:
                     self.exit_code = int(message.numbers[0])
                     return
-                answer = Message(
-                    Kind.RESULT, message.worker, clock=message.clock, payload=self._run(message)
-                )
+                payload = self._run(message)
+                answer = Message(Kind.RESULT, message.worker, clock=message.clock, payload=payload)
                 self.mailbox.send(self.coordinator, answer)
 
     def _receive(self, received: list[tuple[int, Message]]) -> bool:
@@ -140,7 +140,8 @@ class _Worker:
             changes = self._copies.shared.changes()
             result = pickles.dumps(value)
         except (Exception, SystemExit) as caught:  # noqa: BLE001  the coordinator raises it
-            self._is_forced = True  # what the function has written to variables must not stay
+            # values that the function has written to variables must not stay
+            self._is_forced = True
             error = caught
             result = _pickle_of(caught)
             changes = ({}, {})
@@ -148,9 +149,14 @@ class _Worker:
         return pickles.dumps((error is None, result, changes, n_steps))
 
     def _prepare(
-        self, definitions: list[Bytes], news: Any, must_pull: bool, payload: Bytes, seed: int
+        self,
+        definitions: list[Bytes],
+        news: Any,
+        must_pull: bool,
+        payload: Bytes,
+        seed: int,
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Learn what the function uses, bring it up to date, and return the function with its arguments."""
+        """Learn the objects that the function uses, bring them up to date, and return the function with arguments."""
         for definition in definitions:
             self._copies.learn(definition)
         self._strategy.engine.planner.prepare()
@@ -170,13 +176,14 @@ class _Worker:
         try:
             yield
         finally:
-            _worker_index = self.running_since = None
+            _worker_index = None
+            self.running_since = None
 
 
 class _Heart:
-    """A thread that lets the coordinator know that this worker is there, and reports functions that take long.
+    """A thread that sends heartbeats to the coordinator, and reports functions that take long. A context manager.
 
-    A context manager. It is the requester of this worker, too: what a parameter server asks of it goes the same way.
+    It is the requester of this worker, too: stop requests of parameter servers go to the coordinator in heartbeats.
     """
 
     def __init__(self, worker: _Worker, signals: StopSignals) -> None:
@@ -206,10 +213,10 @@ class _Heart:
         """Do nothing: the coordinator acts between functions."""
 
     def note_unsafe_point(self) -> None:
-        """Do nothing likewise."""
+        """Do nothing: the coordinator acts between functions."""
 
     def poll_after_pass(self) -> None:
-        """Do nothing likewise."""
+        """Do nothing: the coordinator acts between functions."""
 
     def overdue_stop(self, quiet_s: float) -> str | None:
         """Return None: the coordinator acts on stop requests."""
@@ -221,46 +228,43 @@ class _Heart:
 
     def _beat(self) -> None:
         worker = self._worker
-        sent = list[tuple[MPI.Request, bytes]]()
-        reported = 0.0
+        sends: list[tuple[MPI.Request, bytes]] = []  # each with the text, which must outlive it
+        last_reported = 0.0
         while not self._is_over.wait(BEAT_S):
             if self._signals.last:
                 self._reasons.put(f"{self._signals.last} to {worker.world}")
                 self._signals.last = ""
             text = b"" if self._reasons.empty() else self._reasons.get().encode()
-            sent = [pending_send for pending_send in sent if not pending_send[0].Test()]
-            sent.append(
-                (
-                    worker.comm.Isend(np.frombuffer(text, np.uint8), worker.coordinator, BEAT_TAG),
-                    text,
-                )
-            )
-            running = worker.running_since
+            sends = [pending for pending in sends if not pending[0].Test()]
+            beat = np.frombuffer(text, np.uint8)
+            sends.append((worker.comm.Isend(beat, worker.coordinator, BEAT_TAG), text))
+            running = worker.running_since  # once, as the main thread changes it
+            if running is None:
+                continue
+            began_at, name = running
             limit_s = worker.world.timeout_s
-            if (
-                running is not None
-                and running[0] != reported
-                and time.monotonic() - running[0] > limit_s
-            ):
-                reported = running[0]
+            if began_at != last_reported and time.monotonic() - began_at > limit_s:
+                last_reported = began_at
                 log(
-                    f"{worker.world}: {running[1]!r} has run for {limit_s:g} s, and is still running; stack:"
+                    f"{worker.world}: {name!r} has run for {limit_s:g} s, and is still running; stack:"
                 )
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
 
 
 def _on_host(leaf: Any) -> Any:
-    """Return a tensor without its graph, on the host; of a variable the value."""
+    """Return a tensor, or the value of a variable, without its graph and on the host; any other leaf as it is."""
     value = leaf.read_value() if hasattr(leaf, "read_value") else leaf
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _pickle_of(error: BaseException) -> Bytes:
-    """Return an error with its stack as a pickle; one that cannot travel becomes one of ours, with its text."""
+    """Return an error with its stack as a pickle; an error that cannot travel becomes an HpcdistError with its text."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     if isinstance(error, HpcdistError):
         error.is_agreed = False  # on this worker alone
-    error.__traceback__ = error.__cause__ = error.__context__ = None
+    error.__traceback__ = None
+    error.__cause__ = None
+    error.__context__ = None
     if isinstance(error, SystemExit):
         error = UsageError(
             f"schedule: expected a function that returns or raises, got one that exits: {error}; return instead."
@@ -277,8 +281,8 @@ def seed_of(seed: int | None, step: int, number: int) -> int:
     """Return the seed of random numbers in a function, whichever worker runs it.
 
     Args:
-        seed: of the job.
-        step: optimizer steps of the job when the function was scheduled.
-        number: of the function.
+        seed: seed of the job.
+        step: number of optimizer steps of the job when the function was scheduled.
+        number: number of the function.
     """
     return xxhash.xxh3_64_intdigest(f"{seed} {step} closure {number}".encode()) >> 1
