@@ -1,7 +1,7 @@
 """Files of events, one line of JSON each: followed while they grow, and thinned before they cost time.
 
-Whoever reads such a file again and again reads only what has been appended. An attempt of a long run commits a hundred
-thousand checkpoints: of the older ones, every other line goes as often as the file has grown to its limit.
+A reader that polls a file reads only the lines appended since its last look. An attempt of a long run commits a hundred
+thousand checkpoints: whenever the file has grown to its limit, every other line of an older commit is dropped.
 """
 
 import json
@@ -33,22 +33,25 @@ class FollowedFile:
         self._offset = 0
 
     def new_lines(self) -> tuple[bool, Iterator[str]]:
-        """Return whether the file is another one than before, and its lines from there on or its new lines.
+        """Return whether the file is another one than before, and its lines: all of another file, else the new ones.
 
-        A last line that has no end yet comes now and again with the next ones. What is no regular file has no lines.
+        A last line that has no end yet comes now, and once more with the next lines. Only a regular file has lines.
 
         Raises:
             OSError: if the file system refuses.
         """
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(self._path, flags)
         except FileNotFoundError:
             return self._restart(0), iter(())
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             return self._restart(0), iter(())
-        is_other = status.st_ino != self._inode or status.st_size < self._offset
+        has_other_inode = status.st_ino != self._inode
+        is_shorter = status.st_size < self._offset
+        is_other = has_other_inode or is_shorter
         if is_other:
             self._restart(status.st_ino)
         return is_other, self._lines(descriptor)
@@ -62,8 +65,13 @@ class FollowedFile:
     def _lines(self, descriptor: int) -> Iterator[str]:
         tail = b""
         try:
-            while piece := os.pread(descriptor, _PIECE_BYTES, self._offset + len(tail)):
-                *lines, tail = (tail + piece).split(b"\n")
+            while True:
+                position = self._offset + len(tail)
+                piece = os.pread(descriptor, _PIECE_BYTES, position)
+                if not piece:
+                    break
+                content = tail + piece
+                *lines, tail = content.split(b"\n")
                 for line in lines:
                     self._offset += len(line) + 1
                     yield line.decode(errors="replace")
@@ -79,19 +87,25 @@ class FollowedFile:
 def thinned(lines: Sequence[str]) -> list[str]:
     """Return the lines of a ledger, oldest first, without every other one of its older commits."""
     commits = _commits_in(lines)
-    dropped = set(commits[:-N_LATEST:2])
-    return [line for number, line in enumerate(lines) if number not in dropped]
+    dropped = commits[:-N_LATEST:2]
+    return _without(lines, dropped)
 
 
 def with_last_commit(lines: Sequence[str]) -> list[str]:
     """Return the lines of a ledger, oldest first, without its commits but the last."""
-    dropped = set(_commits_in(lines)[:-1])
-    return [line for number, line in enumerate(lines) if number not in dropped]
+    commits = _commits_in(lines)
+    return _without(lines, commits[:-1])
+
+
+def _without(lines: Sequence[str], positions: Sequence[int]) -> list[str]:
+    """Return the lines but those at some positions."""
+    dropped = set(positions)
+    return [line for position, line in enumerate(lines) if position not in dropped]
 
 
 def _commits_in(lines: Sequence[str]) -> list[int]:
     """Return the positions of commits in the lines of a ledger."""
-    return [number for number, line in enumerate(lines) if _is_commit(line)]
+    return [position for position, line in enumerate(lines) if _is_commit(line)]
 
 
 def _is_commit(line: str) -> bool:
@@ -99,4 +113,6 @@ def _is_commit(line: str) -> bool:
         content = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(content, dict) and content.get("event") == "commit"
+    if not isinstance(content, dict):
+        return False
+    return content.get("event") == "commit"

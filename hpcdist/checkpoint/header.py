@@ -19,13 +19,14 @@ HEADER_BYTES = 4096
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says.
+    """Content of a header.
 
     Attributes:
         nbytes: size of the file.
-        index_offset, index_nbytes: where its index is.
+        index_offset: offset of the index in the file.
+        index_nbytes: size of the index.
         arrays_digest: xxh3-128 of the bytes from `HEADER_BYTES` to the index, in hexadecimal.
-        index_digest: the same of the bytes from the index to the end.
+        index_digest: xxh3-128 of the bytes from the index to the end of the file, in hexadecimal.
     """
 
     nbytes: int
@@ -36,12 +37,15 @@ class Header:
 
     def to_bytes(self) -> bytes:
         """Return the first `HEADER_BYTES` of the file."""
-        index = (self.index_offset, self.index_nbytes)
-        digests = (self.arrays_digest, self.index_digest)
-        line = json.dumps(
-            {"format": FORMAT, "nbytes": self.nbytes, "index": index, "xxh3_128": digests}
-        )
-        return f"{line}\n{_digest(line)}\n".encode().ljust(HEADER_BYTES, b"\0")
+        fields = {
+            "format": FORMAT,
+            "nbytes": self.nbytes,
+            "index": (self.index_offset, self.index_nbytes),
+            "xxh3_128": (self.arrays_digest, self.index_digest),
+        }
+        line = json.dumps(fields)
+        text = f"{line}\n{_digest(line)}\n"
+        return text.encode().ljust(HEADER_BYTES, b"\0")
 
 
 def parse_header(data: bytes, path: Path) -> Header:
@@ -57,32 +61,39 @@ def parse_header(data: bytes, path: Path) -> Header:
             raise ValueError("other bytes than were committed")
         fields = json.loads(line)
         _check_format(fields["format"], path)
-        (index_offset, index_nbytes) = fields["index"]
-        (arrays_digest, index_digest) = fields["xxh3_128"]
-        header = Header(fields["nbytes"], index_offset, index_nbytes, arrays_digest, index_digest)
+        index_offset, index_nbytes = fields["index"]
+        arrays_digest, index_digest = fields["xxh3_128"]
+        header = Header(
+            nbytes=fields["nbytes"],
+            index_offset=index_offset,
+            index_nbytes=index_nbytes,
+            arrays_digest=arrays_digest,
+            index_digest=index_digest,
+        )
         if header.to_bytes() != data or not _is_sound(header):
             raise ValueError(line[:80])
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:80]
         raise CheckpointDamaged(
-            f"restore: expected the header of a checkpoint in {path}, got {' '.join(str(error).split())[:80]}; use "
-            f"another."
+            f"restore: expected the header of a checkpoint in {path}, got {reason}; use another."
         ) from None
     return header
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number from 0 to 2**63 - 1."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _is_sound(header: Header) -> bool:
     """Return whether the parts lie within the file: the digest is not a signature."""
     numbers = (header.nbytes, header.index_offset, header.index_nbytes)
-    are_numbers = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-    are_texts = type(header.arrays_digest) is str and type(header.index_digest) is str
-    return (
-        are_numbers
-        and are_texts
-        and HEADER_BYTES
-        <= header.index_offset
-        <= header.index_offset + header.index_nbytes
-        <= header.nbytes
-    )
+    if not all(map(is_count, numbers)):
+        return False
+    if type(header.arrays_digest) is not str or type(header.index_digest) is not str:
+        return False
+    index_end = header.index_offset + header.index_nbytes
+    return HEADER_BYTES <= header.index_offset <= index_end <= header.nbytes
 
 
 def _check_format(stored: object, path: Path) -> None:

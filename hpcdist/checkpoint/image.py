@@ -4,7 +4,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,15 @@ class FileImage:
 
     Attributes:
         nbytes: size of the current file.
-        index: offset and length of its index; see layout.py.
-        n_blocks: blocks yielded so far, over all files.
+        index: offset and size in bytes of the index of the file; see layout.py.
+        n_blocks: number of blocks yielded so far, over all files.
     """
 
     def __init__(self) -> None:
         self._room = memoryview(b"")
         self._bytes = np.frombuffer(self._room, np.uint8)
-        self.nbytes = self.n_blocks = 0
+        self.nbytes = 0
+        self.n_blocks = 0
         self.index = (0, 0)
 
     def resize(self, nbytes: int, index_offset: int, index_nbytes: int) -> None:
@@ -48,7 +49,8 @@ class FileImage:
         if len(self._bytes) < nbytes:
             self._room = memoryview(b"")
             self._bytes = np.empty(0, np.uint8)
-            room = _take(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            n_units = -(-nbytes // ALIGNMENT_BYTES)
+            room = _take(n_units * ALIGNMENT_BYTES)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # only advice: kernels without huge pages refuse it
                 with contextlib.suppress(OSError):
@@ -62,20 +64,27 @@ class FileImage:
         """Copy an array of any shape and strides to an offset in the file, in C order."""
         place = self._bytes[offset : offset + values.nbytes]
         if offset % values.itemsize:
-            place[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            flat = np.ascontiguousarray(values).reshape(-1)
+            place[:] = flat.view(np.uint8)
         else:
-            np.copyto(place.view(values.dtype).reshape(values.shape), values)
+            target = place.view(values.dtype).reshape(values.shape)
+            np.copyto(target, values)
 
     def put_all(self, placed: list[Placed]) -> None:
         """Copy arrays to offsets that do not overlap, in up to `MAX_COPIERS` threads."""
-        pieces = [piece for offset, values in placed for piece in _pieces(offset, values)]
-        nbytes = sum(values.nbytes for _, values in placed)
-        n_copiers = min(MAX_COPIERS, len(os.sched_getaffinity(0)), 1 + nbytes // (2 * BLOCK_BYTES))
+        pieces: list[Placed] = []
+        nbytes = 0
+        for offset, values in placed:
+            pieces += _pieces(offset, values)
+            nbytes += values.nbytes
+        n_cores = len(os.sched_getaffinity(0))
+        n_worthwhile = 1 + nbytes // (2 * BLOCK_BYTES)
+        n_copiers = min(MAX_COPIERS, n_cores, n_worthwhile)
+        futures: list[Future[None]] = []
         with ThreadPoolExecutor(MAX_COPIERS) as threads:
-            futures = [
-                threads.submit(self._put_each, pieces[first::n_copiers])
-                for first in range(1, n_copiers)
-            ]
+            for first in range(1, n_copiers):
+                share = pieces[first::n_copiers]
+                futures.append(threads.submit(self._put_each, share))
             self._put_each(pieces[::n_copiers])
         for future in futures:
             future.result()
@@ -89,42 +98,58 @@ class FileImage:
         self._bytes[offset:end] = 0
 
     def content(self, offset: int, nbytes: int) -> memoryview:
-        """Return a part of the file, which the next one overwrites."""
+        """Return a part of the file. The next file overwrites it."""
         return self._room[offset : offset + nbytes]
 
     def digest_of_arrays(self) -> str:
         """Return the digest of the arrays, as the header holds it."""
-        return xxhash.xxh3_128_hexdigest(self._room[HEADER_BYTES : self.index[0]])
+        index_offset, _ = self.index
+        arrays = self._room[HEADER_BYTES:index_offset]
+        return xxhash.xxh3_128_hexdigest(arrays)
 
     def blocks(self) -> Iterator[Block]:
         """Yield (offset, content) of all blocks of the file. The header, which holds their digests, comes last."""
-        of_arrays = xxhash.xxh3_128()
-        of_index = xxhash.xxh3_128()
+        arrays_digest = xxhash.xxh3_128()
+        index_digest = xxhash.xxh3_128()
+        index_offset, index_nbytes = self.index
         start = HEADER_BYTES
-        whole = self.nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        aligned_end = self.nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         while start < self.nbytes:
-            end = min(start + BLOCK_BYTES, whole) if start < whole else self.nbytes
+            end = self.nbytes
+            if start < aligned_end:
+                end = min(start + BLOCK_BYTES, aligned_end)
             block = self._room[start:end]
-            n_of_arrays = max(self.index[0] - start, 0)
-            of_arrays.update(block[:n_of_arrays])
-            of_index.update(block[n_of_arrays:])
+            n_array_bytes = max(index_offset - start, 0)
+            arrays_digest.update(block[:n_array_bytes])
+            index_digest.update(block[n_array_bytes:])
             self.n_blocks += 1
             yield start, block
             start = end
-        header = Header(self.nbytes, *self.index, of_arrays.hexdigest(), of_index.hexdigest())
+        header = Header(
+            nbytes=self.nbytes,
+            index_offset=index_offset,
+            index_nbytes=index_nbytes,
+            arrays_digest=arrays_digest.hexdigest(),
+            index_digest=index_digest.hexdigest(),
+        )
         self._room[:HEADER_BYTES] = header.to_bytes()
         yield 0, self._room[:HEADER_BYTES]
 
 
 def _take(nbytes: int) -> mmap.mmap:
-    """Return so much memory; raise CheckpointError if there is not enough: its first use would kill this process."""
+    """Return new memory.
+
+    Raises:
+        CheckpointError: if there is not enough: the first use of the memory would kill this process.
+    """
     available = available_bytes()
-    cause = None if available is None or available >= nbytes else f"{available} available"
-    try:
-        if cause is None:
+    if available is not None and available < nbytes:
+        cause = f"{available} available"
+    else:
+        try:
             return mmap.mmap(-1, nbytes)
-    except OSError as error:
-        cause = str(error.strerror)
+        except OSError as error:
+            cause = str(error.strerror)
     raise CheckpointError(
         f"save: expected {nbytes} bytes of memory for a copy of the state, got {cause}; ask the batch system for more. "
         f"Earlier checkpoints are untouched."
@@ -139,4 +164,5 @@ def _pieces(offset: int, values: npt.NDArray[Any]) -> Iterator[Placed]:
     flat = values.reshape(-1)
     step = BLOCK_BYTES // values.itemsize
     for start in range(0, flat.size, step):
-        yield offset + start * values.itemsize, flat[start : start + step]
+        piece = flat[start : start + step]
+        yield offset + start * values.itemsize, piece

@@ -12,25 +12,24 @@ ranks, hosts or replicas.
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
 from hpcdist.checkpoint.header import HEADER_BYTES
-from hpcdist.checkpoint.image import FileImage
+from hpcdist.checkpoint.image import FileImage, Placed
 from hpcdist.checkpoint.tree import NamedArray
 
 #: The index is padded with spaces to a multiple of this, so that the next save has the same layout.
 _INDEX_UNIT_BYTES = 4096
+#: A part of a file: its start and its end.
+_Extent = tuple[int, int]
 #: Storage of dtypes that numpy or HDF5 lacks.
 _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
+_NUMBER_NAMES = {np.dtype(code).name for code in "bhilqBHILQefdgFDG"}
 #: Dtypes that both numpy and HDF5 have. A fixed table, as numpy crashes on some other names, such as "(2,f4".
-_NUMBERS: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name) for name in sorted({np.dtype(code).name for code in "bhilqBHILQefdgFDG"})
-}
-#: Name, dtype and shape of an array.
-_Spec = tuple[str, str, tuple[int, ...]]
+_NUMBERS: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in sorted(_NUMBER_NAMES)}
 
 
 def stored_dtype(dtype: str) -> np.dtype[Any]:
@@ -42,40 +41,69 @@ def stored_dtype(dtype: str) -> np.dtype[Any]:
     return _NUMBERS[_STORED_AS.get(dtype, dtype)]
 
 
+class _Spec(NamedTuple):
+    """Name, dtype and shape of an array."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array in the file."""
+        n_elements = int(np.prod(self.shape))
+        return n_elements * stored_dtype(self.dtype).itemsize
+
+
+def _spec_of(array: NamedArray) -> _Spec:
+    shape = array.values.shape
+    return _Spec(array.name, array.dtype, shape)
+
+
 def lay_out(
-    image: FileImage, facts: dict[str, Any], state: Any, arrays: list[NamedArray]
+    image: FileImage,
+    facts: dict[str, Any],
+    state: Any,
+    arrays: list[NamedArray],
 ) -> list[memoryview]:
     """Make `image` the file of a state and copies of its arrays, but for the header, which comes with its blocks.
 
     HDF5 writes its structures into memory, once for all saves of arrays of the same names, dtypes and shapes.
 
     Args:
-        image: the file in memory.
+        image: file in memory.
         facts: step, time_s, metrics and written.
-        state: the state, as JSON.
-        arrays: its arrays.
+        state: state of the program, as JSON.
+        arrays: arrays of the state.
 
     Returns:
-        the bytes of each array's copy, in the image.
+        bytes of each array's copy, in the image.
 
     Cost: one copy of the arrays.
     """
-    specs = tuple((array.name, array.dtype, array.values.shape) for array in arrays)
+    specs = tuple(map(_spec_of, arrays))
     offsets = _layout_of(specs, _INDEX_UNIT_BYTES).offsets
-    rows = [[*spec, offset] for spec, offset in zip(specs, offsets, strict=True)]
-    text = json.dumps({**facts, "arrays": rows, "state": state}).encode()
-    layout = _layout_of(specs, -(-len(text) // _INDEX_UNIT_BYTES) * _INDEX_UNIT_BYTES)
-    image.resize(layout.nbytes, layout.index_offset, len(text))
+    rows: list[list[Any]] = []
+    for spec, offset in zip(specs, offsets, strict=True):
+        rows.append([*spec, offset])
+    fields = {**facts, "arrays": rows, "state": state}
+    index = json.dumps(fields).encode()
+    n_units = -(-len(index) // _INDEX_UNIT_BYTES)
+    layout = _layout_of(specs, n_units * _INDEX_UNIT_BYTES)
+    image.resize(layout.nbytes, layout.index_offset, len(index))
     for start, end in layout.gaps:
         image.clear(start, end)
-    for offset, data in layout.structures:
-        image.put(offset, np.frombuffer(data, np.uint8))
-    image.put(layout.index_offset, np.frombuffer(text.ljust(layout.index_nbytes), np.uint8))
-    image.put_all([(offset, array.values) for offset, array in zip(offsets, arrays, strict=True)])
-    return [
-        image.content(offset, array.values.nbytes)
-        for offset, array in zip(offsets, arrays, strict=True)
-    ]
+    padded_index = index.ljust(layout.index_nbytes)
+    for offset, content in (*layout.structures, (layout.index_offset, padded_index)):
+        image.put(offset, np.frombuffer(content, np.uint8))
+    placed: list[Placed] = []
+    copies: list[memoryview] = []
+    for offset, array in zip(offsets, arrays, strict=True):
+        placed.append((offset, array.values))
+        copy = image.content(offset, array.values.nbytes)
+        copies.append(copy)
+    image.put_all(placed)
+    return copies
 
 
 @dataclass(frozen=True)
@@ -84,10 +112,11 @@ class _Layout:
 
     Attributes:
         nbytes: size of the file.
-        offsets: of the arrays.
-        index_offset, index_nbytes: of the index, padding included.
-        structures: what HDF5 writes, as (offset, bytes), in the order of writing.
-        gaps: the parts that nothing writes, as (start, end).
+        offsets: offset of each array.
+        index_offset: offset of the index.
+        index_nbytes: size of the index, padding included.
+        structures: bytes that HDF5 writes, as (offset, bytes), in the order of writing.
+        gaps: parts of the file that nothing writes, as (start, end).
     """
 
     nbytes: int
@@ -95,36 +124,50 @@ class _Layout:
     index_offset: int
     index_nbytes: int
     structures: tuple[tuple[int, bytes], ...]
-    gaps: tuple[tuple[int, int], ...]
+    gaps: tuple[_Extent, ...]
 
 
 @lru_cache(maxsize=4)  # HDF5 takes 50 microseconds for a dataset
 def _layout_of(specs: tuple[_Spec, ...], index_nbytes: int) -> _Layout:
     sketch = _Sketch()
-    paths = _paths([name for name, _, _ in specs])
+    paths = _paths([spec.name for spec in specs])
+    offsets: list[int] = []
     with h5py.File(sketch, "w", libver="v110", userblock_size=HEADER_BYTES) as file:
-        offsets = tuple(
-            _make_dataset(file, path, stored_dtype(dtype), shape)
-            for path, (_, dtype, shape) in zip(paths, specs, strict=True)
-        )
-        index_offset = _make_dataset(file, "index", np.dtype(np.uint8), (index_nbytes,))
-    sizes = [int(np.prod(shape)) * stored_dtype(dtype).itemsize for _, dtype, shape in specs]
-    written = [(offset, offset + len(data)) for offset, data in sketch.written]
-    written += [
-        (offset, offset + size) for offset, size in zip(offsets, sizes, strict=True) if size
-    ]
-    written += [
+        for path, spec in zip(paths, specs, strict=True):
+            dtype = stored_dtype(spec.dtype)
+            offset = _make_dataset(file, path, dtype, spec.shape)
+            offsets.append(offset)
+        index_dtype = np.dtype(np.uint8)
+        index_offset = _make_dataset(file, "index", index_dtype, (index_nbytes,))
+    written: list[_Extent] = [
         (0, HEADER_BYTES),
         (index_offset, index_offset + index_nbytes),
         (sketch.nbytes, sketch.nbytes),
     ]
+    for offset, content in sketch.written:
+        end = offset + len(content)
+        written.append((offset, end))
+    for offset, spec in zip(offsets, specs, strict=True):
+        if spec.nbytes:
+            end = offset + spec.nbytes
+            written.append((offset, end))
     return _Layout(
-        sketch.nbytes, offsets, index_offset, index_nbytes, tuple(sketch.written), _gaps(written)
+        nbytes=sketch.nbytes,
+        offsets=tuple(offsets),
+        index_offset=index_offset,
+        index_nbytes=index_nbytes,
+        structures=tuple(sketch.written),
+        gaps=_gaps(written),
     )
 
 
-def _make_dataset(file: h5py.File, path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Make a dataset and the groups around it; return the offset of its content, 0 for an empty one."""
+def _make_dataset(
+    file: h5py.File,
+    path: str,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+) -> int:
+    """Make a dataset and the groups around it; return the offset of its content, or 0 if it is empty."""
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -135,40 +178,50 @@ def _make_dataset(file: h5py.File, path: str, dtype: np.dtype[Any], shape: tuple
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
     space = h5py.h5s.create_simple(shape)
     kind = h5py.h5t.py_create(dtype, logical=True)
-    dataset = h5py.h5d.create(file.id, path.encode(), kind, space, creation, links)
-    return dataset.get_offset() if 0 not in shape else 0
+    name = path.encode()
+    dataset = h5py.h5d.create(file.id, name, kind, space, creation, links)
+    if 0 in shape:
+        return 0
+    offset: int = dataset.get_offset()
+    return offset
 
 
 def _paths(names: list[str]) -> list[str]:
     """Return the path in the file for each array: its name, or #NUMBER where HDF5 cannot take that."""
     groups: set[str] = set()
     used_paths = {"index"}
-    paths = []
+    paths: list[str] = []
     for number, name in enumerate(names):
-        above = {name[:at] for at, letter in enumerate(name) if letter == "/"}
-        is_fit = (
-            _is_path(name)
-            and name not in used_paths
-            and name not in groups
-            and not above & used_paths
-        )
-        if is_fit:
-            groups |= above
-        path = name if is_fit else f"#{number}"
-        while not is_fit and (path in used_paths or path in groups):
-            path = f"#{path}"
+        name_groups = _groups_of(name)
+        is_taken = name in used_paths or name in groups
+        if _is_path(name) and not is_taken and not name_groups & used_paths:
+            path = name
+            groups |= name_groups
+        else:
+            path = f"#{number}"
+            while path in used_paths or path in groups:
+                path = f"#{path}"
         used_paths.add(path)
         paths.append(path)
     return paths
 
 
+def _groups_of(path: str) -> set[str]:
+    """Return the paths of the groups that hold a dataset: "a" and "a/b" for "a/b/c"."""
+    return {path[:position] for position, letter in enumerate(path) if letter == "/"}
+
+
 def _is_path(name: str) -> bool:
-    parts = name.split("/")
-    return name.isprintable() and not {"", ".", ".."} & set(parts) and not name.startswith("#")
+    """Return whether HDF5 can take a name as a path, which no path that begins with # is mistaken for."""
+    if not name.isprintable() or name.startswith("#"):
+        return False
+    special_parts = {"", ".", ".."} & set(name.split("/"))
+    return not special_parts
 
 
-def _gaps(written: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    gaps = []
+def _gaps(written: list[_Extent]) -> tuple[_Extent, ...]:
+    """Return the parts of a file that lie between the written ones."""
+    gaps: list[_Extent] = []
     end = 0
     for start, stop in sorted(written):
         if start > end:
@@ -187,14 +240,16 @@ class _Sketch:
 
     def __init__(self) -> None:
         self.written: list[tuple[int, bytes]] = []
-        self.nbytes = self._at = 0
+        self.nbytes = 0
+        self._position = 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self.nbytes)[whence]
-        return self._at
+        origins = (0, self._position, self.nbytes)
+        self._position = origins[whence] + offset
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def read(self, n_bytes: int = -1) -> bytes:
         raise OSError("HDF5 reads back nothing of a file that it lays out")
@@ -202,10 +257,11 @@ class _Sketch:
     readinto = read
 
     def write(self, data: Any) -> int:
-        self.written.append((self._at, bytes(data)))
-        self._at += len(self.written[-1][1])
-        self.nbytes = max(self.nbytes, self._at)
-        return len(self.written[-1][1])
+        content = bytes(data)
+        self.written.append((self._position, content))
+        self._position += len(content)
+        self.nbytes = max(self.nbytes, self._position)
+        return len(content)
 
     def truncate(self, nbytes: int) -> None:
         self.nbytes = nbytes

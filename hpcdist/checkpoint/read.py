@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpcdist.checkpoint.header import HEADER_BYTES, Header, parse_header
+from hpcdist.checkpoint.header import HEADER_BYTES, Header, is_count, parse_header
 from hpcdist.checkpoint.layout import stored_dtype
 from hpcdist.checkpoint.tree import NamedArray, is_too_deep
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
@@ -35,6 +35,12 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 #: Pauses before a failed read is repeated: a network file system may recover.
 _PAUSES_S = (0.1, 0.4)
 _Read = TypeVar("_Read")
+#: Called after each block that was read.
+_OnBlock = Callable[[], None]
+
+
+def _ignore() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,9 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
-        return math.prod(self.shape) * stored_dtype(self.dtype).itemsize
+        """Size of the array in the file."""
+        n_elements = math.prod(self.shape)
+        return n_elements * stored_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,13 @@ class Index:
     """The index of a checkpoint.
 
     Attributes:
-        header: the header of its file.
-        step: optimizer steps taken.
+        header: header of the file.
+        step: number of optimizer steps taken.
         time_s: time of the save, in seconds since 1970.
-        metrics: the program's metrics of the model at this step.
-        written: its provenance: versions, ranks, threads.
-        arrays: what is in the file, in the order of the state.
-        state: the state, as JSON.
+        metrics: metrics of the model at this step, from the program.
+        written: provenance of the checkpoint: versions, ranks, threads.
+        arrays: arrays in the file, in the order of the state.
+        state: state of the program, as JSON.
     """
 
     header: Header
@@ -76,31 +83,37 @@ class Index:
 
     def to_text(self) -> str:
         """Return text from which `from_text` makes an equal index."""
-        return json.dumps(
-            {
-                **vars(self),
-                "header": vars(self.header),
-                "arrays": [astuple(array) for array in self.arrays],
-            }
-        )
+        fields = {
+            **vars(self),
+            "header": vars(self.header),
+            "arrays": [astuple(array) for array in self.arrays],
+        }
+        return json.dumps(fields)
 
     @classmethod
     def from_text(cls, text: str) -> "Index":
         """Return the index of which `to_text` made the text. It is not checked: a rank of this job sent it."""
         fields = json.loads(text)
-        arrays = tuple(
-            StoredArray(name, dtype, tuple(shape), offset)
-            for name, dtype, shape, offset in fields["arrays"]
-        )
-        return cls(**{**fields, "header": Header(**fields["header"]), "arrays": arrays})
+        arrays: list[StoredArray] = []
+        for name, dtype, shape, offset in fields["arrays"]:
+            array = StoredArray(
+                name=name,
+                dtype=dtype,
+                shape=tuple(shape),
+                offset=offset,
+            )
+            arrays.append(array)
+        fields["arrays"] = tuple(arrays)
+        fields["header"] = Header(**fields["header"])
+        return cls(**fields)
 
 
 class CheckpointFile:
-    """An open checkpoint. What is read is of one file, even if its name is given to another one meanwhile.
+    """An open checkpoint. All reads are of one file, even if another file gets its name meanwhile.
 
     Attributes:
-        path: its path.
-        index: its index, verified.
+        path: path of the file.
+        index: index of the file, verified.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -114,21 +127,26 @@ class CheckpointFile:
             raise CheckpointMissing(
                 f"restore: expected a file at {self.path}, got another kind; use another."
             )
-        header = parse_header(_read(self._descriptor, HEADER_BYTES, 0), self.path)
+        head = _read(self._descriptor, HEADER_BYTES, 0)
+        header = parse_header(head, self.path)
         if status.st_size != header.nbytes:
-            raise self._damaged(f"{header.nbytes} bytes", f"{status.st_size} bytes")
+            expected = f"{header.nbytes} bytes"
+            raise self._damaged(expected, f"{status.st_size} bytes")
         size = header.nbytes - header.index_offset
-        tail = (
-            b"" if size > _MAX_INDEX_BYTES else _read(self._descriptor, size, header.index_offset)
-        )
+        tail = b""
+        if size <= _MAX_INDEX_BYTES:
+            tail = _read(self._descriptor, size, header.index_offset)
         if xxhash.xxh3_128_hexdigest(tail) != header.index_digest:
             raise self._damaged("the index as committed", "other bytes")
         try:
-            return _parse_index(header, json.loads(tail[: header.index_nbytes]))
+            text = tail[: header.index_nbytes]
+            fields = json.loads(text)
+            return _parse_index(header, fields)
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-            raise self._damaged("an index", f"{type(error).__name__}: {error}") from None
+            reason = f"{type(error).__name__}: {error}"
+            raise self._damaged("an index", reason) from None
 
-    def verify(self, on_block: Callable[[], None] = lambda: None) -> None:
+    def verify(self, on_block: _OnBlock = _ignore) -> None:
         """Raise CheckpointDamaged unless the arrays are, byte for byte, what was committed.
 
         Cost: reads the whole file.
@@ -136,7 +154,7 @@ class CheckpointFile:
         for _ in self.blocks(on_block):
             pass
 
-    def read_arrays(self, on_block: Callable[[], None] = lambda: None) -> list[NamedArray]:
+    def read_arrays(self, on_block: _OnBlock = _ignore) -> list[NamedArray]:
         """Return the arrays, in the order of the index.
 
         Raises:
@@ -145,7 +163,10 @@ class CheckpointFile:
         Cost: reads the file once; memory for the arrays and one block.
         """
         stored = self.index.arrays
-        arrays = [np.empty(array.shape, stored_dtype(array.dtype)) for array in stored]
+        arrays: list[npt.NDArray[Any]] = []
+        for array in stored:
+            dtype = stored_dtype(array.dtype)
+            arrays.append(np.empty(array.shape, dtype))
         writer = ArrayWriter(stored, arrays)
         start = HEADER_BYTES
         for block in self.blocks(on_block):
@@ -156,11 +177,12 @@ class CheckpointFile:
         except ValueError as error:
             raise self._damaged("arrays", str(error)) from None
 
-    def blocks(self, on_block: Callable[[], None] = lambda: None) -> Iterator[memoryview]:
-        """Yield the part with the arrays, from `HEADER_BYTES` on, in blocks of `BLOCK_BYTES` and a rest.
+    def blocks(self, on_block: _OnBlock = _ignore) -> Iterator[memoryview]:
+        """Yield the part with the arrays, from `HEADER_BYTES` on, in blocks of `BLOCK_BYTES` and a shorter last one.
 
         Raises:
-            CheckpointDamaged: after the last block, if they are not what was committed; before, if the file is cut.
+            CheckpointDamaged: after the last block, if the arrays are not what was committed; before that, if the file
+                is cut.
         """
         digest = xxhash.xxh3_128()
         buffer = memoryview(bytearray(BLOCK_BYTES))
@@ -170,9 +192,10 @@ class CheckpointFile:
             block = buffer[: end - start]
             n_read = 0
             while n_read < len(block):
-                n_more = os.preadv(self._descriptor, [block[n_read:]], start + n_read)
+                position = start + n_read
+                n_more = os.preadv(self._descriptor, [block[n_read:]], position)
                 if n_more == 0:
-                    raise self._damaged(f"{end} bytes", f"{start + n_read} bytes")
+                    raise self._damaged(f"{end} bytes", f"{position} bytes")
                 n_read += n_more
             digest.update(block)
             on_block()
@@ -182,9 +205,9 @@ class CheckpointFile:
             raise self._damaged("arrays as committed", "other bytes")
 
     def _damaged(self, expected: str, actual: str) -> CheckpointDamaged:
-        actual = " ".join(actual.split())[:200]
+        actual_line = " ".join(actual.split())[:200]
         return CheckpointDamaged(
-            f"restore: expected {expected} in {self.path}, got {actual}; use another."
+            f"restore: expected {expected} in {self.path}, got {actual_line}; use another."
         )
 
 
@@ -192,57 +215,72 @@ class ArrayWriter:
     """Puts consecutive blocks of a file into its arrays.
 
     Args:
-        stored: where the arrays are in the file.
+        stored: places of the arrays in the file.
         arrays: C-contiguous arrays of these shapes and storage dtypes.
     """
 
-    def __init__(self, stored: tuple[StoredArray, ...], arrays: list[npt.NDArray[Any]]) -> None:
-        places = sorted(
-            zip(
-                (stored_array.offset for stored_array in stored),
-                map(_bytes_of, arrays),
-                strict=True,
-            ),
-            key=lambda pair: pair[0],
-        )
-        self._remaining = [(offset, target) for offset, target in places if len(target)][::-1]
+    def __init__(
+        self,
+        stored: tuple[StoredArray, ...],
+        arrays: list[npt.NDArray[Any]],
+    ) -> None:
+        places: list[tuple[int, memoryview]] = []
+        for stored_array, array in zip(stored, arrays, strict=True):
+            target = _bytes_of(array)
+            if len(target):
+                places.append((stored_array.offset, target))
+        places.sort(key=lambda place: place[0])
+        # the next array to fill comes last
+        places.reverse()
+        self._remaining = places
 
     def take(self, start: int, block: memoryview) -> None:
-        """Copy what a block, at an offset in the file, holds of the arrays. Blocks come in order, without gaps."""
+        """Copy the part of the arrays that a block holds. Blocks come in order, without gaps.
+
+        Args:
+            start: offset of the block in the file.
+            block: bytes of the file.
+        """
         while self._remaining:
             offset, target = self._remaining[-1]
+            target_end = offset + len(target)
             begin = max(offset - start, 0)
-            end = min(offset + len(target) - start, len(block))
+            end = min(target_end - start, len(block))
             if begin < end:
-                target[start + begin - offset : start + end - offset] = block[begin:end]
-            if offset + len(target) > start + len(block):
+                n_before = start - offset
+                target[n_before + begin : n_before + end] = block[begin:end]
+            if target_end > start + len(block):
                 return
             self._remaining.pop()
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
+    """Return the memory of a C-contiguous array."""
+    flat = array.reshape(-1)
+    return flat.view(np.uint8).data
 
 
 def named_arrays(
-    stored: Sequence[StoredArray], arrays: Sequence[npt.NDArray[Any]]
+    stored: Sequence[StoredArray],
+    arrays: Sequence[npt.NDArray[Any]],
 ) -> list[NamedArray]:
     """Return arrays in their own dtypes, once their bytes are read.
 
     Raises:
         ValueError: for a bool that is neither 0 nor 1.
     """
-    converted = []
+    converted: list[NamedArray] = []
     for stored_array, values in zip(stored, arrays, strict=True):
-        if stored_array.dtype == "bool" and (values > 1).any():
-            raise ValueError(f"a bool that is neither 0 nor 1 in {stored_array.name!r}")
-        converted.append(
-            NamedArray(
-                stored_array.name,
-                stored_array.dtype,
-                values.view(np.bool_) if stored_array.dtype == "bool" else values,
-            )
+        if stored_array.dtype == "bool":
+            if (values > 1).any():
+                raise ValueError(f"a bool that is neither 0 nor 1 in {stored_array.name!r}")
+            values = values.view(np.bool_)
+        named = NamedArray(
+            name=stored_array.name,
+            dtype=stored_array.dtype,
+            values=values,
         )
+        converted.append(named)
     return converted
 
 
@@ -255,7 +293,7 @@ def open_checkpoint(path: Path) -> Iterator[CheckpointFile]:
         CheckpointMismatch: if a newer hpcdist wrote it.
         OSError: if it cannot be read; see `read_patiently`.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = _open_at_once(path)
     try:
         yield CheckpointFile(path, descriptor)
     finally:
@@ -281,9 +319,10 @@ def read_patiently(path: Path, read: Callable[[], _Read]) -> _Read:
             raise CheckpointMissing(f"restore: expected {path}, got {reason}; use another.")
         if pause_s is not None:
             time.sleep(pause_s)
+    n_reads = len(_PAUSES_S) + 1
     raise CheckpointError(
-        f"restore: expected to read {path}, got {reason}, {len(_PAUSES_S) + 1} times; check the file system and run "
-        f"again. Checkpoints are untouched."
+        f"restore: expected to read {path}, got {reason}, {n_reads} times; check the file system and run again. "
+        f"Checkpoints are untouched."
     )
 
 
@@ -294,7 +333,7 @@ def read_text(path: Path, max_bytes: int, errors: str = "strict") -> str:
         OSError: if it cannot be read.
         ValueError: if it is not a regular file, is too large, or is not text.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open(_open_at_once(path), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
             raise ValueError(f"no file of at most {max_bytes} bytes")
@@ -307,7 +346,7 @@ def open_plain(path: Path) -> TextIO:
     Raises:
         OSError: if it cannot be read, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = _open_at_once(path)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "no regular file", str(path))
@@ -321,20 +360,29 @@ def read_end(path: Path, n_bytes: int) -> str:
         OSError: if it cannot be read.
         ValueError: if it is not a regular file.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open(_open_at_once(path), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("no regular file")
-        file.seek(max(0, status.st_size - n_bytes))
+        start = max(0, status.st_size - n_bytes)
+        file.seek(start)
         return file.read(n_bytes).decode(errors="replace")
+
+
+def _open_at_once(path: Path) -> int:
+    """Open a path that may be anything for reading; return its descriptor. Never waits for a pipe."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(path, flags)
 
 
 def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
     """Return bytes of a file; fewer at its end only."""
     content = b""
-    while len(content) < nbytes and (
-        piece := os.pread(descriptor, nbytes - len(content), offset + len(content))
-    ):
+    while len(content) < nbytes:
+        n_missing = nbytes - len(content)
+        piece = os.pread(descriptor, n_missing, offset + len(content))
+        if not piece:
+            break
         content += piece
     return content
 
@@ -347,37 +395,53 @@ def _parse_index(header: Header, fields: Any) -> Index:
     time_s = fields["time_s"]
     metrics = fields["metrics"]
     written = fields["written"]
-    if type(step) is not int or not 0 <= step < 1 << 63:
+    if not is_count(step):
         raise TypeError("a step that is none")
-    if (
-        type(metrics) is not dict
-        or type(written) is not dict
-        or not all(map(_is_number, (time_s, *metrics.values())))
-    ):
+    are_dicts = type(metrics) is dict and type(written) is dict
+    if not are_dicts or not all(map(_is_number, (time_s, *metrics.values()))):
         raise TypeError("time_s, metrics or written of another type")
     arrays = tuple(_parse_row(*row) for row in fields["arrays"])
     end = HEADER_BYTES
     for array in sorted(arrays, key=lambda array: array.offset):
-        if array.nbytes and not end <= array.offset <= header.index_offset - array.nbytes:
+        nbytes = array.nbytes
+        if nbytes and not end <= array.offset <= header.index_offset - nbytes:
+            name = repr(array.name[:40])
             raise ValueError(
-                f"{array.name[:40]!r} at byte {array.offset}, between {end} and {header.index_offset}"
+                f"{name} at byte {array.offset}, between {end} and {header.index_offset}"
             )
-        end = max(end, array.offset + array.nbytes)
-    return Index(header, step, time_s, metrics, written, arrays, fields["state"])
+        end = max(end, array.offset + nbytes)
+    return Index(
+        header=header,
+        step=step,
+        time_s=time_s,
+        metrics=metrics,
+        written=written,
+        arrays=arrays,
+        state=fields["state"],
+    )
 
 
 def _parse_row(name: Any, dtype: Any, shape: Any, offset: Any) -> StoredArray:
+    """Return what a row of an index says of an array; raise ValueError, KeyError or TypeError if it is no row."""
     numbers = [*shape, offset]
-    is_fit = len(numbers) <= _MAX_DIMENSIONS + 1 and all(
-        type(n) is int and 0 <= n < 1 << 63 for n in numbers
-    )
-    if not is_fit or type(name) is not str or type(dtype) is not str:
+    if len(numbers) > _MAX_DIMENSIONS + 1 or not all(map(is_count, numbers)):
         raise ValueError("a row that is none")
-    # numpy refuses, even beside a 0
-    if math.prod(max(n, 1) for n in shape) * stored_dtype(dtype).itemsize >= 1 << 62:
+    if type(name) is not str or type(dtype) is not str:
+        raise ValueError("a row that is none")
+    # numpy refuses a dimension without bounds also beside a 0
+    n_elements = math.prod(max(length, 1) for length in shape)
+    if n_elements * stored_dtype(dtype).itemsize >= 1 << 62:
         raise ValueError("a shape without bounds")
-    return StoredArray(name, dtype, tuple(shape), offset)
+    return StoredArray(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        offset=offset,
+    )
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
+    """Return whether a value is a float, or a whole number that 64 bits hold."""
+    if type(value) is float:
+        return True
+    return type(value) is int and abs(value) < 1 << 63

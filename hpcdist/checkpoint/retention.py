@@ -1,7 +1,7 @@
 """Which checkpoints to keep when a newer one is committed: a pure function of their indices, so restarts agree."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdist.errors import UsageError
@@ -11,7 +11,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class SaveFacts:
-    """What counts of a checkpoint: its step, the time of the save in seconds since 1970, and its metrics."""
+    """Facts of a checkpoint that decide: its step, the time of the save in seconds since 1970, and its metrics."""
 
     step: int
     time_s: float
@@ -23,13 +23,13 @@ class Retention:
     """Which checkpoints to keep.
 
     Attributes:
-        max_to_keep: number of the newest to keep, at least 1; None: all.
-        keep_every_n_hours: of the older ones, keep the first, and then each that is this much later than the last kept
-            one.
-        keep_best: a metric passed to `save`: the checkpoints with its best values are kept.
-        best_mode: "min" or "max": which value is best. In a tie the older one is kept.
-        n_best: how many of the best are kept.
-        keep_every_n_steps: as keep_every_n_hours, by steps.
+        max_to_keep: number of the newest checkpoints to keep, at least 1. None keeps all.
+        keep_every_n_hours: hours between older checkpoints to keep: the first one, and then each that is at least this
+            much later than the last kept one.
+        keep_best: name of a metric passed to `save`: the checkpoints with its best values are kept.
+        best_mode: "min" or "max": which value is best. In a tie the older checkpoint is kept.
+        n_best: number of the best checkpoints to keep.
+        keep_every_n_steps: steps between older checkpoints to keep, chosen as by keep_every_n_hours.
 
     Raises:
         UsageError: for invalid values.
@@ -64,33 +64,52 @@ class Retention:
             )
 
     def retained(self, saved: Sequence[SaveFacts]) -> list[SaveFacts]:
-        """Return the checkpoints to keep, in order, of `saved`, which is ordered from the oldest."""
-        newest = saved if self.max_to_keep is None else saved[-self.max_to_keep :]
-        by_time = _apart(
-            saved, [facts.time_s / _HOUR_S for facts in saved], self.keep_every_n_hours
-        )
-        by_step = _apart(saved, [facts.step for facts in saved], self.keep_every_n_steps)
-        chosen = [*newest, *by_time, *by_step, *self._by_value(saved)[: self.n_best]]
-        return [facts for facts in saved if any(facts is chosen_facts for chosen_facts in chosen)]
+        """Return the checkpoints to keep of `saved`; both are ordered from the oldest to the newest."""
+        newest = saved
+        if self.max_to_keep is not None:
+            newest = saved[-self.max_to_keep :]
+        by_time = _apart(saved, lambda facts: facts.time_s / _HOUR_S, self.keep_every_n_hours)
+        by_step = _apart(saved, lambda facts: facts.step, self.keep_every_n_steps)
+        best = self._by_value(saved)[: self.n_best]
+        chosen = [*newest, *by_time, *by_step, *best]
+        chosen_ids = set(map(id, chosen))
+        return [facts for facts in saved if id(facts) in chosen_ids]
 
     def best(self, saved: Sequence[SaveFacts]) -> SaveFacts | None:
-        """Return the checkpoint with the best value of `keep_best`; None if no one has a value."""
+        """Return the checkpoint with the best value of `keep_best`; None if no checkpoint has a value."""
         return next(iter(self._by_value(saved)), None)
 
     def _by_value(self, saved: Sequence[SaveFacts]) -> list[SaveFacts]:
         """Return the checkpoints that have a value of `keep_best`, the best first, in a tie the older one."""
         name = self.keep_best or ""
         sign = 1 if self.best_mode == "min" else -1
-        valued = [facts for facts in saved if not math.isnan(facts.metrics.get(name, math.nan))]
+        valued: list[SaveFacts] = []
+        for facts in saved:
+            value = facts.metrics.get(name, math.nan)
+            if not math.isnan(value):
+                valued.append(facts)
         return sorted(valued, key=lambda facts: sign * facts.metrics[name])
 
 
 def _apart(
-    saved: Sequence[SaveFacts], places: Sequence[float], distance: float | None
+    saved: Sequence[SaveFacts],
+    position_of: Callable[[SaveFacts], float],
+    distance: float | None,
 ) -> list[SaveFacts]:
-    """Return the first checkpoint, and each that is at least this far from the one chosen before it; None: none."""
-    chosen: list[int] = []
-    for number, place in enumerate(places):
-        if distance is not None and (not chosen or place - places[chosen[-1]] >= distance):
-            chosen.append(number)
-    return [saved[number] for number in chosen]
+    """Return checkpoints that lie apart: the first, and each at least a distance after the last chosen one.
+
+    Args:
+        saved: checkpoints, ordered from the oldest.
+        position_of: function that returns the hour or the step of a checkpoint.
+        distance: least distance between two positions. None chooses no checkpoint.
+    """
+    chosen: list[SaveFacts] = []
+    if distance is None:
+        return chosen
+    last_position: float | None = None
+    for facts in saved:
+        position = position_of(facts)
+        if last_position is None or position - last_position >= distance:
+            chosen.append(facts)
+            last_position = position
+    return chosen

@@ -6,9 +6,12 @@ import h5py
 
 from hpcdist.errors import DataError
 
+#: Datasets of a file by their names.
+Datasets = dict[str, h5py.Dataset]
 
-def open_data(path: str, names: list[str]) -> tuple[h5py.File, dict[str, h5py.Dataset]]:
-    """Open a file of training data; return it and its datasets of the given names, to be read by rows.
+
+def open_data(path: str, names: list[str]) -> tuple[h5py.File, Datasets]:
+    """Open a file of training data; return it and its datasets by their names, to be read by rows.
 
     As in checkpoints, links, virtual and external datasets are refused. If the file system has locks, a shared lock is
     held while the file is open.
@@ -36,28 +39,40 @@ def open_data(path: str, names: list[str]) -> tuple[h5py.File, dict[str, h5py.Da
 
 
 def _data(file: h5py.File, name: str, path: str) -> h5py.Dataset:
-    group: Any = file
+    """Return a dataset of rows of numbers that lies inside the file."""
+    member: Any = file
     for part in name.strip("/").split("/"):
-        link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
+        is_group = isinstance(member, h5py.Group)
+        link = member.get(part, getlink=True) if is_group else None
         if not isinstance(link, h5py.HardLink):
-            sibling_names = sorted(group)[:8] if isinstance(group, h5py.Group) else []
+            actual = "none" if link is None else "a link"
+            sibling_names = sorted(member)[:8] if is_group else []
             raise DataError(
-                f"from_hdf5: expected a dataset {name!r} in {path!r}, got {'none' if link is None else 'a link'} at "
-                f"{part!r}, beside {sibling_names}; name an existing one."
+                f"from_hdf5: expected a dataset {name!r} in {path!r}, got {actual} at {part!r}, beside "
+                f"{sibling_names}; name an existing one."
             )
-        group = group[part]
-    if not isinstance(group, h5py.Dataset) or group.ndim < 1 or group.is_virtual or group.external:
+        member = member[part]
+    if not _holds_rows(member):
         raise DataError(
-            f"from_hdf5: expected rows inside the file at {name!r} in {path!r}, got {group!r}; copy them into a plain "
+            f"from_hdf5: expected rows inside the file at {name!r} in {path!r}, got {member!r}; copy them into a plain "
             f"dataset with at least one dimension."
         )
-    if group.dtype.kind not in "biufc":
+    if member.dtype.kind not in "biufc":
         raise DataError(
-            f"from_hdf5: expected numbers at {name!r} in {path!r}, got dtype {group.dtype}; convert them to a numeric "
+            f"from_hdf5: expected numbers at {name!r} in {path!r}, got dtype {member.dtype}; convert them to a numeric "
             f"dtype."
         )
-    return group
+    return member
+
+
+def _holds_rows(member: Any) -> bool:
+    """Return whether a member of a file is a plain dataset of at least one dimension, whose data is in the file."""
+    if not isinstance(member, h5py.Dataset) or member.ndim < 1:
+        return False
+    return not member.is_virtual and not member.external
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    """Return the type and the text of an error in one line."""
+    text = f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:200]

@@ -6,7 +6,7 @@
     run-id                    the name of the run, for its copies in memory
 
 Any process may read. One attempt of a job writes: a process of an earlier one that is still alive looks for a later
-attempt before it gives a file its name, and ends if there is one. Locks would not do: those of network file systems
+attempt before it gives a file its name, and ends if there is one. Locks would not do: on network file systems they
 outlive their holders, or do not hold. The newest checkpoint is the highest step of the latest attempt that has one.
 """
 
@@ -64,11 +64,11 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, order=True)
 class Saved:
-    """Which checkpoint of a folder. They compare by age: the newer one is larger.
+    """Names a checkpoint of a folder. Names compare by age: the newer one is larger.
 
     Attributes:
-        attempt: number of the attempt that wrote it.
-        step: optimizer steps taken.
+        attempt: number of the attempt that wrote the checkpoint.
+        step: number of optimizer steps taken.
     """
 
     attempt: int
@@ -80,12 +80,16 @@ class Saved:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was read: which one, its path, its index and its arrays."""
+    """A checkpoint that was read: its name, its path, its index and its arrays."""
 
     saved: Saved
     path: Path
     index: Index
     arrays: list[NamedArray]
+
+
+#: Called with the name of a checkpoint and its open file.
+_Use = Callable[[Saved, CheckpointFile], _Result]
 
 
 class Store:
@@ -98,17 +102,22 @@ class Store:
     Attributes:
         path: path of the folder.
         attempt: number of this attempt; 0 before `begin`.
-        damaged: what did not verify in the last search.
-        n_blocks_read: blocks read so far: while it grows, a slow read is not stuck.
+        damaged: checkpoints that did not verify in the last search.
+        n_blocks_read: number of blocks read so far: while it grows, a slow read is not stuck.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        disk: Disk | None = None,
+    ) -> None:
         self.path = Path(folder).absolute()  # the program may change its folder
         self.attempt = 0
         self.damaged: list[Saved] = []
         self.n_blocks_read = 0
         self._disk = disk or Disk()
-        self._last_before = self._last_saved = -1
+        self._last_before = -1
+        self._last_saved = -1
         self._has_saved = False
         self._thinned_bytes = 0
         self._noting = make_lock()  # the saver's thread notes commits
@@ -123,11 +132,17 @@ class Store:
             CheckpointError: if the folder exists and cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
-            matches = (
-                _CHECKPOINT.match(name) for name in durable.patiently(lambda: _names_in(self.path))
-            )
-            saved = [Saved(int(match[2]), int(match[1])) for match in matches if match]
-        return sorted(checkpoint for checkpoint in saved if checkpoint.step < 1 << 63)
+            names = durable.patiently(lambda: _names_in(self.path))
+        checkpoints: list[Saved] = []
+        for name in names:
+            match = _CHECKPOINT.match(name)
+            if match is None:
+                continue
+            step = int(match[1])
+            attempt = int(match[2])
+            if step < 1 << 63:
+                checkpoints.append(Saved(attempt, step))
+        return sorted(checkpoints)
 
     def read_latest(
         self,
@@ -139,8 +154,9 @@ class Store:
         Skips damaged checkpoints and logs why.
 
         Args:
-            but: steps to skip too, unless there is no other.
-            before_reading: called with each checkpoint whose index verifies, before its arrays are read.
+            but: steps to skip too, unless there is no other checkpoint.
+            before_reading: function that is called with each checkpoint whose index verifies, before its arrays are
+                read.
 
         Raises:
             CheckpointError: if checkpoints exist but none verifies, or if one cannot be read, as the newest is then
@@ -150,7 +166,8 @@ class Store:
 
         def read(saved: Saved, file: CheckpointFile) -> Found:
             before_reading(saved)
-            return Found(saved, file.path, file.index, file.read_arrays(self._count_block))
+            arrays = file.read_arrays(self._count_block)
+            return Found(saved, file.path, file.index, arrays)
 
         return self.use_latest(read, but)
 
@@ -168,17 +185,18 @@ class Store:
 
     def use_latest(
         self,
-        use: Callable[[Saved, CheckpointFile], _Result],
+        use: _Use[_Result],
         but: Collection[int] = (),
         n_looks: int = 1,
         since: float | None = None,
     ) -> _Result | None:
         """Return the result of `use` for the latest checkpoint for which it does not raise CheckpointDamaged.
 
-        It may be called again for a checkpoint that cannot be read at once. A listing that names files that are gone is
-        an old one, of a network file system: a newer one comes within a minute. Otherwise like `read_latest`.
+        `use` may be called again for a checkpoint that cannot be read at once. A listing that names files that are gone
+        is an old one, of a network file system: a newer one comes within a minute. Otherwise like `read_latest`.
         """
-        since = time.monotonic() if since is None else since
+        if since is None:
+            since = time.monotonic()
         candidates = self.saved()[::-1]
         self.damaged = []
         # stable: else the newest comes first
@@ -191,11 +209,13 @@ class Store:
                 if is_gone and self.attempt:
                     self.refresh_listings()
                 listed = self.saved()[::-1]
-                was_pruned = listed != candidates or (is_missing and n_looks == 1)
+                has_changed = listed != candidates
+                was_pruned = has_changed or (is_missing and n_looks == 1)
                 if was_pruned and n_looks < _MAX_LOOKS:
                     time.sleep(_LOOK_AGAIN_S)
                     return self.use_latest(use, but, n_looks + 1, since)
-                if is_gone and listed == candidates and time.monotonic() - since < _OLD_LISTING_S:
+                is_old_listing = is_gone and not has_changed
+                if is_old_listing and time.monotonic() - since < _OLD_LISTING_S:
                     time.sleep(_LOOK_LATER_S)
                     return self.use_latest(use, but, n_looks, since)
                 if saved in listed and not is_gone:
@@ -205,7 +225,7 @@ class Store:
             raise self._none_sound() from None
         return None
 
-    def _use(self, saved: Saved, use: Callable[[Saved, CheckpointFile], _Result]) -> _Result:
+    def _use(self, saved: Saved, use: _Use[_Result]) -> _Result:
         """Return the result of `use` for an open checkpoint.
 
         Raises:
@@ -250,8 +270,13 @@ class Store:
         return self.path / "attempts" / f"{number:04d}.jsonl"
 
     def _attempts(self) -> list[int]:
-        matches = (_ATTEMPT.match(name) for name in _names_in(self.path / "attempts"))
-        return sorted(int(match[1]) for match in matches if match)
+        """Return the numbers of all attempts, in order."""
+        numbers: list[int] = []
+        for name in _names_in(self.path / "attempts"):
+            match = _ATTEMPT.match(name)
+            if match is not None:
+                numbers.append(int(match[1]))
+        return sorted(numbers)
 
     @contextmanager
     def explained(self, operation: str, expected: str) -> Iterator[None]:
@@ -265,11 +290,9 @@ class Store:
                     f"its file system is not mounted. Its checkpoints are gone, unless you put it back; run again."
                 ) from None
             reason = error.strerror or " ".join(str(error).split())[:200]
-            advice = (
-                "free space or choose another folder"
-                if operation == "save"
-                else "fix this and run again"
-            )
+            advice = "fix this and run again"
+            if operation == "save":
+                advice = "free space or choose another folder"
             raise CheckpointError(
                 f"{operation}: expected {expected} in {self.path}, got {reason}; {advice}. Earlier checkpoints are "
                 f"untouched."
@@ -283,14 +306,15 @@ class Store:
         Also removes their incomplete files: on a nearly full disk the first save may need the space.
 
         Args:
-            number: number of the attempt, if it has one; default: the next.
+            number: number of the attempt, if it has one already. Default: the next free number.
 
         Raises:
             CheckpointError: if the folder cannot be written.
         """
         with self.explained("save", "a folder that can be written"):
             self.attempt = durable.patiently(lambda: self._begin(number))
-            self._last_before = max((saved.step for saved in self.saved()), default=-1)
+            steps = [saved.step for saved in self.saved()]
+            self._last_before = max(steps, default=-1)
             self._has_saved = False
             self._last_saved = -1
             self.damaged = []
@@ -311,15 +335,18 @@ class Store:
         return number
 
     def refresh_listings(self) -> None:
-        """Let the next listings of the folder, if it is there, be those of its server."""
+        """Let the next listings of the folder, if there is one, come from its server."""
         for folder in (self.path, self.path / "attempts"):
             durable.refresh_listing(self._disk, folder)
 
     def _take_number(self) -> int:
-        number = max(self._attempts() + [saved.attempt for saved in self.saved()], default=0)
+        """Make the ledger of a new attempt, whose number is higher than all others; return the number."""
+        attempts = self._attempts()
+        attempts += [saved.attempt for saved in self.saved()]
+        number = max(attempts, default=0)
         while True:
             number += 1
-            # another attempt's; or ours, and the answer was lost: skip it
+            # a number of another attempt; or ours, and the answer was lost: skip it
             with contextlib.suppress(FileExistsError):
                 self._disk.make_new(self.ledger_of(number))
                 return number
@@ -336,13 +363,20 @@ class Store:
             line = json.dumps({"event": event, **facts})
             path = self.ledger_of(self.attempt)
             durable.patiently(lambda: durable.append_line(self._disk, path, line))
-            if os.stat(path).st_size > max(LIMIT_BYTES, 1.25 * self._thinned_bytes):
+            limit_bytes = max(LIMIT_BYTES, 1.25 * self._thinned_bytes)
+            if os.stat(path).st_size > limit_bytes:
                 self._thinned_bytes = durable.patiently(lambda: self._replace_ledger(path, thinned))
 
-    def _replace_ledger(self, path: Path, shorten: Callable[[list[str]], list[str]]) -> int:
+    def _replace_ledger(
+        self,
+        path: Path,
+        shorten: Callable[[list[str]], list[str]],
+    ) -> int:
         """Replace a ledger by a shorter one of the same facts; return its length in bytes."""
         _, lines = FollowedFile(path).new_lines()
-        content = "".join(f"{line}\n" for line in shorten(list(lines))).encode()
+        shortened = shorten(list(lines))
+        text = "".join(f"{line}\n" for line in shortened)
+        content = text.encode()
         blocks = [(0, memoryview(content))]
         durable.replace_file(
             self._disk, path, blocks, before_rename=self.check_current, is_swept=True
@@ -365,7 +399,7 @@ class Store:
         """Raise AttemptReplaced if a later attempt of the job has begun, so that two never write.
 
         Args:
-            has_time: whether to make the listing fresh first, which changes the folder.
+            has_time: whether to refresh the listing first, which changes the folder.
         """
         with self.explained("save", "a folder that can be read"):
             if has_time:
@@ -387,16 +421,19 @@ class Store:
         """
         path = self.path / "run-id"
         with self.explained("save", "to name the run"):
-            inode = durable.patiently(lambda: os.stat(self.path)).st_ino
+            status = durable.patiently(lambda: os.stat(self.path))
+            inode = status.st_ino
             with contextlib.suppress(FileNotFoundError):
                 stored_id = self._read_run_id(path)
                 if stored_id[1] == inode:
                     return stored_id[0]
             name = secrets.token_hex(8)
-            durable.patiently(lambda: durable.replace_text(self._disk, path, f"{name} {inode}"))
+            text = f"{name} {inode}"
+            durable.patiently(lambda: durable.replace_text(self._disk, path, text))
         return name
 
     def _read_run_id(self, path: Path) -> tuple[str, int]:
+        """Return the identifier of a run, and the inode number of its folder."""
         try:
             text = read_text(path, _MAX_RUN_ID_BYTES)
             match = re.fullmatch(r"([0-9a-f]{16}) (\d{1,20})", text)
@@ -426,7 +463,8 @@ class Store:
                 f"save: expected a step after {last}, the last one in {self.path}, got {step}; restore first, or "
                 f"choose another folder."
             )
-        return self.path / str(Saved(self.attempt, step))
+        saved = Saved(self.attempt, step)
+        return self.path / str(saved)
 
     def commit(self, step: int, image: FileImage) -> Index:
         """Write a checkpoint, in place of an earlier save of the same step; it is durable on return.
@@ -434,11 +472,11 @@ class Store:
         A crash at any point leaves all committed checkpoints intact.
 
         Args:
-            step: optimizer steps taken; see `path_of`.
+            step: number of optimizer steps taken; see `path_of`.
             image: content of the file.
 
         Returns:
-            its index.
+            index of the checkpoint.
 
         Raises:
             AttemptReplaced: if a later attempt has begun.
@@ -451,11 +489,14 @@ class Store:
             try:
                 durable.patiently(lambda: self._write(saved, image))
             except FileNotFoundError:
-                # possibly removed by a later attempt, as the rest of a killed one
+                # a later attempt may have removed the file, as one of a killed writer
                 self.check_current()
                 raise
         self._facts.pop(saved, None)
         self._last_saved = step
+        return self._index_of(saved)
+
+    def _index_of(self, saved: Saved) -> Index:
         return self._use(saved, lambda _, file: file.index)
 
     def _write(self, saved: Saved, image: FileImage) -> None:
@@ -480,10 +521,11 @@ class Store:
     def _check_space(self, nbytes: int) -> None:
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
+        needed = nbytes + _OVERHEAD_BYTES
         # 0 blocks: a file system without a size, such as ramfs
-        if status.f_blocks and free < nbytes + _OVERHEAD_BYTES:
+        if status.f_blocks and free < needed:
             raise CheckpointError(
-                f"save: expected {nbytes + _OVERHEAD_BYTES} bytes free in {self.path}, got {free}; free some space. "
+                f"save: expected {needed} bytes free in {self.path}, got {free}; free some space. "
                 f"Earlier checkpoints are untouched."
             )
 
@@ -494,16 +536,12 @@ class Store:
 
         Raises:
             CheckpointDamaged: if the newest checkpoint differs from what was written; nothing is removed then.
-            CheckpointError: if it cannot be read; likewise.
+            CheckpointError: if the newest checkpoint cannot be read; nothing is removed then.
         """
         self._use(newest, lambda _, file: file.verify(self._count_block))
         with self._tolerated("old checkpoints stay"):
             self.check_current()
-            readable = {
-                saved: facts
-                for saved in self.saved()
-                if (facts := self._facts_of(saved)) is not None
-            }
+            readable = self._facts_of_readable()
             survivors = retention.retained(list(readable.values()))
             for saved, facts in readable.items():
                 if not any(facts is survivor for survivor in survivors):
@@ -519,25 +557,41 @@ class Store:
         """Remove all checkpoints, of a run that has ended. A failed removal is only logged."""
         with self._tolerated("checkpoints of a finished run stay"):
             self.check_current()
-            links = [name for name in ("latest.h5", "best.h5") if os.path.islink(self.path / name)]
-            for name in [*links, *map(str, self.saved())]:
+            paths = [self.path / "latest.h5", self.path / "best.h5"]
+            removable = [path for path in paths if os.path.islink(path)]
+            removable += [self.path / str(saved) for saved in self.saved()]
+            for path in removable:
                 with contextlib.suppress(FileNotFoundError):
-                    self._disk.remove(self.path / name)
+                    self._disk.remove(path)
+
+    def _facts_of_readable(self) -> dict[Saved, SaveFacts]:
+        """Return the facts of each checkpoint that can be read, from the oldest to the newest."""
+        readable: dict[Saved, SaveFacts] = {}
+        for saved in self.saved():
+            facts = self._facts_of(saved)
+            if facts is not None:
+                readable[saved] = facts
+        return readable
 
     def _facts_of(self, saved: Saved) -> SaveFacts | None:
         """Return the facts for retention; None if the file cannot be read: it is then neither counted nor removed."""
         if saved not in self._facts:
             with contextlib.suppress(CheckpointError):
-                index = self._use(saved, lambda _, file: file.index)
-                self._facts[saved] = SaveFacts(index.step, index.time_s, index.metrics)
+                index = self._index_of(saved)
+                self._facts[saved] = SaveFacts(
+                    step=index.step,
+                    time_s=index.time_s,
+                    metrics=index.metrics,
+                )
         return self._facts.get(saved)
 
     def _link(self, name: str, saved: Saved) -> None:
         """Make a name in the folder a link to a checkpoint, for people. It may be lost: restarts do not use it."""
-        if os.path.islink(self.path / name) and os.readlink(self.path / name) == str(saved):
+        path = self.path / name
+        if os.path.islink(path) and os.readlink(path) == str(saved):
             return
         try:
-            self._disk.replace_link(self.path / name, str(saved))
+            self._disk.replace_link(path, str(saved))
         except OSError as error:
             # file systems without links
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
@@ -559,15 +613,19 @@ class Store:
         """
         with self.explained("restore", "to set damaged checkpoints aside"):
             durable.patiently(self._set_damaged_aside)
-        attempt_steps = [saved.step for saved in self.saved() if saved.attempt == self.attempt]
+        last_saved = -1
+        for saved in self.saved():
+            if saved.attempt == self.attempt:
+                last_saved = max(last_saved, saved.step)
         self.damaged = []
         self._last_before = used.step
-        self._last_saved = max(attempt_steps, default=-1)
+        self._last_saved = last_saved
 
     def _set_damaged_aside(self) -> None:
         for saved in self.damaged:
             with contextlib.suppress(FileNotFoundError):  # listings may be old
-                self._disk.rename(self.path / str(saved), self.path / f"{saved}.bad")
+                path = self.path / str(saved)
+                self._disk.rename(path, self.path / f"{saved}.bad")
         if self.damaged:
             self._disk.sync_folder(self.path)
 
@@ -588,7 +646,7 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def use_one(path: Path, use: Callable[[Saved, CheckpointFile], _Result]) -> _Result:
+def use_one(path: Path, use: _Use[_Result]) -> _Result:
     """Return the result of `use` for the checkpoint at `path`, whatever its name is.
 
     Raises:
@@ -599,7 +657,8 @@ def use_one(path: Path, use: Callable[[Saved, CheckpointFile], _Result]) -> _Res
 
     def open_and_use() -> _Result:
         with open_checkpoint(path) as file:
-            return use(Saved(0, file.index.step), file)
+            saved = Saved(0, file.index.step)
+            return use(saved, file)
 
     return read_patiently(path, open_and_use)
 
@@ -614,4 +673,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
             was pruned before it was read.
     """
     latest = Store(directory).latest()
-    return None if latest is None else str(latest[1])
+    if latest is None:
+        return None
+    _, path = latest
+    return str(path)

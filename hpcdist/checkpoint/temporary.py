@@ -1,8 +1,8 @@
 """Names of files that are being written, and whether their writer is still alive.
 
-A process id is no identity: containers have namespaces of their own, and two hosts may write in one folder. So names
+A process id is no identity: each container counts its own processes, and two hosts may write in one folder. So names
 are random, and a writer holds a lock on its file for as long as it lives. Locks are sound among the processes of one
-kernel, whose boot the name tells; of other hosts only the age of a file says something.
+kernel, whose boot the name tells. Whether a writer on another host lives, only the age of its file tells.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 #: Names are .FILE.tmp-BOOT-RANDOM: hidden, and in the folder of the file, as no other folder is ours.
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-([0-9a-f]{8})-[0-9a-f]{16}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_UNKNOWN_BOOT = "0" * 8
 #: A file of another host that has not changed for this long has no writer.
 ABANDONED_AFTER_S = 3600.0
 #: Errors of file systems that have no locks.
@@ -30,23 +31,26 @@ def _boot() -> str:
     try:
         return _BOOT_ID.read_text()[:8]
     except OSError:
-        return "0" * 8
+        return _UNKNOWN_BOOT
 
 
 def temporary_path(path: Path) -> Path:
     """Return a new name, beside a file, for its content while that is written."""
-    return path.with_name(f".{path.name}.tmp-{_boot()}-{secrets.token_hex(8)}")
+    suffix = f"tmp-{_boot()}-{secrets.token_hex(8)}"
+    return path.with_name(f".{path.name}.{suffix}")
 
 
 def file_of(name: str) -> str | None:
-    """Return the name of the file that a temporary file was to become; None if `name` is none of ours."""
+    """Return the name of the file that a temporary file was to become; None if `name` is not one of our names."""
     match = _TEMPORARY.fullmatch(name)
     return None if match is None else match[1]
 
 
 def hold(descriptor: int) -> bool:
     """Lock a new file until its descriptor is closed; return False if a sweeper came first, and may remove it."""
-    return _lock(descriptor) is not False and os.fstat(descriptor).st_nlink > 0
+    if _lock(descriptor) is False:
+        return False
+    return os.fstat(descriptor).st_nlink > 0
 
 
 def _lock(descriptor: int) -> bool | None:
@@ -69,7 +73,8 @@ def _lock(descriptor: int) -> bool | None:
 @contextlib.contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
     """Yield whether the writer of a temporary file has died; it cannot come back in the block."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
     try:
         yield _is_abandoned(path, descriptor)
     finally:
@@ -77,10 +82,19 @@ def abandoned(path: Path) -> Iterator[bool]:
 
 
 def _is_abandoned(path: Path, descriptor: int) -> bool:
-    is_old = time.time() - os.fstat(descriptor).st_mtime > ABANDONED_AFTER_S
-    match = _TEMPORARY.fullmatch(path.name)
-    is_of_this_kernel = match is not None and match[2] == _boot() != "0" * 8
+    age_s = time.time() - os.fstat(descriptor).st_mtime
+    is_old = age_s > ABANDONED_AFTER_S
+    is_of_this_boot = _is_of_this_boot(path.name)
     is_locked = _lock(descriptor)
     if is_locked is None:
         return is_old
-    return is_locked and (is_of_this_kernel or is_old)
+    return is_locked and (is_of_this_boot or is_old)
+
+
+def _is_of_this_boot(name: str) -> bool:
+    """Return whether a process of this kernel, since its boot, has made a temporary file."""
+    match = _TEMPORARY.fullmatch(name)
+    if match is None:
+        return False
+    boot = _boot()
+    return boot != _UNKNOWN_BOOT and match[2] == boot

@@ -15,15 +15,17 @@ Array = npt.NDArray[Any]
 MAX_DEPTH = 100
 #: The same in levels of JSON: at most three per nesting level, and some around them.
 _MAX_LEVELS = 3 * MAX_DEPTH + 8
-#: Types of what JSON holds as it is.
+#: Types of values that JSON holds as they are.
 _PLAIN = (type(None), bool, int, float, str)
+#: Makes a container of its parts.
+_Make = Callable[[list[Any]], Any]
 #: Containers of keys and values, and of values, by their names in a node.
-_MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
+_MAPPINGS: dict[str, _Make] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": lambda pairs: Counter(dict(pairs)),  # a Counter of pairs would count them
 }
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+_SEQUENCES: dict[str, _Make] = {
     "list": list,
     "tuple": tuple,
     "set": set,
@@ -40,14 +42,16 @@ _FACTORIES = {
     "dict": dict,
     "set": set,
 }
+_SCALAR_NAMES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
 #: Types of numpy's single numbers, by name.
-_SCALARS = {
-    name: np.dtype(name).type
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
+_SCALARS = {name: np.dtype(name).type for name in _SCALAR_NAMES}
+#: Makes (array, dtype name) of a tensor.
+_ToArray = Callable[[Any], tuple[Array, str]]
+#: Makes a tensor of an array and a dtype name.
+_FromArray = Callable[[Array, str], Any]
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ class NamedArray:
     """One array of a checkpoint.
 
     Attributes:
-        name: its path in the state, such as "optimizer/state/0/exp_avg".
-        dtype: name of its dtype; "bfloat16" for its bits in uint16.
-        values: a C-contiguous array of any shape.
+        name: path of the array in the state, such as "optimizer/state/0/exp_avg".
+        dtype: name of the array's dtype; "bfloat16" where `values` are its bits in uint16.
+        values: C-contiguous array of any shape.
     """
 
     name: str
@@ -66,7 +70,10 @@ class NamedArray:
 
 
 def encode(
-    value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]
+    value: Any,
+    name: str,
+    to_array: _ToArray,
+    arrays: list[NamedArray],
 ) -> Any:
     """Return `value` as JSON, its arrays moved to `arrays`.
 
@@ -75,7 +82,7 @@ def encode(
             frozenset, and the dicts and deque of `collections`. Keys are text or whole numbers. torch.Size, a tuple
             that also counts elements, counts as a tuple.
         name: name of the value, for messages and for the arrays in it.
-        to_array: returns (array, dtype name) of a tensor, that is, a leaf with new_tensor().
+        to_array: function that returns (array, dtype name) of a tensor, that is, a leaf with new_tensor().
         arrays: list to which arrays are appended.
 
     Raises:
@@ -89,13 +96,11 @@ class _Encoder:
     """Makes nodes, and collects arrays.
 
     Args:
-        to_array: see `encode`.
+        to_array: function that returns (array, dtype name) of a tensor.
         arrays: list to which arrays are appended.
     """
 
-    def __init__(
-        self, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]
-    ) -> None:
+    def __init__(self, to_array: _ToArray, arrays: list[NamedArray]) -> None:
         self._to_array = to_array
         self._arrays = arrays
 
@@ -111,47 +116,71 @@ class _Encoder:
         if kind in _MAPPINGS:
             return {kind: self._pairs(value, name, depth)}
         if kind == "defaultdict":
-            return {kind: [["", _factory_name(value, name)], *self._pairs(value, name, depth)]}
+            factory_pair = ["", _factory_name(value, name)]
+            pairs = self._pairs(value, name, depth)
+            return {kind: [factory_pair, *pairs]}
         if kind in ("set", "frozenset"):
-            # in one order on all ranks
-            return {kind: self._parts(sorted(value, key=repr), name, depth)}
+            in_order = sorted(value, key=repr)  # the same order on all ranks
+            return {kind: self._parts(in_order, name, depth)}
         if kind in _SEQUENCES:
             return {kind: self._parts(value, name, depth)}
         if kind == "deque":
-            return {kind: [value.maxlen, *self._parts(value, name, depth)]}
+            parts = self._parts(value, name, depth)
+            return {kind: [value.maxlen, *parts]}
         return self._leaf(value, name)
 
-    def _pairs(self, mapping: dict[Any, Any], name: str, depth: int) -> list[Any]:
+    def _pairs(
+        self,
+        mapping: dict[Any, Any],
+        name: str,
+        depth: int,
+    ) -> list[Any]:
+        """Return [key, node] of each part of a mapping."""
         pairs: list[Any] = []
         for key, part in mapping.items():
             if type(key) not in (str, int):
                 raise CheckpointError(
                     f"save: expected keys as text or whole numbers, got {key!r} in {name!r}; rename it."
                 )
-            pairs.append([key, self.node_of(part, f"{name}/{key}", depth + 1)])
+            part_name = f"{name}/{key}"
+            node = self.node_of(part, part_name, depth + 1)
+            pairs.append([key, node])
         return pairs
 
-    def _parts(self, values: Iterable[Any], name: str, depth: int) -> list[Any]:
-        return [
-            self.node_of(part, f"{name}/{number}", depth + 1) for number, part in enumerate(values)
-        ]
+    def _parts(
+        self,
+        values: Iterable[Any],
+        name: str,
+        depth: int,
+    ) -> list[Any]:
+        """Return the node of each part of a sequence."""
+        nodes: list[Any] = []
+        for number, part in enumerate(values):
+            part_name = f"{name}/{number}"
+            node = self.node_of(part, part_name, depth + 1)
+            nodes.append(node)
+        return nodes
 
     def _leaf(self, value: Any, name: str) -> Any:
         if isinstance(value, np.generic) and value.dtype.name in _SCALARS:
-            return {"scalar": [value.dtype.name, _json_of(value.item())]}
+            number = _json_of(value.item())
+            return {"scalar": [value.dtype.name, number]}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             # a dtype's name omits the byte order
             native = value.astype(value.dtype.newbyteorder("="), copy=False)
-            return {"array": self._number_of(NamedArray(name, native.dtype.name, native))}
+            named = NamedArray(name, native.dtype.name, native)
+            return {"array": self._number_of(named)}
         if hasattr(value, "new_tensor"):
             array, dtype = self._to_array(value)
-            return {"tensor": self._number_of(NamedArray(name, dtype, array))}
+            named = NamedArray(name, dtype, array)
+            return {"tensor": self._number_of(named)}
         raise CheckpointError(
             f"save: expected numbers, text, arrays, and dicts, lists, tuples and sets of them, got "
             f"{type(value).__name__} in {name!r}; save one of these in its place, or leave it out of state_dict()."
         )
 
     def _number_of(self, array: NamedArray) -> int:
+        """Append an array; return its number."""
         self._arrays.append(array)
         return len(self._arrays) - 1
 
@@ -161,24 +190,35 @@ def _name_of_type(value: Any) -> str:
     kind = type(value)
     if kind.__module__ in ("builtins", "collections"):
         return kind.__name__
-    return "tuple" if kind.__module__ == "torch" and kind.__name__ == "Size" else ""
+    if kind.__module__ == "torch" and kind.__name__ == "Size":
+        return "tuple"
+    return ""
 
 
 def _factory_name(value: "defaultdict[Any, Any]", name: str) -> str:
+    """Return the name of what makes the values of new keys."""
     for factory_name, factory in _FACTORIES.items():
         if value.default_factory is factory:
             return factory_name
+    known_names = ", ".join(_FACTORIES)
     raise CheckpointError(
-        f"save: expected a defaultdict of {', '.join(_FACTORIES)}, got one of {value.default_factory!r} in {name!r}; "
-        f"save it as a dict."
+        f"save: expected a defaultdict of {known_names}, got one of {value.default_factory!r} in {name!r}; save it as "
+        f"a dict."
     )
 
 
 def _json_of(number: Any) -> Any:
-    return [number.real, number.imag] if isinstance(number, complex) else number
+    """Return a number, a complex one as its two parts."""
+    if isinstance(number, complex):
+        return [number.real, number.imag]
+    return number
 
 
-def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray]) -> Any:
+def decode(
+    node: Any,
+    from_array: _FromArray,
+    arrays: list[NamedArray],
+) -> Any:
     """Return the value that `encode` turned into `node` and `arrays`; both may use the memory of `arrays`.
 
     Arrays may be filled later: nothing looks into them here.
@@ -193,11 +233,11 @@ class _Decoder:
     """Makes values of nodes, each array once: repeated references could multiply its copies beyond memory.
 
     Args:
-        from_array: makes a tensor of an array and the name of its dtype.
+        from_array: function that makes a tensor of an array and the name of its dtype.
         arrays: arrays that nodes refer to.
     """
 
-    def __init__(self, from_array: Callable[[Array, str], Any], arrays: list[NamedArray]) -> None:
+    def __init__(self, from_array: _FromArray, arrays: list[NamedArray]) -> None:
         self._from_array = from_array
         self._arrays = arrays
         self._unused = set(range(len(arrays)))
@@ -231,12 +271,17 @@ class _Decoder:
         if kind != "scalar":
             raise TypeError
         dtype, number = content
-        return _SCALARS[dtype](complex(*number) if isinstance(number, list) else number)
+        if isinstance(number, list):
+            number = complex(*number)
+        return _SCALARS[dtype](number)
 
     def _pairs(self, content: Any) -> list[Any]:
         if not is_list_of_pairs(content):
             raise TypeError
-        return [(key, self.value_of(part)) for key, part in content]
+        pairs: list[Any] = []
+        for key, part in content:
+            pairs.append((key, self.value_of(part)))
+        return pairs
 
     def _parts(self, content: Any) -> list[Any]:
         if not isinstance(content, list):
@@ -268,18 +313,23 @@ def is_too_deep(json: Any) -> bool:
     """Return whether JSON has more levels than a state may have. Visits each node once; does not recurse."""
     level = [json]
     for _ in range(_MAX_LEVELS):
-        parts = [
-            part.values() if isinstance(part, dict) else part
-            for part in level
-            if isinstance(part, (dict, list))
-        ]
-        level = [part for nest in parts for part in nest]
+        next_level: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                next_level.extend(part.values())
+            elif isinstance(part, list):
+                next_level.extend(part)
+        level = next_level
     return bool(level)
 
 
 def is_list_of_pairs(content: Any) -> bool:
     """Return whether JSON is the content of a "dict" node."""
-    return isinstance(content, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int))
-        for pair in content
-    )
+    return isinstance(content, list) and all(map(_is_pair, content))
+
+
+def _is_pair(part: Any) -> bool:
+    """Return whether JSON is a list of a text or whole number, and something else."""
+    if not isinstance(part, list) or len(part) != 2:
+        return False
+    return isinstance(part[0], (str, int))
