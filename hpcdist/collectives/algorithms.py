@@ -63,7 +63,7 @@ def run(
 ) -> None:
     """Replace `buffer` by its reduction over all ranks, by the algorithm of a route.
 
-    Collective: `group.comm`. Blocking.
+    Collective over `group.comm`. Blocking.
 
     Args:
         route: equal on all ranks.
@@ -102,11 +102,14 @@ def _is_by_halving(route: Route, placement: Placement) -> bool:
 
 
 def reduce_by_auto(
-    array: npt.NDArray[Any], group: Group, op: Op, divisor: float | None = None
+    array: npt.NDArray[Any],
+    group: Group,
+    op: Op,
+    divisor: float | None = None,
 ) -> None:
     """Replace a host array by its reduction over all ranks, by what AUTO chooses for its size.
 
-    Collective: `group.comm`. Blocking. The first call of 4 KiB or more measures. Arguments are those of `run`.
+    Collective over `group.comm`. Blocking. The first call of 4 KiB or more measures. Arguments are those of `run`.
     """
     nbytes = array.nbytes
     if nbytes >= SMALLEST_BYTES and group.facts.table is None and group.size > 1:
@@ -141,7 +144,7 @@ def measurements_of(group: Group) -> list[tuple[int, str]] | None:
 def measure(group: Group) -> None:
     """Measure which algorithm is the fastest for which size, unless that is known already.
 
-    Collective where it is not known: `group.comm`. The times of the slowest rank decide. Takes less than a second.
+    Collective over `group.comm` where it is not known. The times of the slowest rank decide. Takes less than a second.
     """
     if group.facts.table is not None or group.size == 1 or not group.facts.can_share_memory:
         return

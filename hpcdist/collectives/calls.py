@@ -43,7 +43,7 @@ def all_reduce(
 ) -> None:
     """Replace `buffer` by its reduction over all ranks.
 
-    Collective: `comm`. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `comm`. Blocking. Same shape and dtype required on every rank: yes.
 
     Args:
         buffer: numpy, torch or cupy array, any shape, contiguous; overwritten. float16 and bfloat16 are reduced in
@@ -91,7 +91,7 @@ def all_reduce_async(
 ) -> Handle:
     """Start to replace `buffer` by its reduction over all ranks, in a background thread, and return at once.
 
-    Collective: `comm`. All ranks start the same reductions in the same order.
+    Collective over `comm`. All ranks start the same reductions in the same order.
 
     Args:
         buffer: as `all_reduce`; do not read or write it before `wait` has returned.
@@ -131,7 +131,7 @@ def grouped_all_reduce(
 ) -> None:
     """Replace each of several buffers by its reduction over all ranks: one all-reduce for each dtype.
 
-    Collective: `comm`. Blocking. Same number, shapes and dtypes required on every rank: yes. Nothing is sent unless all
+    Collective over `comm`. Blocking. Same number, shapes and dtypes required on every rank: yes. Nothing is sent unless all
     buffers can be reduced.
 
     Args:
@@ -164,7 +164,7 @@ def grouped_all_reduce_async(
 ) -> Handle:
     """Start a `grouped_all_reduce` in a background thread, and return at once; see `all_reduce_async`.
 
-    Collective: `comm`.
+    Collective over `comm`.
     """
     reduction = parse_op(op)
     options = _options_of(implementation)
@@ -235,7 +235,7 @@ def _reduce_scaled(
     prescale: float,
     postscale: float,
 ) -> None:
-    """Do what `reduce_buffer` does with values that are scaled before and after. Collective: `group.comm`."""
+    """Do what `reduce_buffer` does with values that are scaled before and after. Collective over `group.comm`."""
     if prescale == 1 and postscale == 1:
         reduce_buffer(buffer, op, options, group)
     elif is_device_buffer(buffer):
@@ -260,8 +260,13 @@ def _require_scalable(dtype: str) -> None:
         )
 
 
-def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Group) -> None:
-    """Do what `all_reduce` does, in a given group. Collective: `group.comm`."""
+def reduce_buffer(
+    buffer: Any,
+    op: Op,
+    options: CommunicationOptions,
+    group: Group,
+) -> None:
+    """Do what `all_reduce` does, in a given group. Collective over `group.comm`."""
     requested = options.implementation
     is_in_device_memory = is_device_buffer(buffer)
     if is_in_device_memory or requested is Implementation.NCCL:
@@ -281,7 +286,10 @@ def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Gro
 
 
 def _reduce_array(
-    array: npt.NDArray[Any], op: Op, options: CommunicationOptions, group: Group
+    array: npt.NDArray[Any],
+    op: Op,
+    options: CommunicationOptions,
+    group: Group,
 ) -> None:
     divisor = _divisor_of(array, group) if op is MEAN else None
     # measuring is collective too: a rank that is missing is seen

@@ -40,7 +40,7 @@ LATE_S = 30.0
 class Group:
     """Communicators, shared memory and choices of one set of ranks, for one thread.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
         comm: the ranks; cloned.
@@ -125,7 +125,7 @@ class Group:
         self.world.agree(error, comm or self.comm)
 
     def free(self) -> None:
-        """Free the communicators and what was kept. Collective: all ranks of the group."""
+        """Free the communicators and what was kept. Collective over all ranks of the group."""
         self.watchdog.stop()
         time_spent.leave(self.journal)
         if self._neighbour is not None:
@@ -229,7 +229,7 @@ class Group:
     def recorded(self, op: str, buffer: Any) -> Journal:
         """Record that a collective begins; use as a context manager, whose end records that it has ended.
 
-        Collective with HPCDIST_DEBUG=collectives, when all ranks are compared: `comm`.
+        Collective over `comm` with HPCDIST_DEBUG=collectives, when all ranks are compared.
 
         Args:
             op: such as "all_reduce sum".
@@ -260,7 +260,7 @@ class Group:
         return journal
 
     def require_same_call(self, call: str, details: str) -> None:
-        """Raise CollectiveError on all ranks unless all make the same call. Collective: `comm`.
+        """Raise CollectiveError on all ranks unless all make the same call. Collective over `comm`.
 
         Args:
             call: its name.
@@ -299,7 +299,7 @@ class Group:
 class CommunicationThread:
     """A background thread with a group of its own, so that its collectives never meet those of the main thread.
 
-    Collective: `group.comm`, for the group it makes.
+    Collective over `group.comm`, for the group it makes.
 
     Args:
         group: whose ranks take part.
@@ -320,13 +320,16 @@ class CommunicationThread:
         return Handle(self._thread.submit(call))
 
     def free(self) -> None:
-        """End the thread when it has made all calls, and free its group. Collective: all ranks."""
+        """End the thread when it has made all calls, and free its group. Collective over all ranks."""
         self._thread.stop(self.group.world.timeout_s)
         self.group.free()
 
 
 def thread_of(group: Group) -> CommunicationThread:
-    """Return the communication thread of a group, made at the first call. Collective then: `group.comm`."""
+    """Return the communication thread of a group, made at the first call.
+
+    Collective over `group.comm` at the first call.
+    """
     return group.keep("thread", lambda: CommunicationThread(group), CommunicationThread.free)
 
 
@@ -337,7 +340,7 @@ def group_of(
 
     There is one group per time limit.
 
-    Collective at the first call: `comm`, default all ranks of this rank's role.
+    Collective over `comm` at the first call, default all ranks of this rank's role.
 
     Args:
         comm: the ranks.

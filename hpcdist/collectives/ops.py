@@ -29,7 +29,12 @@ class _Silence(threading.local):
 _silence = _Silence()
 
 
-def combine(ufunc: Any, first: Any, second: Any, out: Any = None) -> Any:
+def combine(
+    ufunc: Any,
+    first: Any,
+    second: Any,
+    out: Any = None,
+) -> Any:
     """Return ufunc(first, second, out), without warnings of infinity and NaN."""
     return _silence.run(ufunc, first, second, out=out)
 

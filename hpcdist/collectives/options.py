@@ -28,7 +28,7 @@ class AllReduceAlgorithm(abc.ABC):
     def all_reduce(self, array: Any, comm: Any, op: Any) -> None:
         """Replace `array` by its reduction over the ranks of `comm`.
 
-        Collective: `comm`, an mpi4py communicator that nothing else uses meanwhile. For gradients on several hosts it
+        Collective over `comm`, an mpi4py communicator that nothing else uses meanwhile. For gradients on several hosts it
         is called in a background thread.
 
         Args:

@@ -28,7 +28,7 @@ def watch(world: World, states: StateDigests) -> None:
 
 
 class _Comparison:
-    """Compares what is left at the end. Collective: the ranks of the role.
+    """Compares what is left at the end. Collective over the ranks of the role.
 
     Args:
         world: held weakly, as it holds this.

@@ -35,7 +35,7 @@ def digest_of_batch(batch: Any) -> str:
 
 
 def warn_of_equal_batches(batch: Any, world: World) -> None:
-    """Warn when every rank of the role is fed the same rows. Collective: the ranks of the role."""
+    """Warn when every rank of the role is fed the same rows. Collective over the ranks of the role."""
     comm = world.role_comm
     if comm.size == 1:
         return

@@ -125,7 +125,7 @@ class LoopWatch:
         return own_loader.begin_pass(loader)
 
     def before_draw(self, loader: "DataLoader[Any]") -> None:
-        """Act on requests if a draw begins an iteration. Collective then: the ranks of the role."""
+        """Act on requests if a draw begins an iteration. Collective over the ranks of the role in that case."""
         if loader in self._own_loaders:
             self._own_loaders[loader].before_draw()
 
@@ -142,7 +142,7 @@ class LoopWatch:
     def before_call(self, module: nn.Module, inputs: Any) -> "_Inputs | None":
         """Return the parts that a call is given; None for one that activation checkpointing makes again.
 
-        Acts on requests if the call begins an iteration. Collective then: the ranks of the role.
+        Acts on requests if the call begins an iteration. Collective over the ranks of the role in that case.
         """
         if torch_hooks.is_in_backward() or torch_hooks.is_transforming():
             return None

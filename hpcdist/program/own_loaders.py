@@ -107,7 +107,10 @@ class OwnLoader:
         return self._first_row + self._n_batches * (self._rows_of_batch or 0)
 
     def before_draw(self) -> None:
-        """Act on requests if the program is between two iterations. Collective then: the ranks of the role."""
+        """Act on requests if the program is between two iterations.
+
+        Collective over the ranks of the role in that case.
+        """
         is_last = self._n_batches > 0 and self._has_all_rows
         self._flags.poll_at_draw(self._source, torch.is_grad_enabled(), is_last)
         self._source.settle()

@@ -66,20 +66,23 @@ def alive() -> list[Owner]:
 def prepare(objects: Sequence[Any]) -> None:
     """Make models equal on all ranks that have not been used yet, or that local steps let differ.
 
-    Collective if there are any: their ranks.
+    Collective over the ranks of the owners, if there are any.
     """
     for owner in alive():
         owner.prepare(objects)
 
 
 def collect(objects: Sequence[Any]) -> None:
-    """Bring objects on parameter servers to one state on all workers. Collective if there are any: the workers."""
+    """Bring objects on parameter servers to one state on all workers. Collective over the workers if there are any."""
     for owner in alive():
         owner.collect(objects)
 
 
 def publish(objects: Sequence[Any]) -> None:
-    """Give parameter servers what was loaded into objects that they hold. Collective if there are any: the workers."""
+    """Give parameter servers the state that was loaded into objects that they hold.
+
+    Collective over the workers if there are any.
+    """
     for owner in alive():
         owner.publish(objects)
 

@@ -357,7 +357,12 @@ def _watched_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _run_summed(creates_graph: bool, roots: Any, args: Any, kwargs: Any) -> Any:
+def _run_summed(
+    creates_graph: bool,
+    roots: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
     started_watchers: list[BackwardWatcher] = []
     try:
         for watcher in _alive(_gradient_watchers):
@@ -514,7 +519,10 @@ def move_mean_squares(means: list[Tensor], values: list[Tensor], factor: float) 
 
 
 def move_maxima(
-    maxima: list[Tensor], values: list[Tensor], factor: float, epsilon: float
+    maxima: list[Tensor],
+    values: list[Tensor],
+    factor: float,
+    epsilon: float,
 ) -> list[Tensor]:
     """Replace each maximum by the larger of factor * maximum and the absolute value; return them plus epsilon."""
     torch._foreach_mul_(maxima, factor)
@@ -530,7 +538,10 @@ def roots_of(values: list[Tensor], epsilon: float) -> list[Tensor]:
 
 
 def subtract_quotients(
-    targets: list[Any], dividends: list[Tensor], divisors: list[Tensor], factor: float
+    targets: list[Any],
+    dividends: list[Tensor],
+    divisors: list[Tensor],
+    factor: float,
 ) -> None:
     """Subtract factor * dividend / divisor from each target."""
     torch._foreach_addcdiv_(targets, dividends, divisors, -factor)

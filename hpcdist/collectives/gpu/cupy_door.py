@@ -341,7 +341,7 @@ def copy_into(target: DeviceArray, source: DeviceArray) -> None:
 def staged_all_reduce(buffer: DeviceArray, host_all_reduce: Callable[[HostArray], None]) -> None:
     """Replace `buffer` by its reduction over ranks that no NCCL joins, through pinned memory of the host.
 
-    Collective: what `host_all_reduce` is. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over the ranks of `host_all_reduce`. Blocking. Same shape and dtype required on every rank: yes.
 
     Device memory is never handed to MPI, CUDA-aware or not: NCCL and CUDA-aware MPI may wait for each other for ever.
     Waits for what is queued on cupy's current stream, and returns when the result is in device memory.

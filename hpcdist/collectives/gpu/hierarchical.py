@@ -32,7 +32,7 @@ def all_reduce(
 ) -> None:
     """Replace `buffer` by its sum over the group.
 
-    Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `group.comm`. Blocking. Same shape and dtype required on every rank: yes.
 
     NCCL reduce-scatter in the host, all-reduce of each part in its lane, NCCL all-gather in the host. NCCL has
     finished before the lane starts, so it never runs together with MPI. On one host this is `nccl.all_reduce`.

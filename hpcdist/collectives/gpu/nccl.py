@@ -48,7 +48,7 @@ _CHECK_S = 0.1
 def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
     """Replace `buffer` by its reduction over the group.
 
-    Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `group.comm`. Blocking. Same shape and dtype required on every rank: yes.
 
     Waits for what is queued on the producer's stream (`cupy_door.device_array`) and returns when the result is there.
     A buffer that was handed over (`hand_over`) is reduced on a stream of the group's own: beside what is queued later.
@@ -112,7 +112,7 @@ def check(array: DeviceArray, op: str) -> None:
 def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunicator":
     """Return the NCCL communicator over `comm`, making it at first use; it lives as long as the group.
 
-    Collective where it is made: group.comm.
+    Collective over `group.comm` when it is made.
 
     Args:
         group: keeps the communicator.
@@ -150,7 +150,12 @@ class NcclCommunicator:
     """
 
     def __init__(
-        self, comm: MPI.Comm, device: int, inner: Any, limit_s: float, yields: int = YIELDS
+        self,
+        comm: MPI.Comm,
+        device: int,
+        inner: Any,
+        limit_s: float,
+        yields: int = YIELDS,
     ) -> None:
         self.rank = comm.rank
         self.size = comm.size
@@ -161,14 +166,14 @@ class NcclCommunicator:
         self._nccl = load_nccl()
 
     def all_reduce(self, array: DeviceArray, op: str = "sum") -> None:
-        """Replace `array` by its reduction. Collective: its ranks. Queued, not waited for."""
+        """Replace `array` by its reduction. Collective over its ranks. Queued, not waited for."""
         dtype = self._prepare(array, op)
         self._inner.allReduce(
             array.address, array.address, array.size, dtype, self._op(op), _stream()
         )
 
     def reduce_scatter(self, source: DeviceArray, target: DeviceArray, op: str = "sum") -> None:
-        """Put this rank's part of the reduction into `target`. Collective: its ranks. Queued, not waited for.
+        """Put this rank's part of the reduction into `target`. Collective over its ranks. Queued, not waited for.
 
         Args:
             source: (size * n,) on every rank; part r is what rank r gets.
@@ -182,7 +187,7 @@ class NcclCommunicator:
         )
 
     def all_gather(self, source: DeviceArray, target: DeviceArray) -> None:
-        """Put the `source` of all ranks into `target`, in order. Collective: its ranks. Queued, not waited for.
+        """Put the `source` of all ranks into `target`, in order. Collective over its ranks. Queued, not waited for.
 
         Args:
             source: (n,); may be this rank's part of `target`.
@@ -206,7 +211,7 @@ class NcclCommunicator:
             self._check_peers(waited_s)
 
     def free(self) -> None:
-        """Free the communicator. Collective: its ranks."""
+        """Free the communicator. Collective over its ranks."""
         self._inner.destroy()
 
     def _check_peers(self, waited_s: float) -> None:

@@ -22,7 +22,7 @@ _FAILED_TAG = 901
 def choose_device(group: Group) -> int:
     """Return the index of this rank's device, by its local rank, and make it the current one.
 
-    Collective: group.comm. Where each rank sees one device only (as `srun --gpus-per-task=1` sees to), that one.
+    Collective over `group.comm`. Where each rank sees one device only (as `srun --gpus-per-task=1` sees to), that one.
 
     Raises:
         ConfigurationError: without cupy, driver or GPU; on every rank alike.
@@ -41,7 +41,7 @@ def choose_device(group: Group) -> int:
 def find_nccl(group: Group, device: int | None = None) -> None:
     """Record in the facts of the group whether every rank has NCCL and a GPU of its own.
 
-    Collective at the first call: group.comm.
+    Collective over `group.comm` at the first call.
 
     Args:
         group: the ranks.
@@ -63,7 +63,7 @@ def find_nccl(group: Group, device: int | None = None) -> None:
 
 
 def has_gpu(group: Group) -> bool:
-    """Return whether any rank sees a GPU. Collective: group.comm."""
+    """Return whether any rank sees a GPU. Collective over `group.comm`."""
     n_gpus = visible_gpus(read_environment())
     # of what is missing: it is raised where NCCL is set up after all
     with contextlib.suppress(ConfigurationError):
@@ -71,10 +71,15 @@ def has_gpu(group: Group) -> bool:
     return group.world.all_reduce_int(n_gpus, MPI.MAX, group.comm) > 0
 
 
-def join(group: Group, comm: MPI.Comm, device: int, limit_s: float) -> Any:
+def join(
+    group: Group,
+    comm: MPI.Comm,
+    device: int,
+    limit_s: float,
+) -> Any:
     """Return cupy's NCCL communicator, made in steps, each agreed on before ranks wait for each other in the next one.
 
-    Collective: group.comm.
+    Collective over `group.comm`.
 
     Args:
         group: whose ranks agree.
@@ -147,7 +152,13 @@ def _failure(comm: MPI.Comm, error: Exception) -> CollectiveFailed:
     )
 
 
-def _join_by(unique_id: Any, group: Group, comm: MPI.Comm, device: int, limit_s: float) -> Any:
+def _join_by(
+    unique_id: Any,
+    group: Group,
+    comm: MPI.Comm,
+    device: int,
+    limit_s: float,
+) -> Any:
     """Return cupy's communicator. NCCL makes it when all ranks have arrived, so it waits in a thread of its own."""
     joining = _Joining(comm, device, unique_id)
     error = joining.wait(limit_s)
