@@ -126,7 +126,10 @@ def _receive(
 
 
 def rank_zero_first(
-    comm: MPI.Comm | None = None, *, per_host: bool = False, timeout_s: float = 3600.0
+    comm: MPI.Comm | None = None,
+    *,
+    per_host: bool = False,
+    timeout_s: float = 3600.0,
 ) -> AbstractContextManager[None]:
     """Let rank 0 go through the block before the other ranks, as to download a dataset or to build a cache.
 
@@ -151,7 +154,11 @@ def rank_zero_first(
 
 
 @contextmanager
-def first_rank_first(group: Group, per_host: bool, timeout_s: float) -> Iterator[None]:
+def first_rank_first(
+    group: Group,
+    per_host: bool,
+    timeout_s: float,
+) -> Iterator[None]:
     """Do what `rank_zero_first` does, in a given group. Collective over `group.comm`."""
     ranks = group.node_comm if per_host else group.comm
     if ranks.rank == 0:

@@ -111,7 +111,7 @@ def chunk_bytes(nbytes: int, byte_s: float) -> int:
     sum takes n/c * CHUNK_S + (n + 2c) * byte_s, which is least for c = sqrt(n * CHUNK_S / (2 * byte_s)).
 
     >>> [chunk_bytes(8 << 20, 1.5 / rate) >> 10 for rate in (25e6, 125e6, 12.5e9)]
-    [64, 192, 1024]
+    [64, 128, 1024]
 
     Args:
         nbytes: bytes of the array.
@@ -151,7 +151,8 @@ def _fastest_sum_s(group: Group, nbytes: int) -> float:
         started = time.perf_counter()
         zeros = np.zeros(min(nbytes, CHUNK_BYTES) // 4, np.float32)
         chunk = _Chunk(group, zeros, 0)
-        run_pipeline([functools.partial(chunk.begin, SUM, plan, PLAIN, -1)], [chunk])
+        begin = functools.partial(chunk.begin, SUM, plan, PLAIN, -1)
+        run_pipeline([begin], [chunk])
         times.append(time.perf_counter() - started)
     return min(times)
 
@@ -245,8 +246,13 @@ class LaneExchange:
         self._key = key
         n_hosts = self._lane.size
         n_elements = rows[0].size
-        self._peers = [peer for peer in range(n_hosts) if peer != self._lane.rank]
-        self._parts = [slice(*block_bounds(n_elements, n_hosts, peer)) for peer in range(n_hosts)]
+        self._peers: list[int] = []
+        self._parts: list[slice] = []
+        for peer in range(n_hosts):
+            start, stop = block_bounds(n_elements, n_hosts, peer)
+            self._parts.append(slice(start, stop))
+            if peer != self._lane.rank:
+                self._peers.append(peer)
         self._owned_range = self._parts[self._lane.rank]
         self._requests: list[MPI.Request] = []
         self._sent: list[Array] = []

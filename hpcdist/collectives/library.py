@@ -78,7 +78,11 @@ def _differs(
     )
 
 
-def broadcast(array: npt.NDArray[Any], comm: MPI.Comm, root: int = 0) -> None:
+def broadcast(
+    array: npt.NDArray[Any],
+    comm: MPI.Comm,
+    root: int = 0,
+) -> None:
     """Replace the values of `array` by those that root has.
 
     Collective over `comm`. Blocking. Same number of bytes required on every rank: yes.

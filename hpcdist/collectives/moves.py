@@ -25,7 +25,11 @@ from hpcdist.runtime.mpi import MPI
 Array = npt.NDArray[Any]
 
 
-def broadcast(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> None:
+def broadcast(
+    buffer: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> None:
     """Replace the values of `buffer` by those that root has.
 
     Collective over `comm`. Blocking. Same shape and dtype required on every rank: yes.
@@ -44,7 +48,11 @@ def broadcast(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> None:
     _broadcast(buffer, root, group_of(comm))
 
 
-def broadcast_async(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
+def broadcast_async(
+    buffer: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> Handle:
     """Start a `broadcast` in a background thread, and return at once; see `all_reduce_async`.
 
     Collective over `comm`.
@@ -75,13 +83,21 @@ def all_gather_async(array: Any, comm: MPI.Comm | None = None) -> Handle:
     return thread.submit(behind_producers([array], lambda: _all_gather(array, thread.group, error)))
 
 
-def _all_gather(array: Any, group: Group, error: CollectiveError | None = None) -> Any:
+def _all_gather(
+    array: Any,
+    group: Group,
+    error: CollectiveError | None = None,
+) -> Any:
     local_rows = to_host(array, "all_gather")
     joined_rows = gather_rows(local_rows, group, error)
     return from_host(joined_rows, array)
 
 
-def gather_rows(array: Array, group: Group, error: CollectiveError | None = None) -> Array:
+def gather_rows(
+    array: Array,
+    group: Group,
+    error: CollectiveError | None = None,
+) -> Array:
     """Return the rows of all ranks' host arrays, in the order of the ranks; raise on all ranks if one has an error.
 
     Collective over `group.comm`.
@@ -115,7 +131,11 @@ def _require_rows_that_fit(
     group.require_same_call(call, f"{array.dtype} of shape (*, {row_sizes})")
 
 
-def scatter(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Any:
+def scatter(
+    array: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> Any:
     """Return this rank's rows of root's array.
 
     Collective over `comm`. Blocking.
@@ -137,7 +157,11 @@ def scatter(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Any:
     return _scatter(array, root, group_of(comm), _refusal_of_graph("scatter", array))
 
 
-def scatter_async(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
+def scatter_async(
+    array: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> Handle:
     """Start a `scatter` in a background thread; `wait` of the handle returns its result. Collective over `comm`."""
     error = _refusal_of_graph("scatter_async", array)
     thread = thread_of(group_of(comm))
@@ -184,7 +208,9 @@ def _scatter(
 
 
 def alltoall(
-    array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None
+    array: Any,
+    counts: Sequence[int] | None = None,
+    comm: MPI.Comm | None = None,
 ) -> tuple[Any, list[int]]:
     """Send some of this rank's rows to each rank; return the received rows, in the order of the ranks they are from.
 
@@ -208,7 +234,9 @@ def alltoall(
 
 
 def alltoall_async(
-    array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None
+    array: Any,
+    counts: Sequence[int] | None = None,
+    comm: MPI.Comm | None = None,
 ) -> Handle:
     """Start an `alltoall` in a background thread; `wait` of the handle returns its result. Collective over `comm`."""
     error = _refusal_of_graph("alltoall_async", array)
@@ -293,7 +321,11 @@ def _example_of(array: Any) -> Any:
     return array[:0]
 
 
-def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> Any:
+def reduce_scatter(
+    array: Any,
+    op: Any = "sum",
+    comm: MPI.Comm | None = None,
+) -> Any:
     """Return this rank's rows of the reduction of all ranks' arrays.
 
     Collective over `comm`. Blocking. Same shape and dtype required on every rank: yes.
@@ -319,7 +351,11 @@ def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) ->
     return _reduce_scatter(array, reduction, group, error)
 
 
-def reduce_scatter_async(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> Handle:
+def reduce_scatter_async(
+    array: Any,
+    op: Any = "sum",
+    comm: MPI.Comm | None = None,
+) -> Handle:
     """Start a `reduce_scatter` in a background thread; `wait` of the handle returns its result.
 
     Collective over `comm`.

@@ -14,7 +14,11 @@ from hpcdist.plan.blocks import block_bounds
 from hpcdist.runtime.mpi import MPI
 
 
-def broadcast_object(value: Any = None, root: int = 0, comm: MPI.Comm | None = None) -> Any:
+def broadcast_object(
+    value: Any = None,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> Any:
     """Return root's object on every rank.
 
     Collective over `comm`.
@@ -35,7 +39,11 @@ def broadcast_object(value: Any = None, root: int = 0, comm: MPI.Comm | None = N
         return group.comm.bcast(value, root)
 
 
-def gather_objects(value: Any, root: int = 0, comm: MPI.Comm | None = None) -> list[Any] | None:
+def gather_objects(
+    value: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> list[Any] | None:
     """Return every rank's object in a list on root, None elsewhere.
 
     Collective over `comm`.
@@ -70,7 +78,9 @@ def all_gather_objects(value: Any, comm: MPI.Comm | None = None) -> list[Any]:
 
 
 def scatter_objects(
-    values: Sequence[Any] | None = None, root: int = 0, comm: MPI.Comm | None = None
+    values: Sequence[Any] | None = None,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
 ) -> Any:
     """Return the object that root gives for this rank.
 
@@ -233,7 +243,11 @@ def _has_items(dataset: Any) -> bool:
     return len(dataset) > 0
 
 
-def shares_of(n_items: int, n_ranks: int, is_equal: bool) -> list[tuple[int, int]]:
+def shares_of(
+    n_items: int,
+    n_ranks: int,
+    is_equal: bool,
+) -> list[tuple[int, int]]:
     """Return (start, stop) of each rank's items. With `is_equal` all have one length, and the last may pass the end.
 
     >>> shares_of(5, 2, False), shares_of(5, 2, True)
@@ -245,7 +259,11 @@ def shares_of(n_items: int, n_ranks: int, is_equal: bool) -> list[tuple[int, int
     return [(rank * size, (rank + 1) * size) for rank in range(n_ranks)]
 
 
-def _refusal(call: str, n_given: int, n_ranks: int) -> CollectiveError | None:
+def _refusal(
+    call: str,
+    n_given: int,
+    n_ranks: int,
+) -> CollectiveError | None:
     """Return the error for a number of objects that is not the number of ranks; None if it is."""
     if n_given == n_ranks:
         return None

@@ -102,14 +102,24 @@ class NodeSums:
         self._additions = plan_row_additions(n_ranks)
         self._whole_bytes = min(WHOLE_BYTES // n_ranks, self._stage.chunk_bytes)
 
-    def all_reduce(self, array: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
+    def all_reduce(
+        self,
+        array: npt.NDArray[Any],
+        op: Op,
+        divisor: float | None,
+    ) -> None:
         """Replace `array` by its reduction, as the function `all_reduce`. Collective over all ranks of the barrier."""
         if array.nbytes <= self._whole_bytes:
             self._reduce_whole(array, op, divisor)
         else:
             self._reduce_by_slices(array.reshape(-1), op, divisor)
 
-    def _reduce_whole(self, array: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
+    def _reduce_whole(
+        self,
+        array: npt.NDArray[Any],
+        op: Op,
+        divisor: float | None,
+    ) -> None:
         """Let every rank combine all ranks' arrays itself: one barrier, and two slots used in turn are enough.
 
         Between two writes of a slot lies a barrier, which no rank enters before it has read the slot.
@@ -131,7 +141,12 @@ class NodeSums:
         if divisor is not None:
             divide(flat, divisor)
 
-    def _reduce_by_slices(self, flat: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
+    def _reduce_by_slices(
+        self,
+        flat: npt.NDArray[Any],
+        op: Op,
+        divisor: float | None,
+    ) -> None:
         """Let every rank combine its slice of all ranks' chunks: two barriers for each chunk."""
         stage = self._stage
         barrier = self._barrier
@@ -165,7 +180,8 @@ def chunk_bytes(n_local_ranks: int) -> int:
 
 def mark_of(array: npt.NDArray[Any], op: Op) -> int:
     """Return a number of 63 bits that encodes op, dtype and number of elements."""
-    return (array.size << 16 | array.dtype.num << 8 | op.code) & (2**63 - 1)
+    mark = array.size << 16 | array.dtype.num << 8 | op.code
+    return mark & (2**63 - 1)
 
 
 def require_same(array: npt.NDArray[Any], op: Op, group: "Group") -> None:

@@ -83,11 +83,13 @@ class SliceSums:
         owned_start, owned_stop = (*bounds, (0, 0))[min(local_rank, self.n_owners)]
         for first in range(0, longest, n_piece):
             slots = self._next_slots(array.dtype)
+            local_slot = slots[local_rank]
             for owner, (start, stop) in enumerate(bounds):
                 piece_start = start + first
                 piece = array[piece_start : min(stop, piece_start + n_piece)]
                 if owner != local_rank and piece.size:
-                    copy(slots[local_rank][owner * n_piece :][: piece.size], piece)
+                    place = local_slot[owner * n_piece :][: piece.size]
+                    copy(place, piece)
             self._group.barrier.wait()
             piece_start = owned_start + first
             owned_piece = array[piece_start : min(owned_stop, piece_start + n_piece)]

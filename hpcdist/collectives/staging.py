@@ -102,7 +102,12 @@ class Stage:
             return n_elements, n_elements
         return block_bounds(n_elements, self._n_slices, self._local_rank)
 
-    def _cut(self, dtype: np.dtype[Any], n_elements: int, index: int) -> Views:
+    def _cut(
+        self,
+        dtype: np.dtype[Any],
+        n_elements: int,
+        index: int,
+    ) -> Views:
         """Return views of the slots with an index, for chunks of one size and dtype."""
         first_byte = index * self.chunk_bytes
         slots: list[Array] = []
@@ -129,7 +134,10 @@ class Stage:
         )
 
     def put(self, chunk: Array, views: Views) -> list[Array]:
-        """Copy all but this rank's slice into its slot; return this slice of every local rank, of its own in place."""
+        """Copy all but this rank's slice into its slot; return that slice of every local rank.
+
+        The slice of this rank itself is returned in place, in `chunk`.
+        """
         for part, slot in views.puts:
             copy(slot, chunk[part])
         rows = views.rows.copy()
@@ -177,7 +185,8 @@ def is_memcpy_slow() -> bool:
     It took ten times as long with glibc 2.36 on some AMD Zen, for 64 to 384 KiB, where the target lay 16 bytes beyond
     the source modulo 4 KiB, as numpy's arrays do beyond the pages of slots.
     """
-    pages = np.frombuffer(mmap.mmap(-1, 2 * _PROBE_BYTES + mmap.PAGESIZE), np.uint8)
+    memory = mmap.mmap(-1, 2 * _PROBE_BYTES + mmap.PAGESIZE)
+    pages = np.frombuffer(memory, np.uint8)
     source = pages[:_PROBE_BYTES]
     target = pages[_PROBE_BYTES + 16 :][:_PROBE_BYTES]
 
@@ -204,7 +213,8 @@ def add_rows_into(
         additions: pairs (into, row) of the tree.
         divisor: number that the sum is divided by; None if it is not divided.
     """
-    n_block = max(4096, BLOCK_BYTES // len(rows) // rows[0].itemsize)
+    row_bytes = BLOCK_BYTES // len(rows)
+    n_block = max(4096, row_bytes // rows[0].itemsize)
     *inner_additions, (last_into, last_row) = additions
     for start in range(0, rows[0].size, n_block):
         stop = start + n_block
@@ -224,7 +234,8 @@ def add_rows(
 ) -> None:
     """Combine rows in place: rows[into] = ufunc(rows[into], rows[row]) for each pair, block by block in the cache."""
     n_elements = rows[0].size
-    n_block = max(4096, BLOCK_BYTES // max(1, len(rows)) // max(1, rows[0].itemsize))
+    row_bytes = BLOCK_BYTES // max(1, len(rows))
+    n_block = max(4096, row_bytes // max(1, rows[0].itemsize))
     for start in range(0, n_elements, n_block):
         block = rows if n_elements <= n_block else [row[start : start + n_block] for row in rows]
         for into, row in additions:

@@ -52,8 +52,8 @@ def all_reduce(
         sent_counts = [len(rows) * size for size in sizes]
         received = np.empty((sum(n_rows), n_owned), chunk.dtype)
         received_counts = [n * n_owned for n in n_rows]
-        exchange = group.comm.Ialltoallv([sent, sent_counts], [received, received_counts])
-        group.wait([exchange], SLEEP_S)
+        request = group.comm.Ialltoallv([sent, sent_counts], [received, received_counts])
+        group.wait([request], SLEEP_S)
         add_rows(list(received), plan.additions, np.add)
         block_sum = received[0]
         if divisor is not None:
