@@ -1,12 +1,13 @@
 """Finds ranks that drift apart: parameters and settings of optimizers that must be equal, and are not any more.
 
-A digest of a small part travels with the sum of gradients, where each rank adds it and its square: they fit together if
-all ranks have the same. Which part depends on the number of the sum alone, so nobody waits, and nothing is agreed on.
-Every 4th sum compares settings, every 16th a slice of the parameters; after at most 64 slices all were compared.
+A digest of a small part of the state travels with the sum of gradients, where each rank adds the digest and its square:
+the two sums fit together if all ranks have the same digest. The part depends only on the number of the sum, so nobody
+waits, and nothing is agreed on. Every 4th sum compares settings, every 16th a slice of the parameters; after at most 64
+slices all parameters were compared.
 
-What a program has dropped may live on, on some ranks only: the garbage collector runs when it likes. So settings are
-those of the optimizers that have made a step since they were compared last, and ranks that differ look first whether
-all of them still have what they compare.
+Objects that a program has dropped may live on, on some ranks only, as garbage collectors run at different times. So
+only optimizers that have made a step since the last comparison are compared. Ranks that differ look first whether the
+compared objects still exist on every rank.
 """
 
 from collections import Counter
@@ -42,13 +43,15 @@ class Piece:
 
 
 def plan_slices(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece]]:
-    """Return what each slice consists of, in turn: about as many bytes each.
+    """Return the pieces of each slice, in turn. Slices have about the same number of bytes.
 
     Args:
         sizes: elements of each parameter.
-        itemsizes: bytes of an element of each.
+        itemsizes: bytes of an element of each parameter.
     """
-    n_bytes = sum(size * itemsize for size, itemsize in zip(sizes, itemsizes, strict=True))
+    n_bytes = 0
+    for size, itemsize in zip(sizes, itemsizes, strict=True):
+        n_bytes += size * itemsize
     n_slices = min(_MAX_SLICES, -(-n_bytes // _SLICE_BYTES))
     slice_bytes = -(-n_bytes // max(n_slices, 1))
     slices: list[list[Piece]] = []
@@ -67,14 +70,14 @@ def plan_slices(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Pie
 
 
 class StateDigests:
-    """Digests of what must be equal on all ranks.
+    """Digests of the state that must be equal on all ranks.
 
     Attributes:
-        n_changes: how often the first parameter was changed when the last step had ended; at the end of the program it
-            tells whether somebody has loaded others since.
+        n_changes: number of changes of the first parameter until the end of the last step. At the end of the program it
+            shows whether other parameters were loaded since.
         is_reported: whether a difference was reported.
-        n_compared: number of optimizers whose settings the last digest is of.
-        last_digests: of settings, and of a slice of the parameters, as the last sum has carried them.
+        n_compared: number of optimizers whose settings are in the last digest.
+        last_digests: digests of settings and of a slice of the parameters, as the last sum has carried them.
     """
 
     def __init__(self) -> None:
@@ -97,10 +100,16 @@ class StateDigests:
 
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Compare these parameters, by name, from now on, and the settings of optimizers that step from now on."""
-        self._names = [name for name, _ in parameters]
-        self._parameters = [torch_hooks.weak_reference(parameter) for _, parameter in parameters]
-        sizes = [parameter.numel() for _, parameter in parameters]
-        self._slices = plan_slices(sizes, [parameter.element_size() for _, parameter in parameters])
+        self._names = []
+        self._parameters = []
+        sizes: list[int] = []
+        itemsizes: list[int] = []
+        for name, parameter in parameters:
+            self._names.append(name)
+            self._parameters.append(torch_hooks.weak_reference(parameter))
+            sizes.append(parameter.numel())
+            itemsizes.append(parameter.element_size())
+        self._slices = plan_slices(sizes, itemsizes)
         self._steppers = IdentitySet()
         self._pending = []
         self._last_number = -1
@@ -108,27 +117,29 @@ class StateDigests:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that are compared and still exist, by name."""
-        pairs = [
-            (name, reference())
-            for name, reference in zip(self._names, self._parameters, strict=True)
-        ]
-        return [(name, parameter) for name, parameter in pairs if parameter is not None]
+        existing_parameters: list[tuple[str, nn.Parameter]] = []
+        for name, reference in zip(self._names, self._parameters, strict=True):
+            parameter = reference()
+            if parameter is not None:
+                existing_parameters.append((name, parameter))
+        return existing_parameters
 
     @property
     def n_parameters(self) -> int:
-        """Number of parameters that are compared, those that are gone included."""
+        """Number of parameters that are compared, including parameters that are gone."""
         return len(self._parameters)
 
     def hold(self) -> list[nn.Parameter | None]:
-        """Return all parameters, None for each that is gone. Those of the list do not go while ranks agree on them."""
+        """Return all parameters, None for each that is gone. The list keeps them alive while ranks agree on them."""
         return [reference() for reference in self._parameters]
 
     def keep(self, parameters: Sequence[nn.Parameter | None], are_kept: Sequence[int]) -> None:
-        """Go on with the parameters that all ranks still have.
+        """Compare only the parameters that all ranks still have.
 
         Args:
-            parameters: what `hold` has returned.
-            are_kept: 1 for each that is compared, on all ranks alike; 0 for the others, of which some rank has none.
+            parameters: list that `hold` has returned.
+            are_kept: flags of the parameters, equal on all ranks: 1 for each parameter to compare, 0 for each that some
+                rank does not have any more.
         """
         retained_parameters: list[tuple[str, nn.Parameter]] = []
         for name, parameter, is_kept in zip(self._names, parameters, are_kept, strict=True):
@@ -159,23 +170,24 @@ class StateDigests:
         return first is None or first._version != self.n_changes
 
     def digest_at(self, number: int) -> int:
-        """Return the digest that a sum carries; 0 for one that compares nothing.
+        """Return the digest that a sum carries; 0 for a sum that compares nothing.
 
         Args:
-            number: of the sum, the same on all ranks; of the same number, the digest is computed once.
+            number: number of the sum, the same on all ranks. The digest for a number is computed once.
         """
         if number % SUMS_PER_SETTINGS or not self._parameters:
             return 0
         if self._last_number != number:
-            of_settings = self.digest_of_settings()
+            settings_digest = self.digest_of_settings()
             self._steppers = IdentitySet()
-            of_slice = 0
+            slice_digest = 0
             if not number % SUMS_PER_SLICE and self._slices:
-                of_slice = self._digest_of_slice(number // SUMS_PER_SLICE % len(self._slices))
-            self.last_digests = (of_settings, of_slice)
+                slice_number = number // SUMS_PER_SLICE % len(self._slices)
+                slice_digest = self._digest_of_slice(slice_number)
+            self.last_digests = (settings_digest, slice_digest)
             self._last_number = number
-        of_settings, of_slice = self.last_digests
-        return of_settings ^ of_slice
+        settings_digest, slice_digest = self.last_digests
+        return settings_digest ^ slice_digest
 
     def digest_of_settings(self) -> int:
         """Return a digest of the numbers among the settings of the optimizers that have made a step, of 63 bits."""
@@ -192,9 +204,10 @@ class StateDigests:
         return self._digest_of_numbers
 
     def _digest_of_slice(self, number: int) -> int:
-        """Return a digest of a slice, of 63 bits; of what is on a device, that of the slice before.
+        """Return a digest of a slice, of 63 bits.
 
-        That one was computed many steps ago, so nobody waits for the device.
+        Of elements on a device it has the sums of the slice before, which were computed many steps ago. So nobody waits
+        for the device.
         """
         digest = xxhash.xxh3_64()
         sums = self._pending
@@ -204,16 +217,17 @@ class StateDigests:
         return digest.intdigest() >> 1
 
     def _add_slice(self, number: int, digest: Any) -> list[Tensor]:
-        """Add the elements of a slice that are on the host to a digest; return sums of the bits of the others."""
+        """Add the elements of a slice that are on the host to a digest; return sums of the bits of GPU elements."""
         sums: list[Tensor] = []
         for piece in self._slices[number]:
             parameter = self._parameters[piece.number]()
             if parameter is None:
                 continue
-            values = _flat(parameter.detach())[piece.low : piece.high]
+            flat = _flat(parameter.detach())
+            values = flat[piece.low : piece.high]
             if values.device.type == "cpu":
                 digest.update(_array_of(values))
-            elif values.is_cuda:  # what a lazy device would have to compute is left out
+            elif values.is_cuda:  # parameters that a lazy device would have to compute are left out
                 sums.append(_sum_of_bits(values))
         return sums
 
@@ -226,18 +240,22 @@ class StateDigests:
         return digest.intdigest() >> 1
 
     def describe(self, number: int) -> str:
-        """Return what the sum of a number compares."""
+        """Return a text that names what the sum of a number compares."""
         if number % SUMS_PER_SLICE or not self._slices:
             return "the settings of optimizers"
         pieces = self._slices[number // SUMS_PER_SLICE % len(self._slices)]
-        names = [self._names[piece.number] for piece in (pieces[0], pieces[-1])]
-        parameters = names[0] if len(pieces) == 1 else f"{names[0]!r} to {names[1]!r}"
+        parameters = self._names[pieces[0].number]
+        if len(pieces) > 1:
+            last_parameter = self._names[pieces[-1].number]
+            parameters = f"{parameters!r} to {last_parameter!r}"
         return f"the settings of optimizers, or the parameters {parameters}"
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor, in the order of its memory where it fills that."""
-    return in_memory_order(tensor) if is_dense(tensor) else tensor.reshape(-1)
+    """Return the elements of a tensor, in the order of its memory if they fill one block."""
+    if is_dense(tensor):
+        return in_memory_order(tensor)
+    return tensor.reshape(-1)
 
 
 def _array_of(values: Tensor) -> Any:
@@ -246,16 +264,17 @@ def _array_of(values: Tensor) -> Any:
 
 def _sum_of_bits(values: Tensor) -> Tensor:
     """Return the sum of the bits of values, as whole numbers, on their device."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.int64)
-    return values.contiguous().view(whole).sum(dtype=torch.int64)
+    integer_dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    integer_dtype = integer_dtypes.get(values.element_size(), torch.int64)
+    return values.contiguous().view(integer_dtype).sum(dtype=torch.int64)
 
 
 def are_there(parameters: Sequence[nn.Parameter | None]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return 1 for each parameter that there is, and 0 for each None."""
+    """Return 1 for each parameter that exists, and 0 for each None."""
     return np.array([parameter is not None for parameter in parameters], np.uint8)
 
 
 def odd_ranks(digests: Sequence[int]) -> list[int]:
-    """Return the ranks whose digest is not that of most; in a tie, that of the lowest rank counts."""
-    common = Counter(digests).most_common(1)[0][0]
-    return [rank for rank, digest in enumerate(digests) if digest != common]
+    """Return the ranks whose digest is not the most frequent one; in a tie the digest of the lowest rank counts."""
+    [(common_digest, _)] = Counter(digests).most_common(1)
+    return [rank for rank, digest in enumerate(digests) if digest != common_digest]
