@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.program import torch_hooks
-from hpcdist.program.model_plan import IdentitySet
+from hpcdist.program.model_plan import IdentitySet, NamedParameter
 from hpcdist.program.tensors import in_memory_order, is_dense
 
 #: Sums between two comparisons of the settings of optimizers, and of a slice of the parameters.
@@ -42,27 +42,31 @@ class Piece:
     high: int
 
 
-def plan_slices(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece]]:
+def plan_slices(
+    sizes: Sequence[int],
+    itemsizes: Sequence[int],
+) -> list[list[Piece]]:
     """Return the pieces of each slice, in turn. Slices have about the same number of bytes.
 
     Args:
         sizes: elements of each parameter.
         itemsizes: bytes of an element of each parameter.
     """
-    n_bytes = 0
-    for size, itemsize in zip(sizes, itemsizes, strict=True):
-        n_bytes += size * itemsize
-    n_slices = min(_MAX_SLICES, -(-n_bytes // _SLICE_BYTES))
+    parameters = list(zip(sizes, itemsizes, strict=True))
+    n_bytes = sum(size * itemsize for size, itemsize in parameters)
+    n_small_slices = -(-n_bytes // _SLICE_BYTES)
+    n_slices = min(_MAX_SLICES, n_small_slices)
     slice_bytes = -(-n_bytes // max(n_slices, 1))
     slices: list[list[Piece]] = []
     free_bytes = 0
-    for number, (size, itemsize) in enumerate(zip(sizes, itemsizes, strict=True)):
+    for number, (size, itemsize) in enumerate(parameters):
         low = 0
         while low < size:
             if free_bytes < itemsize:
                 slices.append([])
                 free_bytes = max(slice_bytes, itemsize)
-            high = min(size, low + free_bytes // itemsize)
+            n_fitting = free_bytes // itemsize
+            high = min(size, low + n_fitting)
             slices[-1].append(Piece(number, low, high))
             free_bytes -= (high - low) * itemsize
             low = high
@@ -98,7 +102,7 @@ class StateDigests:
         """Note that a difference was reported."""
         self.is_reported = True
 
-    def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def watch(self, parameters: Sequence[NamedParameter]) -> None:
         """Compare these parameters, by name, from now on, and the settings of optimizers that step from now on."""
         self._names = []
         self._parameters = []
@@ -115,9 +119,9 @@ class StateDigests:
         self._last_number = -1
         self.last_digests = (0, 0)
 
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def parameters(self) -> list[NamedParameter]:
         """Return the parameters that are compared and still exist, by name."""
-        existing_parameters: list[tuple[str, nn.Parameter]] = []
+        existing_parameters: list[NamedParameter] = []
         for name, reference in zip(self._names, self._parameters, strict=True):
             parameter = reference()
             if parameter is not None:
@@ -133,7 +137,11 @@ class StateDigests:
         """Return all parameters, None for each that is gone. The list keeps them alive while ranks agree on them."""
         return [reference() for reference in self._parameters]
 
-    def keep(self, parameters: Sequence[nn.Parameter | None], are_kept: Sequence[int]) -> None:
+    def keep(
+        self,
+        parameters: Sequence[nn.Parameter | None],
+        are_kept: Sequence[int],
+    ) -> None:
         """Compare only the parameters that all ranks still have.
 
         Args:
@@ -141,7 +149,7 @@ class StateDigests:
             are_kept: flags of the parameters, equal on all ranks: 1 for each parameter to compare, 0 for each that some
                 rank does not have any more.
         """
-        retained_parameters: list[tuple[str, nn.Parameter]] = []
+        retained_parameters: list[NamedParameter] = []
         for name, parameter, is_kept in zip(self._names, parameters, are_kept, strict=True):
             if is_kept and parameter is not None:
                 retained_parameters.append((name, parameter))
@@ -160,14 +168,18 @@ class StateDigests:
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has made a step."""
         self._steppers.add(optimizer)
-        first = self._parameters[0]() if self._parameters else None
-        self.n_changes = -1 if first is None else first._version
+        first_parameter = self._parameters[0]() if self._parameters else None
+        self.n_changes = -1
+        if first_parameter is not None:
+            self.n_changes = first_parameter._version
 
     @property
     def is_changed_since_step(self) -> bool:
         """Whether the first parameter was changed after the last step."""
-        first = self._parameters[0]() if self._parameters else None
-        return first is None or first._version != self.n_changes
+        first_parameter = self._parameters[0]() if self._parameters else None
+        if first_parameter is None:
+            return True
+        return first_parameter._version != self.n_changes
 
     def digest_at(self, number: int) -> int:
         """Return the digest that a sum carries; 0 for a sum that compares nothing.
@@ -196,11 +208,14 @@ class StateDigests:
         self.n_compared = len(optimizers)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                # as floats, and none is -0.0: equal numbers have one digest
-                numbers += [value + 0.0 for value in group.values() if type(value) in _NUMBERS]
+                for value in group.values():
+                    if type(value) in _NUMBERS:
+                        # as floats, and none is -0.0: equal numbers have one digest
+                        numbers.append(value + 0.0)
         if numbers != self._numbers:
             self._numbers = numbers
-            self._digest_of_numbers = xxhash.xxh3_64_intdigest(repr(numbers).encode()) >> 1
+            text = repr(numbers).encode()
+            self._digest_of_numbers = xxhash.xxh3_64_intdigest(text) >> 1
         return self._digest_of_numbers
 
     def _digest_of_slice(self, number: int) -> int:
@@ -210,10 +225,9 @@ class StateDigests:
         for the device.
         """
         digest = xxhash.xxh3_64()
-        sums = self._pending
+        pending_sums = self._pending
         self._pending = self._add_slice(number, digest)
-        for sum_of_bits in sums:
-            digest.update(str(sum_of_bits.item()).encode())
+        _add_sums(digest, pending_sums)
         return digest.intdigest() >> 1
 
     def _add_slice(self, number: int, digest: Any) -> list[Tensor]:
@@ -235,20 +249,28 @@ class StateDigests:
         """Return a digest of all parameters, of 63 bits. Cost: they are read once."""
         digest = xxhash.xxh3_64()
         for number in range(len(self._slices)):
-            for sum_of_bits in self._add_slice(number, digest):
-                digest.update(str(sum_of_bits.item()).encode())
+            sums = self._add_slice(number, digest)
+            _add_sums(digest, sums)
         return digest.intdigest() >> 1
 
     def describe(self, number: int) -> str:
         """Return a text that names what the sum of a number compares."""
         if number % SUMS_PER_SLICE or not self._slices:
             return "the settings of optimizers"
-        pieces = self._slices[number // SUMS_PER_SLICE % len(self._slices)]
+        slice_number = number // SUMS_PER_SLICE % len(self._slices)
+        pieces = self._slices[slice_number]
         parameters = self._names[pieces[0].number]
         if len(pieces) > 1:
             last_parameter = self._names[pieces[-1].number]
             parameters = f"{parameters!r} to {last_parameter!r}"
         return f"the settings of optimizers, or the parameters {parameters}"
+
+
+def _add_sums(digest: Any, sums: Sequence[Tensor]) -> None:
+    """Add sums of bits, as decimal numbers, to a digest. Waits for the devices of the sums."""
+    for sum_of_bits in sums:
+        decimal = str(sum_of_bits.item())
+        digest.update(decimal.encode())
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -259,6 +281,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _array_of(values: Tensor) -> Any:
+    """Return the bytes of values on the host."""
     return values.contiguous().view(torch.uint8).numpy()
 
 
@@ -271,7 +294,8 @@ def _sum_of_bits(values: Tensor) -> Tensor:
 
 def are_there(parameters: Sequence[nn.Parameter | None]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return 1 for each parameter that exists, and 0 for each None."""
-    return np.array([parameter is not None for parameter in parameters], np.uint8)
+    flags = [parameter is not None for parameter in parameters]
+    return np.array(flags, np.uint8)
 
 
 def odd_ranks(digests: Sequence[int]) -> list[int]:

@@ -39,19 +39,23 @@ class _Comparison:
 
     def __call__(self) -> None:
         world = self._world()
-        if world is None or world.role_comm.size == 1:
+        if world is None:
+            return
+        comm = world.role_comm
+        if comm.size == 1:
             return
         states = [state for state in _watched[world] if not state.is_reported]
-        settings = sum(state.digest_of_settings() % (1 << 31) for state in states)
-        parameters = sum(state.digest_of_all() % (1 << 31) for state in states)
+        limit = 1 << 31  # so that sums of digests fit
+        settings = sum(state.digest_of_settings() % limit for state in states)
+        parameters = sum(state.digest_of_all() % limit for state in states)
         is_changed = any(state.is_changed_since_step for state in states)
         n_optimizers = sum(state.n_steppers for state in states)
         n_parameters = sum(len(state.parameters()) for state in states)
         facts = [n_optimizers, settings, n_parameters, parameters, is_changed]
         row_of_rank = np.array(facts, np.int64)
-        rows = np.empty((world.role_comm.size, len(facts)), np.int64)
-        world.wait(world.role_comm.Iallgather(row_of_rank, rows))
-        if world.role_comm.rank != 0:
+        rows = np.empty((comm.size, len(facts)), np.int64)
+        world.wait(comm.Iallgather(row_of_rank, rows))
+        if comm.rank != 0:
             return
         optimizer_counts, settings_sums, parameter_counts, parameter_sums, changes = rows.T
         # where ranks have freed different objects, sums say nothing
@@ -63,10 +67,12 @@ class _Comparison:
 
 
 def _warn(subject: str, ranks: list[int]) -> None:
+    """Log the ranks that differ in a subject, if there are any."""
     if ranks:
+        first_ranks = ", ".join(map(str, ranks[:8]))
         logger.warning(
             "end of the program: expected %s to be equal on all ranks, got others on rank %s: they have drifted apart; "
             "look for schedules that are fed by local losses, and for code that changes parameters on some ranks.",
             subject,
-            ", ".join(map(str, ranks[:8])),
+            first_ranks,
         )

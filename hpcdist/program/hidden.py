@@ -16,7 +16,8 @@ def hide_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
 
 
 def restore_gradients(
-    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
 ) -> None:
     """Put hidden gradients back.
 

@@ -12,10 +12,14 @@ import xxhash
 
 from hpcdist.runtime.library_numbers import LIBRARIES, Library, Mark
 
+#: State of a library's generator, or of its key, as checkpoints store it.
+State = dict[str, Any]
+
 
 def _digest_of(seed: int, name: str) -> int:
     """Return the seed of 63 bits for a name."""
-    return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
+    text = f"{seed} {name}"
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 class _LibraryKey:
@@ -34,11 +38,11 @@ class _LibraryKey:
         self._has_program_seeded = False
         self._mark: Mark | None = None
         self._is_restored = False
-        self._restored_state: dict[str, Any] | None = None
+        self._restored_state: State | None = None
         self._restored_origin: int | None = None
-        self._states: dict[int | str, dict[str, Any]] = {}
+        self._states: dict[int | str, State] = {}
         self._run_mark: Mark = ()
-        self._run_state: dict[str, Any] | None = None
+        self._run_state: State | None = None
 
     def start(self, seed: int) -> None:
         """Take the program's last seed as the origin of all numbers; without one, a digest of torch's seed.
@@ -64,10 +68,11 @@ class _LibraryKey:
             return
         if self._mark is not None and not self._has_drawn:
             if self._library.mark() == self._mark:
-                return
+                return  # nothing was drawn
             self._has_drawn = True
         name = place if self._has_drawn else "before the first numbers"
-        self._library.seed(_digest_of(self._origin, name))
+        place_seed = _digest_of(self._origin, name)
+        self._library.seed(place_seed)
         self._mark = self._library.mark()
         if self._run_state is not None:  # a step of replicas in a run: all continue from here
             self.begin_run()
@@ -95,9 +100,9 @@ class _LibraryKey:
             self._has_program_seeded = True
         return self._has_program_seeded
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return the state of this rank for a checkpoint."""
-        sequence: dict[str, Any] | None = None
+        sequence: State | None = None
         program_seed: int | None = None
         if self._origin is not None and self._is_programs_sequence():
             sequence = self._library.state()
@@ -113,7 +118,7 @@ class _LibraryKey:
             "seeded": program_seed,
         }
 
-    def restore(self, state: dict[str, Any], place: str) -> None:
+    def restore(self, state: State, place: str) -> None:
         """Resume from the state in a checkpoint."""
         self._origin = state["origin"]
         self._has_drawn = state["has_drawn"]
@@ -194,11 +199,11 @@ class LibraryKeys:
         for key in self._keys:
             key.end_run()
 
-    def state(self) -> list[dict[str, Any]]:
+    def state(self) -> list[State]:
         """Return the states of this rank for a checkpoint."""
         return [key.state() for key in self._keys]
 
-    def restore(self, states: list[dict[str, Any]], place: str) -> None:
+    def restore(self, states: list[State], place: str) -> None:
         """Resume from the states in a checkpoint."""
         for key, state in zip(self._keys, states, strict=True):
             key.restore(state, place)

@@ -27,7 +27,8 @@ def local_metrics() -> list[Any]:
         if issubclass(kind, torchmetrics.Metric):
             metrics.append(item)
         elif kind.__name__ == "TorchMetric":
-            wrapped_ids.update(map(id, vars(item)["_metric"].modules()))
+            wrapped_metric = vars(item)["_metric"]
+            wrapped_ids.update(map(id, wrapped_metric.modules()))
     return [
         metric
         for metric in metrics

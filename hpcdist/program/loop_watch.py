@@ -68,7 +68,11 @@ class LoopWatch:
     def _after_step(self, optimizer: Optimizer) -> None:
         self._flags.loop.note_other_step()
 
-    def seed_batches(self, owner: int, generators: StepGenerators) -> None:
+    def seed_batches(
+        self,
+        owner: int,
+        generators: StepGenerators,
+    ) -> None:
         """Have random numbers seeded for each batch of an owner that is handed out.
 
         Args:
@@ -146,7 +150,11 @@ class LoopWatch:
         if loader in self._own_loaders:
             self._own_loaders[loader].end_pass()
 
-    def before_call(self, module: nn.Module, inputs: Any) -> "_Inputs | None":
+    def before_call(
+        self,
+        module: nn.Module,
+        inputs: Any,
+    ) -> "_Inputs | None":
         """Return the parts in the inputs of a call; None for a call that activation checkpointing makes again.
 
         Acts on requests if the call begins an iteration. Collective over the ranks of the role in that case.
@@ -160,7 +168,12 @@ class LoopWatch:
         likely_rows = None if parts else length_of(leaves)
         return _Inputs(parts, likely_rows)
 
-    def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
+    def after_call(
+        self,
+        module: nn.Module,
+        before: Any,
+        output: Any,
+    ) -> None:
         """Let a backward that reaches the output know the parts, and note a call that leaves something behind."""
         if before is None:
             return
@@ -190,7 +203,12 @@ class _Inputs:
 class _Reach:
     """Adds the parts of a forward to the uses of a backward that reaches it."""
 
-    def __init__(self, uses: Uses, parts: list[Part], likely_rows: int | None) -> None:
+    def __init__(
+        self,
+        uses: Uses,
+        parts: list[Part],
+        likely_rows: int | None,
+    ) -> None:
         self._uses = uses
         self._parts = parts
         self._likely_rows = likely_rows

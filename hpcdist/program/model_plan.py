@@ -40,6 +40,8 @@ class ModelBuffer:
 
 
 T = TypeVar("T")
+#: A parameter with its name in the model.
+NamedParameter = tuple[str, nn.Parameter]
 
 
 class IdentitySet(Generic[T]):
@@ -120,7 +122,9 @@ class ModuleSet(IdentitySet[nn.Module]):
         alive = list(self)
         child_ids: set[int] = set()
         for module in alive:
-            child_ids.update(id(child) for child in module.modules() if child is not module)
+            for part in module.modules():
+                if part is not module:
+                    child_ids.add(id(part))
         return [module for module in alive if id(module) not in child_ids]
 
 
@@ -134,20 +138,23 @@ class ModelPlan:
         sparse: parameters whose gradients may be sparse, as they are of modules with a true attribute `sparse`.
     """
 
-    parameters: tuple[tuple[str, nn.Parameter], ...]
+    parameters: tuple[NamedParameter, ...]
     buffers: tuple[ModelBuffer, ...]
     sparse: IdentitySet[nn.Parameter] = field(default_factory=IdentitySet)
 
     @property
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
+    def trained(self) -> list[NamedParameter]:
         """Parameters that need a gradient."""
         return [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
 
     @property
     def averaged(self) -> list[tuple[ModelBuffer, Tensor]]:
         """Buffers of floats, such as BatchNorm's running statistics."""
-        pairs = self._buffer_tensors()
-        return [(buffer, tensor) for buffer, tensor in pairs if dtype_name(tensor) in SUM_DTYPES]
+        averaged: list[tuple[ModelBuffer, Tensor]] = []
+        for buffer, tensor in self._buffer_tensors():
+            if dtype_name(tensor) in SUM_DTYPES:
+                averaged.append((buffer, tensor))
+        return averaged
 
     def _buffer_tensors(self) -> list[tuple[ModelBuffer, Tensor]]:
         """Return the buffers that exist, with their current tensors."""
@@ -168,7 +175,9 @@ class ModelPlan:
         lines: list[str] = []
         for name, parameter in self.parameters:
             suffix = " sparse" if parameter in self.sparse else ""
-            lines.append(f"{name} {layout(parameter)} {parameter.requires_grad}{suffix}")
+            needs_gradient = parameter.requires_grad
+            parameter_layout = layout(parameter)
+            lines.append(f"{name} {parameter_layout} {needs_gradient}{suffix}")
         for buffer, tensor in self._buffer_tensors():
             lines.append(f"{buffer.name} {layout(tensor)} buffer")
         return "\n".join(lines)
@@ -190,7 +199,7 @@ def plan_model(
         ConfigurationError: for a parameter that has no shape yet or whose gradient cannot be summed, and an embedding
             whose forward writes to it; on this rank only.
     """
-    parameters: list[tuple[str, nn.Parameter]] = []
+    parameters: list[NamedParameter] = []
     buffers: list[ModelBuffer] = []
     seen: set[int] = set()
     for number, root in enumerate(roots):
@@ -207,7 +216,8 @@ def plan_model(
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    name = prefix + ".".join(filter(None, (module_name, key)))
+                    buffer_name = f"{module_name}.{key}" if module_name else key
+                    name = prefix + buffer_name
                     if has_several_replicas:
                         _check_buffer(name, buffer)
                     buffers.append(ModelBuffer(name, module, key))
@@ -265,7 +275,9 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    if module.max_norm is not None:
         raise ConfigurationError(
             f"strategy: expected an embedding without max_norm, which changes the rows that each replica uses in its "
             f"forward, got {name!r} with {module.max_norm:g}; leave it out, and scale all rows after each step."
@@ -276,9 +288,10 @@ def explain_difference(own_model: str, roots: str) -> DesyncError:
     """Return the error for a rank whose model is described by `own_model` where the chief's is described by `roots`."""
     own_rows = own_model.splitlines()
     root_rows = roots.splitlines()
-    pairs = zip_longest(own_rows, root_rows)
-    differing_pair = next(pair for pair in pairs if pair[0] != pair[1])
-    own_row, root_row = (row or "nothing" for row in differing_pair)
+    pairs = zip_longest(own_rows, root_rows, fillvalue="nothing")
+    own_row, root_row = next(
+        (own_row, root_row) for own_row, root_row in pairs if own_row != root_row
+    )
     return DesyncError(
         f"strategy: expected the chief's model of {len(root_rows)} tensors, got {len(own_rows)}, first difference "
         f"{own_row!r} where the chief has {root_row!r}; build the same model on every rank."

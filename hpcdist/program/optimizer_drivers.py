@@ -47,7 +47,12 @@ def _remember_averages() -> None:
     init = AveragedModel.__init__
 
     @functools.wraps(init)
-    def init_and_remember(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def init_and_remember(
+        self: AveragedModel,
+        model: nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         init(self, model, *args, **kwargs)
         _averaged[self] = weakref.ref(model)
 
@@ -59,7 +64,12 @@ def _remember_scalers() -> None:
     step = GradScaler.step
 
     @functools.wraps(step)
-    def step_and_remember(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step_and_remember(
+        self: GradScaler,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if self.is_enabled():
             _scaled.setdefault(self, weakref.WeakSet()).add(optimizer)
         return step(self, optimizer, *args, **kwargs)
@@ -73,7 +83,10 @@ _remember_averages()
 _remember_scalers()
 
 
-def schedulers_of(optimizers: Sequence[Any], is_thorough: bool) -> list[Any]:
+def schedulers_of(
+    optimizers: Sequence[Any],
+    is_thorough: bool,
+) -> list[Any]:
     """Return the schedulers that hold one of some optimizers, without members of other schedulers.
 
     Args:
@@ -194,5 +207,6 @@ def fingerprint(module: nn.Module) -> int:
     for parameter in module.parameters():
         flat = parameter.detach().reshape(-1)
         sample = flat[:_N_SAMPLED].to("cpu").contiguous()
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
+        sample_bytes = sample.view(torch.uint8).numpy()
+        digest.update(sample_bytes.tobytes())
     return digest.intdigest()

@@ -25,7 +25,11 @@ class OwnLoader:
         flags: step flags of the world.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", flags: StepFlags) -> None:
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        flags: StepFlags,
+    ) -> None:
         self._sampler: Any = _positioned_sampler(loader)
         self._flags = flags
         keeper = NOTHING
@@ -149,7 +153,8 @@ class OwnLoader:
         """Return the rows of the next batch, by the length of the sampler; None where nobody knows."""
         if self._rows_of_batch is None or self._sampler is None:
             return None
-        return max(0, min(self._rows_of_batch, len(self._sampler) - self._drawn_rows()))
+        remaining_rows = len(self._sampler) - self._drawn_rows()
+        return max(0, min(self._rows_of_batch, remaining_rows))
 
     def end_pass(self) -> None:
         """Note that there were no more batches."""

@@ -48,8 +48,10 @@ class _TensorMemory:
 
     def add(self, addresses: range, part: Part) -> None:
         """Note that a part lies at these addresses, in place of a part that lay there before."""
-        remaining_entries = [entry for entry in self._parts if entry[0] != addresses]
-        self._parts = [*remaining_entries[-_MAX_RANGES:], (addresses, part)]
+        entries = [entry for entry in self._parts if entry[0] != addresses]
+        newest_entries = entries[-_MAX_RANGES:]
+        newest_entries.append((addresses, part))
+        self._parts = newest_entries
 
     def newest_part(self) -> Part:
         """Return the part that was noted last."""
@@ -85,7 +87,8 @@ class PartTensors:
         for leaf in leaves_of(nests):
             if isinstance(leaf, np.ndarray):
                 addresses = _addresses(leaf.ctypes.data, leaf.nbytes)
-                self._of_arrays.append(_ArrayMemory(weakref.ref(leaf), addresses, part))
+                memory = _ArrayMemory(weakref.ref(leaf), addresses, part)
+                self._of_arrays.append(memory)
             elif has_memory(leaf):
                 self._add_tensor(leaf, part)
 
@@ -116,7 +119,8 @@ class PartTensors:
 
     def _part_of(self, tensor: Tensor) -> Part | None:
         address: int = tensor.data_ptr()
-        memory = self._of_tensors.get(torch_hooks.storage_number(tensor))
+        number = torch_hooks.storage_number(tensor)
+        memory = self._of_tensors.get(number)
         if memory is None:
             return self._part_of_array(address)
         if tensor.numel() == 0:

@@ -39,7 +39,11 @@ class Weight(NamedTuple):
         return self.rows * other_weight.total_rows == other_weight.rows * self.total_rows
 
 
-def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = None) -> Weight:
+def weigh(
+    parts: Sequence[Part],
+    local_index: int,
+    likely_rows: int | None = None,
+) -> Weight:
     """Return the weight of a backward that uses one of these parts, or all of them.
 
     Args:
@@ -47,20 +51,23 @@ def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = Non
         local_index: number of the replica on this rank.
         likely_rows: rows of a batch that is no part; None where they are unknown, too.
     """
-    if len(parts) == 1 and parts[0].rows is not None:
-        return _weight_of(parts[0], local_index)
+    if len(parts) == 1:
+        only_part = parts[0]
+        if only_part.rows is not None:
+            return _weight_of(only_part, local_index)
     planned_parts = [part for part in parts if part.rows is not None]
     if not planned_parts:
         lengths = [part.likely_rows for part in parts if part.likely_rows is not None]
         if not lengths:
             return Weight(key=likely_rows)
         return Weight(key=_digest(lengths))
-    planned_parts.sort(key=lambda part: (part.source.number, part.number))
+    planned_parts.sort(key=_order_of)
     weights = [_weight_of(part, local_index) for part in planned_parts]
     first_weight = weights[0]
     if all(first_weight.has_fraction_of(weight) for weight in weights):
         if len(planned_parts) < len(parts):  # unplanned parts may have another, unknown fraction
-            return first_weight._replace(key=None, doubtful_rows=int(first_weight.rows))
+            doubtful_rows = int(first_weight.rows)
+            return first_weight._replace(key=None, doubtful_rows=doubtful_rows)
         # parts are used in their order, most probably
         key = first_weight.key if len(weights) == 1 else None
         return Weight(first_weight.rows, True, first_weight.total_rows, key)
@@ -70,6 +77,11 @@ def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = Non
         row_counts = [int(weight.rows) for weight in weights]
         return Weight(doubtful_rows=_digest(row_counts))
     return Weight(refusal=_refusal(weights))
+
+
+def _order_of(part: Part) -> tuple[int, int]:
+    """Return the key by which parts are sorted: by source, and in the order in which they were handed out."""
+    return part.source.number, part.number
 
 
 def _digest(rows: Sequence[int]) -> int:

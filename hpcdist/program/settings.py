@@ -34,8 +34,11 @@ def describe_settings(optimizers: Iterable[Optimizer]) -> str:
         for group in optimizer.param_groups:
             n_parameters = len(group["params"])
             settings = _settings_of_group(group)
-            pairs = [f"{key}={_text(value)}" for key, value in sorted(settings.items())]
-            lines.append(f"{class_name} of {n_parameters} parameters: {', '.join(pairs)}")
+            pairs: list[str] = []
+            for key, value in sorted(settings.items()):
+                pairs.append(f"{key}={_text(value)}")
+            settings_text = ", ".join(pairs)
+            lines.append(f"{class_name} of {n_parameters} parameters: {settings_text}")
     return "\n".join(lines)
 
 
@@ -57,7 +60,7 @@ def explain_settings(settings: str, chiefs: str) -> DesyncError:
         chiefs: description of the chief's optimizers, which differs.
     """
     pairs = zip_longest(settings.splitlines(), chiefs.splitlines(), fillvalue="none")
-    actual, wanted = next(pair for pair in pairs if pair[0] != pair[1])
+    actual, wanted = next((actual, wanted) for actual, wanted in pairs if actual != wanted)
     return DesyncError(
         f"strategy: expected the chief's optimizers and comm hook, {wanted!r}, got {actual!r}; make the same, with the "
         f"same settings, on every rank."

@@ -61,7 +61,9 @@ def have_same_bits(first: Tensor | None, second: Tensor | None) -> bool:
         if not have_same_bits(first._indices(), second._indices()):
             return False
         return have_same_bits(first._values(), second._values())
-    return is_alike(first, second) and torch.equal(_bits(first), _bits(second))
+    if not is_alike(first, second):
+        return False
+    return torch.equal(_bits(first), _bits(second))
 
 
 def is_alike(first: Tensor, second: Tensor) -> bool:
@@ -106,7 +108,8 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one block of memory, in any order of dimensions."""
     expected_stride = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(dimensions):
         if size > 1:
             if stride != expected_stride:
                 return False

@@ -141,7 +141,11 @@ def _on_parameter_made(see: Callable[[nn.Parameter], None]) -> Iterator[None]:
     """Call `see` for every parameter that is made in the block. torch's method is wrapped for this."""
     make = nn.Parameter.__new__
 
-    def wrapped(cls: type[nn.Parameter], *args: Any, **kwargs: Any) -> nn.Parameter:
+    def wrapped(
+        cls: type[nn.Parameter],
+        *args: Any,
+        **kwargs: Any,
+    ) -> nn.Parameter:
         parameter = make(cls, *args, **kwargs)
         see(parameter)
         return parameter
@@ -158,7 +162,10 @@ def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
     """Call `see` for every optimizer that is built in the block or gets another group. torch's method is wrapped."""
     add_group = Optimizer.add_param_group
 
-    def wrapped(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+    def wrapped(
+        optimizer: Optimizer,
+        param_group: dict[str, Any],
+    ) -> None:
         add_group(optimizer, param_group)
         if optimizer not in _parts:
             see(optimizer)
@@ -170,14 +177,16 @@ def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
         Optimizer.add_param_group = add_group  # type: ignore[method-assign]
 
 
+#: A function that sees the call of a module: the module, and its positional arguments.
+SeeCall = Callable[[nn.Module, tuple[Any, ...]], None]
 #: Functions that see the calls of modules, by number.
-_watchers: dict[int, Callable[[nn.Module, tuple[Any, ...]], None]] = {}
+_watchers: dict[int, SeeCall] = {}
 _watcher_numbers = itertools.count()
 _module_call = nn.Module.__call__
 #: Whether `_module_call` is torch's own function, and no other library's.
 _is_torchs_call = _module_call is nn.Module._wrapped_call_impl
 #: Shows a call to the watchers; torch.compile leaves it alone.
-_show: Callable[[nn.Module, tuple[Any, ...]], None] | None = None
+_show: SeeCall | None = None
 
 
 class _Watcher:
@@ -193,7 +202,7 @@ class _Watcher:
         _choose_call()
 
 
-def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
+def before_any_forward(see: SeeCall) -> Handle:
     """Call see(module, args) before the call of every module; of a compiled one, with the module that was compiled.
 
     torch's hook for all modules is not used: torch.compile traces it, and it does not fire for modules that
@@ -240,7 +249,11 @@ def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _outer_watched_call(module, *args, **kwargs)
 
 
-def _outer_watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _outer_watched_call(
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if _outer_call.is_running and _is_torchs_call and module._compiled_call_impl is None:
         # as torch's own call does, with one frame less
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -270,7 +283,12 @@ class OuterWatcher(Protocol):
     def before_call(self, module: nn.Module, inputs: Any) -> Any:
         """Return an object for `after_call`. `inputs` are the positional and the keyword arguments of the call."""
 
-    def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
+    def after_call(
+        self,
+        module: nn.Module,
+        before: Any,
+        output: Any,
+    ) -> None:
         """See the output of the module. `before` is the object that `before_call` has returned."""
 
 
@@ -290,7 +308,11 @@ def around_outer_calls(watcher: OuterWatcher) -> Handle:
     return _Watcher(number)
 
 
-def _call_shown(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_shown(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     inner_module = getattr(module, "_orig_mod", module)
     inputs = (args, kwargs)
     seen_before: list[tuple[OuterWatcher, Any]] = []
@@ -394,7 +416,10 @@ def _alive(watchers: "dict[int, weakref.ref[BackwardWatcher]]") -> list[Backward
     return alive
 
 
-def call_at_gradient_of(tensor: Tensor, call: Callable[[], None]) -> None:
+def call_at_gradient_of(
+    tensor: Tensor,
+    call: Callable[[], None],
+) -> None:
     """Call a function when a backward reaches a tensor. The tensor holds the function."""
     tensor.register_hook(unserializable_hook(lambda gradient: call()))  # type: ignore[no-untyped-call]
 
@@ -476,7 +501,10 @@ def at_gradient_of(tensor: Tensor, see: Callable[[], None]) -> None:
     tensor.register_hook(unserializable_hook(call))  # type: ignore[no-untyped-call]
 
 
-def after_accumulation(parameter: nn.Parameter, see: Callable[[Any], None]) -> None:
+def after_accumulation(
+    parameter: nn.Parameter,
+    see: Callable[[Any], None],
+) -> None:
     """Call see(parameter) when a backward has written `parameter.grad`; the parameter holds the function."""
     parameter.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
 
@@ -497,7 +525,11 @@ UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 T = TypeVar("T", bound=Tensor)
 
 
-def unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+def unscale(
+    gradients: list[Tensor],
+    found_inf: Tensor,
+    inverse_scale: Tensor,
+) -> None:
     """Multiply gradients by the inverse scale of a GradScaler; write 1 to `found_inf` if one is infinite or NaN."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
@@ -515,12 +547,20 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def move_means(means: list[Tensor], values: list[Tensor], factor: float) -> None:
+def move_means(
+    means: list[Tensor],
+    values: list[Tensor],
+    factor: float,
+) -> None:
     """Replace each mean by factor * mean + (1 - factor) * value."""
     torch._foreach_lerp_(means, values, 1 - factor)
 
 
-def move_mean_squares(means: list[Tensor], values: list[Tensor], factor: float) -> None:
+def move_mean_squares(
+    means: list[Tensor],
+    values: list[Tensor],
+    factor: float,
+) -> None:
     """Replace each mean by factor * mean + (1 - factor) * value²."""
     torch._foreach_mul_(means, factor)
     torch._foreach_addcmul_(means, values, values, 1 - factor)
@@ -588,11 +628,13 @@ def note_step(optimizer: Optimizer) -> None:
 
 #: The optional argument of a step: it computes a loss and its gradients, and returns the loss.
 Closure = Callable[[], Any]
+#: A function that sees the closure of an optimizer's step, and may return another closure.
+SeeStep = Callable[[Optimizer, Closure | None], Closure | None]
 
 
 #: Functions that see the steps of all optimizers, before and after them, by number. torch gets one hook for each of the
 #: two tables, once and for all: strategies may be freed while torch runs its hooks, whose list must not change then.
-_before_steps: dict[int, Callable[[Optimizer, Closure | None], Closure | None]] = {}
+_before_steps: dict[int, SeeStep] = {}
 _after_steps: dict[int, Callable[[Optimizer], None]] = {}
 _step_numbers = itertools.count()
 
@@ -613,7 +655,11 @@ class _StepHandle:
 _parts: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
-def make_part(kind: type[Optimizer], parameters: Any, **options: Any) -> Optimizer:
+def make_part(
+    kind: type[Optimizer],
+    parameters: Any,
+    **options: Any,
+) -> Optimizer:
     """Return an optimizer that no strategy sees."""
     part_optimizer = kind.__new__(kind)
     _parts.add(part_optimizer)
@@ -629,7 +675,7 @@ def bare_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     return step
 
 
-def before_any_step(see: Callable[[Optimizer, Closure | None], Closure | None]) -> Handle:
+def before_any_step(see: SeeStep) -> Handle:
     """Call the method see(optimizer, closure) before the step of every optimizer of the process.
 
     The step is made with the closure that the method returns. If it returns None, the step keeps its closure.
@@ -642,13 +688,20 @@ def after_any_step(see: Callable[[Optimizer], None]) -> Handle:
     return _register(_after_steps, _weakly(see))
 
 
-def _register(table: dict[int, Any], see: Callable[..., Any]) -> _StepHandle:
+def _register(
+    table: dict[int, Any],
+    see: Callable[..., Any],
+) -> _StepHandle:
     number = next(_step_numbers)
     table[number] = see
     return _StepHandle(table, number)
 
 
-def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _show_before_step(
+    optimizer: Optimizer,
+    args: Any,
+    kwargs: Any,
+) -> Any:
     """Return the step's arguments with another closure; None to leave them as they are."""
     if optimizer in _parts:  # its step is made with the step of the optimizer that it is a part of
         return None
@@ -664,7 +717,11 @@ def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return args[:1], {**kwargs, "closure": closure}
 
 
-def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _show_after_step(
+    optimizer: Optimizer,
+    args: Any,
+    kwargs: Any,
+) -> None:
     if optimizer in _parts:
         return
     for see in list(_after_steps.values()):
@@ -735,7 +792,10 @@ def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
     return iterator
 
 
-def _watched_init(iterator: _BaseDataLoaderIter, loader: "DataLoader[Any]") -> None:
+def _watched_init(
+    iterator: _BaseDataLoaderIter,
+    loader: "DataLoader[Any]",
+) -> None:
     _init_iterator(iterator, loader)
     if type(loader).__iter__ is not _watched_iterator:  # as torchdata's StatefulDataLoader
         _loaders[iterator] = weakref.ref(loader)
@@ -744,7 +804,8 @@ def _watched_init(iterator: _BaseDataLoaderIter, loader: "DataLoader[Any]") -> N
 
 def _is_shown() -> bool:
     """Return whether this is the main thread, and no worker process of a loader."""
-    return threading.current_thread() is threading.main_thread() and get_worker_info() is None
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    return is_main_thread and get_worker_info() is None
 
 
 def _watched_next(iterator: _BaseDataLoaderIter) -> Any:

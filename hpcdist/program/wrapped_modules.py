@@ -13,8 +13,11 @@ _COMPILED = "_orig_mod"
 def plain_state(module: Any) -> dict[str, Any]:
     """Return the state of a module, by names without wrappers' prefixes. The module's tensors are not copied."""
     prefixes = _prefixes_of(module)
-    state = module.state_dict()
-    return {_plain(name, prefixes): value for name, value in state.items()}
+    state: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        plain_name = _plain(name, prefixes)
+        state[plain_name] = value
+    return state
 
 
 def plain_parameter_names(module: Any) -> set[str]:
@@ -30,10 +33,14 @@ def load_plain_state(module: Any, state: Mapping[str, Any]) -> None:
         RuntimeError: of torch, for a state of another module.
     """
     prefixes = _prefixes_of(module)
-    wrapped_names = {_plain(name, prefixes): name for name in module.state_dict()}
+    wrapped_names: dict[str, str] = {}
+    for name in module.state_dict():
+        plain_name = _plain(name, prefixes)
+        wrapped_names[plain_name] = name
     wrapped_state: dict[str, Any] = {}
-    for name, value in state.items():
-        wrapped_state[wrapped_names.get(name, name)] = value
+    for plain_name, value in state.items():
+        name = wrapped_names.get(plain_name, plain_name)
+        wrapped_state[name] = value
     module.load_state_dict(wrapped_state)
 
 
@@ -56,9 +63,10 @@ def _prefixes_of(module: Any) -> list[str]:
         return prefixes
     for path, child in module.named_modules(remove_duplicate=False):
         outer = f"{path}." if path else ""
+        is_parallel = isinstance(child, (DistributedDataParallel, DataParallel))
         if _COMPILED in child._modules:
             prefixes.append(f"{outer}{_COMPILED}.")
-        elif isinstance(child, (DistributedDataParallel, DataParallel)):
+        elif is_parallel:
             prefixes.append(f"{outer}module.")
     return sorted(prefixes, key=len, reverse=True)
 
@@ -67,6 +75,8 @@ def _plain(name: str, prefixes: list[str]) -> str:
     """Return a name without wrappers' prefixes."""
     for prefix in prefixes:
         if name.startswith(prefix):
-            outer, dot, _ = prefix.removesuffix(".").rpartition(".")
-            name = outer + dot + name.removeprefix(prefix)
+            wrapper_path = prefix.removesuffix(".")
+            outer, dot, _ = wrapper_path.rpartition(".")
+            inner_name = name.removeprefix(prefix)
+            name = outer + dot + inner_name
     return name
