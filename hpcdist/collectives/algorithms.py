@@ -41,7 +41,8 @@ ALGORITHMS: Mapping[Implementation, AllReduce] = {
 _SHARED_MEMORY = Implementation.SHARED_MEMORY
 #: Sizes at which algorithms are compared; a size in between goes with the one below it.
 MEASURED_BYTES = tuple(SMALLEST_BYTES << shift for shift in range(0, 14, 2))
-#: Time for the rounds of one size. Where fewer than the fewest fit, this size and larger ones keep what is expected.
+#: Seconds for the rounds of one size. Where they do not suffice for the fewest rounds, this size and larger ones keep
+#: the expected algorithm.
 LIMIT_S = 0.08
 #: Buffers rotate through this much memory so that they are not in the cache, as in real use.
 ROTATED_BYTES = 64 << 20
@@ -63,16 +64,16 @@ def run(
 ) -> None:
     """Replace `buffer` by its reduction over all ranks, by the algorithm of a route.
 
-    Collective: `group.comm`. Blocking.
+    Collective over `group.comm`. Blocking.
 
     Args:
-        route: equal on all ranks.
+        route: how the buffer is summed; equal on all ranks.
         buffer: a contiguous host array; a device buffer where the route says so.
         group: the ranks.
         op: the reduction.
         wire: how elements travel between hosts, for HIERARCHICAL.
-        bucket: names the buffer to a wire that remembers what it rounded away.
-        divisor: what the result is divided by.
+        bucket: number that names the buffer to a wire that remembers its rounding errors.
+        divisor: number that the result is divided by; None if it is not divided.
     """
     algorithm = route.algorithm
     if algorithm is _SHARED_MEMORY:  # first, as small sums should cost little
@@ -97,16 +98,20 @@ def run(
 
 
 def _is_by_halving(route: Route, placement: Placement) -> bool:
+    """Return whether a hierarchical sum is made by halving in lanes, in an order that the route allows."""
     has_right_order = placement.is_aligned or not route.is_ordered
     return has_right_order and goes_by_halving(placement)
 
 
 def reduce_by_auto(
-    array: npt.NDArray[Any], group: Group, op: Op, divisor: float | None = None
+    array: npt.NDArray[Any],
+    group: Group,
+    op: Op,
+    divisor: float | None = None,
 ) -> None:
-    """Replace a host array by its reduction over all ranks, by what AUTO chooses for its size.
+    """Replace a host array by its reduction over all ranks, by the algorithm that AUTO chooses for its size.
 
-    Collective: `group.comm`. Blocking. The first call of 4 KiB or more measures. Arguments are those of `run`.
+    Collective over `group.comm`. Blocking. The first call of 4 KiB or more measures. Arguments are those of `run`.
     """
     nbytes = array.nbytes
     if nbytes >= SMALLEST_BYTES and group.facts.table is None and group.size > 1:
@@ -120,28 +125,28 @@ def reduce_by_auto(
 
 
 def restore_measurements(group: Group, table: list[tuple[int, str]]) -> None:
-    """Choose as the table of a checkpoint says, so that a restart sums in the same order. Not collective."""
+    """Choose as the table of a checkpoint says, so that a restart sums in the same order. Not collective.
+
+    A table of a run on one host is of no use on several: these measure again.
+    """
     rows = tuple((least_bytes, Implementation(name)) for least_bytes, name in table)
-    has_one_host_only = any(algorithm is Implementation.SHARED_MEMORY for _, algorithm in rows)
-    # else it is of a run on one host: measure again
-    if len(group.placement.hosts) == 1 or not has_one_host_only:
+    is_of_one_host = any(algorithm is Implementation.SHARED_MEMORY for _, algorithm in rows)
+    if len(group.placement.hosts) == 1 or not is_of_one_host:
         group.set_facts(replace(group.facts, table=rows))
 
 
 def measurements_of(group: Group) -> list[tuple[int, str]] | None:
     """Return the table that was measured or restored, as a checkpoint stores it; None when none was needed yet."""
     table = group.facts.table
-    return (
-        None
-        if table is None
-        else [(least_bytes, algorithm.value) for least_bytes, algorithm in table]
-    )
+    if table is None:
+        return None
+    return [(least_bytes, algorithm.value) for least_bytes, algorithm in table]
 
 
 def measure(group: Group) -> None:
     """Measure which algorithm is the fastest for which size, unless that is known already.
 
-    Collective where it is not known: `group.comm`. The times of the slowest rank decide. Takes less than a second.
+    Collective over `group.comm` where it is not known. The times of the slowest rank decide. Takes less than a second.
     """
     if group.facts.table is not None or group.size == 1 or not group.facts.can_share_memory:
         return
@@ -152,20 +157,31 @@ def measure(group: Group) -> None:
         contenders = candidates(group.placement, nbytes)
         times = _times(group, _rotate(arena, nbytes), contenders, nbytes)
         has_evidence = len(times) >= _LEAST_ROUNDS
-        if has_evidence and is_clearly_faster(times[:, 1], times[:, 0]):
+        expected_times = times[:, 0]
+        other_times = times[:, 1]
+        if has_evidence and is_clearly_faster(other_times, expected_times):
             rows[number] = nbytes, contenders[1]
         if group.rank == 0:
-            took = (
-                f"{contender.value} {1e6 * median:.1f} us"
-                for contender, median in zip(contenders, np.median(times, 0), strict=True)
-            )
-            chosen = rows[number][1].value
-            logger.info(
-                "all_reduce: AUTO takes %s from %d bytes on: %s", chosen, nbytes, ", ".join(took)
-            )
+            _log_choice(rows[number], contenders, times)
         if not has_evidence:
             break
     group.set_facts(replace(group.facts, table=tuple(rows)))
+
+
+def _log_choice(
+    row: tuple[int, Implementation],
+    contenders: tuple[Implementation, Implementation],
+    times: npt.NDArray[np.float64],
+) -> None:
+    """Log the row of the table that was measured, and the median times (n_rounds, 2) of the contenders."""
+    nbytes, chosen = row
+    descriptions = []
+    for contender, median_s in zip(contenders, np.median(times, 0), strict=True):
+        descriptions.append(f"{contender.value} {1e6 * median_s:.1f} us")
+    contender_times = ", ".join(descriptions)
+    logger.info(
+        "all_reduce: AUTO takes %s from %d bytes on: %s", chosen.value, nbytes, contender_times
+    )
 
 
 def _times(
@@ -174,7 +190,7 @@ def _times(
     names: tuple[Implementation, Implementation],
     nbytes: int,
 ) -> npt.NDArray[np.float64]:
-    """Return seconds of one call, (n_rounds, 2), of the slowest rank: two algorithms, one after the other."""
+    """Return the seconds of one call on the slowest rank, (n_rounds, 2), by each of two algorithms in turn."""
     n_calls = max(1, min(_CALLS, _CALLS_BYTES // nbytes))
     is_aligned = group.placement.is_aligned
     routes = [Route(name, is_ordered=is_aligned) for name in names]
@@ -182,7 +198,8 @@ def _times(
     def take_rounds(n_rounds: int) -> npt.NDArray[np.float64]:
         times = np.zeros((n_rounds, 2))
         for number in range(n_rounds):
-            for column in (0, 1) if number % 2 else (1, 0):
+            columns = (0, 1) if number % 2 else (1, 0)
+            for column in columns:
                 arrays = [next(buffers) for _ in range(n_calls)]
                 group.wait([group.comm.Ibarrier()])
                 # the wait above sleeps: a rank that wakes late must not be what is measured
@@ -190,18 +207,23 @@ def _times(
                 started = time.perf_counter()
                 for array in arrays:
                     run(routes[column], array, group)
-                times[number, column] = (time.perf_counter() - started) / n_calls
+                elapsed_s = time.perf_counter() - started
+                times[number, column] = elapsed_s / n_calls
         group.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
         return times
 
-    first = take_rounds(3)[1:]  # the very first makes connections and slots
-    n_rounds = min(_ROUNDS, int(LIMIT_S / (n_calls * first.min(0).sum())))
-    return take_rounds(n_rounds) if n_rounds >= _LEAST_ROUNDS else first
+    first_times = take_rounds(3)[1:]  # the very first makes connections and slots
+    round_s = n_calls * first_times.min(0).sum()
+    n_rounds = min(_ROUNDS, int(LIMIT_S / round_s))
+    if n_rounds < _LEAST_ROUNDS:
+        return first_times
+    return take_rounds(n_rounds)
 
 
 def _rotate(arena: npt.NDArray[Any], nbytes: int) -> Iterator[npt.NDArray[Any]]:
     """Yield parts of `nbytes` of the arena in turn, for ever."""
     n_elements = nbytes // arena.itemsize
+    last_start = arena.size - n_elements
     while True:
-        for start in range(0, arena.size - n_elements + 1, n_elements):
+        for start in range(0, last_start + 1, n_elements):
             yield arena[start : start + n_elements]

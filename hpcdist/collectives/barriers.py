@@ -17,16 +17,16 @@ from hpcdist.runtime.waiting import late, wait_until
 _HERE = 7411
 _ROOT_HERE = 7412
 _ABSENT = 7413
-#: What a verdict may take beyond the limit of the rank that gives it.
+#: Seconds that a verdict may take beyond the limit of the rank that gives it.
 _LATE_S = 5.0
 #: Longest sleep of a wait that may take minutes.
 _MAX_SLEEP_S = 0.01
 
 
 def barrier(comm: MPI.Comm | None = None) -> None:
-    """Return when all ranks have called it.
+    """Return when all ranks have called this function.
 
-    Collective: `comm`. The watchdog ends the job when a rank does not come within its limit.
+    Collective over `comm`. The watchdog ends the job when a rank does not come within its limit.
 
     Args:
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
@@ -35,28 +35,28 @@ def barrier(comm: MPI.Comm | None = None) -> None:
 
 
 def barrier_async(comm: MPI.Comm | None = None) -> Handle:
-    """Start a `barrier` in a background thread; `wait` of the handle returns when all have. Collective: `comm`."""
+    """Start a `barrier` in a background thread; `wait` of the handle returns when all have. Collective over `comm`."""
     thread = thread_of(group_of(comm))
     return thread.submit(lambda: meet(thread.group))
 
 
 def meet(group: Group) -> None:
-    """Do what `barrier` does, in a given group. Collective: `group.comm`."""
+    """Do what `barrier` does, in a given group. Collective over `group.comm`."""
     with group.recorded("barrier", None):
         group.wait([group.comm.Ibarrier()])
 
 
 def monitored_barrier(timeout_s: float = 30.0, comm: MPI.Comm | None = None) -> None:
-    """Return when all ranks have called it; say which ranks have not come when the time is over.
+    """Return when all ranks have called this function; name the absent ranks when the time is over.
 
-    Collective: `comm`. The job goes on: who catches the error may end it in its own way.
+    Collective over `comm`. The job continues: a caller that catches the error may end it in its own way.
 
     Args:
-        timeout_s: longest wait for the others.
+        timeout_s: longest wait for the other ranks.
         comm: as `barrier`.
 
     Raises:
-        CollectiveTimeoutError: when ranks did not come, with their numbers; on each rank that did.
+        CollectiveTimeoutError: when ranks did not come, with their numbers; on each rank that came.
 
     Cost: three messages between rank 0 and each other rank.
     """
@@ -64,21 +64,22 @@ def monitored_barrier(timeout_s: float = 30.0, comm: MPI.Comm | None = None) -> 
 
 
 def meet_or_name_absent(group: Group, timeout_s: float) -> None:
-    """Do what `monitored_barrier` does, in a given group. Collective: `group.comm`."""
+    """Do what `monitored_barrier` does, in a given group. Collective over `group.comm`."""
     meetings = group.keep("monitored barriers", _Meetings)
     meetings.number += 1
     absent = _absent(group, meetings.number, timeout_s)
     if absent:
+        absent_ranks = ", ".join(map(str, absent))
         raise CollectiveTimeoutError(
             f"monitored_barrier: expected all {group.size} ranks within {timeout_s:g} s, got none of rank "
-            f"{', '.join(map(str, absent))} on {group.world}; look for what keeps them, such as a read or a save that "
+            f"{absent_ranks} on {group.world}; look for what keeps them, such as a read or a save that "
             f"the others do not make."
         )
 
 
 @dataclass
 class _Meetings:
-    """How many monitored barriers this rank has come to: messages of an earlier one may arrive late."""
+    """Number of monitored barriers that this rank has come to: messages of an earlier barrier may arrive late."""
 
     number: int = 0
 
@@ -87,45 +88,53 @@ def _absent(group: Group, number: int, timeout_s: float) -> list[int]:
     """Return which ranks did not come, as rank 0 sees it; rank 0 alone if it did not come itself."""
     comm = group.comm
     if group.rank > 0:
+        absent = [0]
         sent = [comm.isend((number, None), 0, _HERE)]
-        root = _receive(group, {0}, _ROOT_HERE, number, timeout_s)
-        verdict = _receive(group, {0}, _ABSENT, number, timeout_s + _LATE_S) if root else {}
+        if _receive(group, {0}, _ROOT_HERE, number, timeout_s):
+            verdicts = _receive(group, {0}, _ABSENT, number, timeout_s + _LATE_S)
+            absent = verdicts.get(0, absent)
     else:
         other_ranks = set(range(1, group.size))
         sent = [comm.isend((number, None), rank, _ROOT_HERE) for rank in other_ranks]
-        here = _receive(group, other_ranks, _HERE, number, timeout_s)
-        verdict = {0: sorted(other_ranks - set(here))}
-        sent += [comm.isend((number, verdict[0]), rank, _ABSENT) for rank in here]
+        arrivals = _receive(group, other_ranks, _HERE, number, timeout_s)
+        absent = sorted(other_ranks - set(arrivals))
+        sent += [comm.isend((number, absent), rank, _ABSENT) for rank in arrivals]
     wait_until(lambda: all(request.Test() for request in sent), _LATE_S)
-    absent: list[int] = verdict.get(0, [0])
     return absent
 
 
 def _receive(
-    group: Group, sources: set[int], tag: int, number: int, timeout_s: float
+    group: Group,
+    sources: set[int],
+    tag: int,
+    number: int,
+    timeout_s: float,
 ) -> dict[int, Any]:
-    """Return what came from which sources for a meeting, until all have sent or the time is over."""
-    came: dict[int, Any] = {}
+    """Return the values received for a meeting, by source, once all sources have sent or the time is over."""
+    values: dict[int, Any] = {}
 
     def look() -> bool:
         status = MPI.Status()
         while group.comm.Iprobe(MPI.ANY_SOURCE, tag, status):
             sent_for, value = group.comm.recv(source=status.source, tag=tag)
             if sent_for == number:
-                came[status.source] = value
-        return came.keys() >= sources
+                values[status.source] = value
+        return values.keys() >= sources
 
     wait_until(look, timeout_s, max_sleep_s=_MAX_SLEEP_S)
-    return came
+    return values
 
 
 def rank_zero_first(
-    comm: MPI.Comm | None = None, *, per_host: bool = False, timeout_s: float = 3600.0
+    comm: MPI.Comm | None = None,
+    *,
+    per_host: bool = False,
+    timeout_s: float = 3600.0,
 ) -> AbstractContextManager[None]:
-    """Let rank 0 go through the block before the others, as to download a dataset or to build a cache.
+    """Let rank 0 go through the block before the other ranks, as to download a dataset or to build a cache.
 
-    Collective: `comm`. No collective may be called in the block. The others wait without the watchdog, whose limit is
-    for single collectives; a rank that dies meanwhile ends the job as always.
+    Collective over `comm`. No collective may be called in the block. The other ranks wait without the watchdog, whose
+    limit is for single collectives; a rank that dies meanwhile ends the job as always.
 
     >>> with hpcdist.rank_zero_first():
     ...     pass  # download, or find what rank 0 has downloaded
@@ -136,8 +145,8 @@ def rank_zero_first(
         timeout_s: longest time for the first rank's block.
 
     Raises:
-        CollectiveError: on the other ranks, when the block raised on the first one.
-        CollectiveTimeoutError: on the other ranks, when it takes too long.
+        CollectiveError: on the other ranks, when the block raised on the first rank.
+        CollectiveTimeoutError: on the other ranks, when the block takes too long.
 
     Cost: one all-reduce of 8 bytes.
     """
@@ -145,8 +154,12 @@ def rank_zero_first(
 
 
 @contextmanager
-def first_rank_first(group: Group, per_host: bool, timeout_s: float) -> Iterator[None]:
-    """Do what `rank_zero_first` does, in a given group. Collective: `group.comm`."""
+def first_rank_first(
+    group: Group,
+    per_host: bool,
+    timeout_s: float,
+) -> Iterator[None]:
+    """Do what `rank_zero_first` does, in a given group. Collective over `group.comm`."""
     ranks = group.node_comm if per_host else group.comm
     if ranks.rank == 0:
         has_failed = True
@@ -154,9 +167,9 @@ def first_rank_first(group: Group, per_host: bool, timeout_s: float) -> Iterator
             yield
             has_failed = False
         finally:
-            _tell_whether_failed(has_failed, ranks, group, timeout_s)
+            _share_whether_failed(has_failed, ranks, group, timeout_s)
         return
-    if _tell_whether_failed(False, ranks, group, timeout_s):
+    if _share_whether_failed(False, ranks, group, timeout_s):
         raise CollectiveFailed(
             f"rank_zero_first: expected the block to end on the first rank, got an error there, on {group.world}; see "
             f"the first rank's message."
@@ -164,8 +177,13 @@ def first_rank_first(group: Group, per_host: bool, timeout_s: float) -> Iterator
     yield
 
 
-def _tell_whether_failed(has_failed: bool, ranks: MPI.Comm, group: Group, timeout_s: float) -> bool:
-    """Return whether the first rank has failed, once it has said so. Collective: `ranks`."""
+def _share_whether_failed(
+    has_failed: bool,
+    ranks: MPI.Comm,
+    group: Group,
+    timeout_s: float,
+) -> bool:
+    """Return whether the first rank has failed, once it has sent this. Collective over `ranks`."""
     local_flag = np.array([has_failed], np.int64)
     global_flag = np.empty(1, np.int64)
     request = ranks.Iallreduce(local_flag, global_flag, MPI.MAX)

@@ -1,4 +1,4 @@
-"""Any buffer as a host array: numpy and torch host tensors in place, everything else through a staged copy.
+"""Any buffer as a host array: numpy arrays and torch host tensors in place, other buffers through a staged copy.
 
 `host_array` is for buffers that are overwritten; `to_host` and `from_host` for results of another shape.
 
@@ -23,12 +23,15 @@ _NUMBERS = frozenset(np.typecodes["AllInteger"] + np.typecodes["AllFloat"]) - {"
 
 
 def shared_array(buffer: Any) -> Array | None:
-    """Return a numpy array in the memory of a buffer on the host, which algorithms take as it is.
+    """Return a numpy array in the memory of a buffer on the host, which algorithms can use in place.
 
-    None for what has to be staged, or refused: see `host_array`. Costs 0.1 microseconds for numpy, 1 for torch.
+    Return None for a buffer that has to be staged, or refused: see `host_array`. Costs 0.1 microseconds for numpy, 1
+    for torch.
     """
     if type(buffer) is np.ndarray:
-        return buffer if buffer.flags.carray and buffer.dtype.char in _NUMBERS else None
+        if buffer.flags.carray and buffer.dtype.char in _NUMBERS:
+            return buffer
+        return None
     if not hasattr(buffer, "new_tensor") or not buffer.is_cpu or not _has_numbers(buffer.dtype):
         return None
     if buffer.is_sparse or not buffer.is_contiguous():
@@ -45,11 +48,11 @@ def _has_numbers(torch_dtype: object) -> bool:
 
 @contextmanager
 def host_array(buffer: Any, is_moved: bool = False) -> Iterator[Array]:
-    """Yield `buffer` as a C-contiguous host array; what is written to it is in `buffer` when the block ends.
+    """Yield `buffer` as a C-contiguous host array; values written to it are in `buffer` when the block ends.
 
     Args:
         buffer: numpy array, torch tensor or cupy array of integers, floats or complex numbers.
-        is_moved: values are moved, not reduced, so that they may be bools, too.
+        is_moved: whether values are moved, not reduced, so that they may be bools, too.
 
     Raises:
         CollectiveError: for a buffer that is not contiguous, read-only, sparse, or of another kind; on this rank only.
@@ -72,6 +75,7 @@ def host_array(buffer: Any, is_moved: bool = False) -> Iterator[Array]:
 
 
 def _check(buffer: Any, kinds: str) -> None:
+    """Raise CollectiveError for a buffer that cannot be a host array of these kinds of dtypes."""
     if isinstance(buffer, np.ndarray):
         contiguous = buffer.flags.c_contiguous
         writeable = buffer.flags.writeable
@@ -120,19 +124,20 @@ def _torch_array(tensor: Any) -> Iterator[Array]:
     if tensor.device.type == "cpu" and not is_half:  # such as bools, which are moved
         yield tensor.numpy()
         return
-    # on the host, so that halves are copied
-    staged = tensor.cpu().float() if is_half else tensor.cpu()
+    staged = tensor.cpu()
+    if is_half:
+        staged = staged.float()  # on the host, so that halves are copied
     yield staged.numpy()
     tensor.copy_(staged.to(tensor.dtype))
 
 
 def to_host(array_like: Any, call: str) -> Array:
-    """Return a C-contiguous host array with the values of a numpy, torch or cupy array, or of what numpy takes for one.
+    """Return a C-contiguous host array with the values of a numpy, torch or cupy array, or an object like one.
 
-    Half precision, which MPI has no type for, comes as float32. The array may share the memory of what was given.
+    Half precision, which MPI has no type for, becomes float32. The array may share the memory of `array_like`.
 
     Raises:
-        CollectiveError: for a sparse tensor, or what is not of numbers or bools; on this rank only.
+        CollectiveError: for a sparse tensor, or an object without numbers or bools; on this rank only.
     """
     if hasattr(array_like, "new_tensor"):
         if array_like.is_sparse:
@@ -140,26 +145,31 @@ def to_host(array_like: Any, call: str) -> Array:
                 f"{call}: expected a dense tensor, got a sparse one; call to_dense() first."
             )
         tensor = array_like.detach().contiguous()
-        host = (tensor.float() if dtype_name(tensor) in HALF else tensor).cpu().numpy()
+        if dtype_name(tensor) in HALF:
+            tensor = tensor.float()
+        host: Array = tensor.cpu().numpy()
     else:
         try:
-            host = np.asarray(
-                array_like.get() if hasattr(array_like, "__cuda_array_interface__") else array_like
-            )
+            if hasattr(array_like, "__cuda_array_interface__"):
+                array_like = array_like.get()
+            host = np.asarray(array_like)
         except (ValueError, TypeError) as error:
             raise CollectiveError(
                 f"{call}: expected numbers or bools, got {error}; pass an array."
             ) from error
-        host = host.astype(np.float32) if host.dtype.name in HALF else host
+        if host.dtype.name in HALF:
+            host = host.astype(np.float32)
     if host.dtype.kind not in "iufcb":
         raise CollectiveError(
             f"{call}: expected numbers or bools, got dtype {host.dtype}; convert them first."
         )
-    return np.ascontiguousarray(host) if host.ndim else host
+    if not host.ndim:  # numpy would return an array of one dimension
+        return host
+    return np.ascontiguousarray(host)
 
 
 def from_host(array: Array, like: Any) -> Any:
-    """Return a host array's values as what `like` is: its kind, dtype and device."""
+    """Return a host array's values as an array of the kind, dtype and device of `like`."""
     if hasattr(like, "new_tensor"):
         return like.detach().new_tensor(array)
     if is_device_buffer(like):

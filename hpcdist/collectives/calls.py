@@ -24,12 +24,18 @@ from hpcdist.errors import CollectiveError
 from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.mpi import MPI
 
+
+def _options_by_member_and_name() -> dict[Implementation | str, CommunicationOptions]:
+    options: dict[Implementation | str, CommunicationOptions] = {}
+    for member in Implementation:
+        member_options = CommunicationOptions(implementation=member)
+        options[member] = member_options
+        options[member.name] = member_options
+    return options
+
+
 #: Options that name a built-in algorithm and nothing else, by member and by name. Made once, as checking takes time.
-_BUILT_IN = {
-    key: CommunicationOptions(implementation=member)
-    for member in Implementation
-    for key in (member, member.name)
-}
+_BUILT_IN = _options_by_member_and_name()
 
 
 def all_reduce(
@@ -43,25 +49,26 @@ def all_reduce(
 ) -> None:
     """Replace `buffer` by its reduction over all ranks.
 
-    Collective: `comm`. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `comm`. Blocking. Same shape and dtype required on every rank: yes.
 
     Args:
         buffer: numpy, torch or cupy array, any shape, contiguous; overwritten. float16 and bfloat16 are reduced in
-            float32. Device arrays go by NCCL where every rank has it and it has the dtype, else through the host.
+            float32. Device arrays are reduced by NCCL where every rank has NCCL and NCCL has the dtype, else through
+            the host.
         op: "sum", "mean", "min", "max" or "product", in any case, or a ReduceOp.
         implementation: a `CommunicationImplementation`, its name, or an `AllReduceAlgorithm`; default AUTO, the fastest
             as measured at the first call of 4 KiB or more, in less than a second: shared memory inside a host, unless
             the MPI library is clearly faster.
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
-        prescale: each rank's values are multiplied by it; floats only, half precision in float32.
-        postscale: the result is multiplied by it, before it is rounded to half precision.
+        prescale: factor of each rank's values; floats only, half precision in float32.
+        postscale: factor of the result, before it is rounded to half precision.
 
     Raises:
         CollectiveError: for an unknown op, a mean or a scale of integers, or a buffer that cannot be reduced; on this
             rank only, before anything is sent.
-        DesyncError: when ranks of a host differ in op, dtype or count; on each of them if the sum goes through shared
-            memory. By the MPI library at least on a rank whose neighbour differs; the others may have a wrong result:
-            do not catch it. HPCDIST_DEBUG=collectives compares all calls.
+        DesyncError: when ranks of a host differ in op, dtype or count; on each of them if the sum is made through
+            shared memory. By the MPI library at least on a rank whose neighbour differs; the other ranks may have a
+            wrong result: do not catch it. HPCDIST_DEBUG=collectives compares all calls.
         ConfigurationError: for an unknown implementation, or one that these ranks cannot use; on every rank.
 
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.
@@ -91,7 +98,7 @@ def all_reduce_async(
 ) -> Handle:
     """Start to replace `buffer` by its reduction over all ranks, in a background thread, and return at once.
 
-    Collective: `comm`. All ranks start the same reductions in the same order.
+    Collective over `comm`. All ranks start the same reductions in the same order.
 
     Args:
         buffer: as `all_reduce`; do not read or write it before `wait` has returned.
@@ -102,7 +109,7 @@ def all_reduce_async(
         postscale: as `all_reduce`.
 
     Returns:
-        A handle: `wait(timeout_s=None)` returns when the result is ready and raises what went wrong; `is_done`.
+        A handle: `wait(timeout_s=None)` returns when the result is ready, or raises the error; `is_done`.
 
     Raises:
         CollectiveError, ConfigurationError: for an unknown op or implementation; on every rank alike.
@@ -131,11 +138,11 @@ def grouped_all_reduce(
 ) -> None:
     """Replace each of several buffers by its reduction over all ranks: one all-reduce for each dtype.
 
-    Collective: `comm`. Blocking. Same number, shapes and dtypes required on every rank: yes. Nothing is sent unless all
-    buffers can be reduced.
+    Collective over `comm`. Blocking. Same number, shapes and dtypes required on every rank: yes. Nothing is sent unless
+    all buffers can be reduced.
 
     Args:
-        buffers: as `all_reduce` takes one; overwritten. Those on a GPU are reduced one by one, where they are.
+        buffers: buffers as for `all_reduce`; overwritten. Buffers on a GPU are reduced one by one, in place.
         op: as `all_reduce`.
         implementation: as `all_reduce`.
         comm: as `all_reduce`.
@@ -143,14 +150,15 @@ def grouped_all_reduce(
         postscale: as `all_reduce`.
 
     Raises:
-        CollectiveError: for ranks that differ in op, number, shapes or dtypes; on every rank. Else as `all_reduce`.
+        CollectiveError: for ranks that differ in op, number, shapes or dtypes; on every rank. Otherwise as
+            `all_reduce`.
         ConfigurationError: as `all_reduce`.
 
     Cost: one more copy of the host buffers each way, and two all-reduces of 8 bytes.
     """
-    _reduce_grouped(
-        buffers, parse_op(op), _options_of(implementation), group_of(comm), prescale, postscale
-    )
+    reduction = parse_op(op)
+    options = _options_of(implementation)
+    _reduce_grouped(buffers, reduction, options, group_of(comm), prescale, postscale)
 
 
 def grouped_all_reduce_async(
@@ -164,7 +172,7 @@ def grouped_all_reduce_async(
 ) -> Handle:
     """Start a `grouped_all_reduce` in a background thread, and return at once; see `all_reduce_async`.
 
-    Collective: `comm`.
+    Collective over `comm`.
     """
     reduction = parse_op(op)
     options = _options_of(implementation)
@@ -185,23 +193,23 @@ def _reduce_grouped(
     prescale: float,
     postscale: float,
 ) -> None:
-    described = [f"{dtype_name(buffer)} of shape {tuple(buffer.shape)}" for buffer in buffers]
-    group.require_same_call("grouped_all_reduce", f"{reduction.name} of {', '.join(described)}")
+    descriptions = [f"{dtype_name(buffer)} of shape {tuple(buffer.shape)}" for buffer in buffers]
+    group.require_same_call("grouped_all_reduce", f"{reduction.name} of {', '.join(descriptions)}")
     on_device = [buffer for buffer in buffers if is_device_buffer(buffer)]
     with ExitStack() as stack:
-        arrays = [
-            stack.enter_context(host_array(host_buffer))
-            for host_buffer in buffers
-            if not is_device_buffer(host_buffer)
-        ]
+        arrays: list[npt.NDArray[Any]] = []
+        for buffer in buffers:
+            if not is_device_buffer(buffer):
+                arrays.append(stack.enter_context(host_array(buffer)))
         for dtype in sorted({array.dtype.str for array in arrays}):
             members = [array for array in arrays if array.dtype.str == dtype]
             packed = np.concatenate([array.reshape(-1) for array in members])
             _reduce_scaled(packed, reduction, options, group, prescale, postscale)
             start = 0
             for array in members:
-                array[...] = packed[start : start + array.size].reshape(array.shape)
-                start += array.size
+                stop = start + array.size
+                array[...] = packed[start:stop].reshape(array.shape)
+                start = stop
         for buffer in on_device:
             _reduce_scaled(buffer, reduction, options, group, prescale, postscale)
 
@@ -217,7 +225,7 @@ def _options_of(
 
 
 def _reduce_by_auto(array: npt.NDArray[Any], op: Op, group: Group) -> None:
-    """Reduce a host array by AUTO: what `reduce_buffer` does, in less time."""
+    """Reduce a host array by AUTO, as `reduce_buffer` does, in less time."""
     divisor = _divisor_of(array, group) if op is MEAN else None
     journal = group.journal
     journal.enter(op.title, array.dtype, array.size)
@@ -235,7 +243,7 @@ def _reduce_scaled(
     prescale: float,
     postscale: float,
 ) -> None:
-    """Do what `reduce_buffer` does with values that are scaled before and after. Collective: `group.comm`."""
+    """Do what `reduce_buffer` does with values that are scaled before and after. Collective over `group.comm`."""
     if prescale == 1 and postscale == 1:
         reduce_buffer(buffer, op, options, group)
     elif is_device_buffer(buffer):
@@ -260,8 +268,13 @@ def _require_scalable(dtype: str) -> None:
         )
 
 
-def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Group) -> None:
-    """Do what `all_reduce` does, in a given group. Collective: `group.comm`."""
+def reduce_buffer(
+    buffer: Any,
+    op: Op,
+    options: CommunicationOptions,
+    group: Group,
+) -> None:
+    """Do what `all_reduce` does, in a given group. Collective over `group.comm`."""
     requested = options.implementation
     is_in_device_memory = is_device_buffer(buffer)
     if is_in_device_memory or requested is Implementation.NCCL:
@@ -281,7 +294,10 @@ def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Gro
 
 
 def _reduce_array(
-    array: npt.NDArray[Any], op: Op, options: CommunicationOptions, group: Group
+    array: npt.NDArray[Any],
+    op: Op,
+    options: CommunicationOptions,
+    group: Group,
 ) -> None:
     divisor = _divisor_of(array, group) if op is MEAN else None
     # measuring is collective too: a rank that is missing is seen
@@ -289,13 +305,8 @@ def _reduce_array(
         if options.implementation is Implementation.AUTO:
             algorithms.reduce_by_auto(array, group, op, divisor)
         else:
-            algorithms.run(
-                choose_route(group.facts, options, op, array.nbytes),
-                array,
-                group,
-                op,
-                divisor=divisor,
-            )
+            route = choose_route(group.facts, options, op, array.nbytes)
+            algorithms.run(route, array, group, op, divisor=divisor)
 
 
 def _divisor_of(array: npt.NDArray[Any], group: Group) -> float:

@@ -1,4 +1,4 @@
-"""`CrossDeviceOps`: what tf.distribute calls an algorithm that sums gradients, and its three built-in ones."""
+"""`CrossDeviceOps`, tf.distribute's name for an algorithm that sums gradients, and the three built-in ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class RankValues:
-    """What `CrossDeviceOps.reduce_implementation` gets in place of a PerReplica: one flat array of each rank."""
+    """The argument of `CrossDeviceOps.reduce_implementation` in place of a PerReplica: a flat array of each rank."""
 
     values: tuple[Array, ...]
 
@@ -28,7 +28,8 @@ class RankValues:
 class CrossDeviceOps(AllReduceAlgorithm):
     """Sums buckets of gradients over the ranks. A subclass overrides `reduce_implementation`, as in tf.distribute.
 
-    Or `all_reduce`, which gets this rank's values alone and the communicator; see `AllReduceAlgorithm`.
+    It may override `all_reduce` instead, which gets only this rank's values and the communicator; see
+    `AllReduceAlgorithm`.
 
     >>> class Ordered(hpcdist.CrossDeviceOps):
     ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
@@ -46,23 +47,28 @@ class CrossDeviceOps(AllReduceAlgorithm):
         """Return the reduction of all ranks' values; called on every rank with the same values.
 
         Args:
-            reduce_op: SUM: gradients are divided afterwards where they are averaged.
-            per_replica_value: `values` has a flat array of each rank, in their order; the sum over its replicas where
-                it has several.
-            destinations: what the result is written to.
-            options: default ones.
+            reduce_op: the reduction, SUM. Gradients that are averaged are divided afterwards.
+            per_replica_value: object whose `values` has a flat array of each rank, in the order of the ranks. It is the
+                sum over the rank's replicas where there are several.
+            destinations: array that the result is written to.
+            options: default options.
         """
         raise NotImplementedError(
             f"{type(self).__name__}: override reduce_implementation or all_reduce."
         )
 
-    def all_reduce(self, array: Array, comm: MPI.Comm, op: MPI.Op = MPI.SUM) -> None:
-        """Replace `array` by what `reduce_implementation` makes of all ranks' arrays.
+    def all_reduce(
+        self,
+        array: Array,
+        comm: MPI.Comm,
+        op: MPI.Op = MPI.SUM,
+    ) -> None:
+        """Replace `array` by the result of `reduce_implementation` for all ranks' arrays.
 
         Raises:
             CollectiveError: for another reduction than a sum, or a result of another size; on every rank alike.
 
-        Cost: every rank receives all others' bytes: P n, not 2 n.
+        Cost: every rank receives the bytes of all other ranks: P n, not 2 n.
         """
         if op != MPI.SUM:
             raise CollectiveError(
@@ -71,10 +77,11 @@ class CrossDeviceOps(AllReduceAlgorithm):
             )
         rows = np.empty((comm.size, array.size), array.dtype)
         comm.Allgather(array, rows)
-        result = self.reduce_implementation(
-            ReduceOp.SUM, RankValues(tuple(rows)), array, CommunicationOptions()
-        )
-        reduced = np.asarray(getattr(result, "values", (result,))[0])
+        rank_values = RankValues(tuple(rows))
+        options = CommunicationOptions()
+        result = self.reduce_implementation(ReduceOp.SUM, rank_values, array, options)
+        result_values = getattr(result, "values", (result,))
+        reduced = np.asarray(result_values[0])
         if reduced.size != array.size:
             raise CollectiveError(
                 f"{type(self).__name__}: expected reduce_implementation to return {array.size} elements, got shape "
@@ -84,11 +91,12 @@ class CrossDeviceOps(AllReduceAlgorithm):
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Sums on one rank, which sends the sum to the others. Never the fastest; easy to follow.
+    """Sums on one rank, which sends the sum to the other ranks. Never the fastest; easy to follow.
 
     Args:
-        reduce_to_device: the rank that sums; or a device's name such as "/cpu:0", as in tf.distribute, for the first.
-        accumulation_fn: returns the sum of a list of arrays, one per rank in order; default: MPI's own.
+        reduce_to_device: number of the rank that sums. A device's name such as "/cpu:0", as in tf.distribute, means
+            rank 0.
+        accumulation_fn: function that returns the sum of a list of arrays, one per rank in order; default: MPI's sum.
     """
 
     def __init__(
@@ -99,23 +107,31 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._root = reduce_to_device if isinstance(reduce_to_device, int) else 0
         self._accumulate = accumulation_fn
 
-    def all_reduce(self, array: Array, comm: MPI.Comm, op: MPI.Op = MPI.SUM) -> None:
-        """Replace `array` by its reduction. Cost: root receives and sends (P-1) n bytes, holds P n with a function."""
+    def all_reduce(
+        self,
+        array: Array,
+        comm: MPI.Comm,
+        op: MPI.Op = MPI.SUM,
+    ) -> None:
+        """Replace `array` by its reduction.
+
+        Cost: the summing rank receives and sends (P-1) n bytes. With an `accumulation_fn` it also holds P n.
+        """
         is_root = comm.rank == self._root
-        if self._accumulate is None:
-            comm.Reduce(
-                MPI.IN_PLACE if is_root else array, array if is_root else None, op, self._root
-            )
-        else:
+        if self._accumulate is not None:
             rows = np.empty((comm.size, array.size), array.dtype) if is_root else None
             comm.Gather(array, rows, self._root)
             if rows is not None:
                 array[...] = self._accumulate(list(rows))
+        elif is_root:
+            comm.Reduce(MPI.IN_PLACE, array, op, self._root)
+        else:
+            comm.Reduce(array, None, op, self._root)
         comm.Bcast(array, self._root)
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
-    """Shared memory in each host, lanes between hosts: what AUTO is for gradients.
+    """Shared memory in each host, lanes between hosts, as AUTO chooses for gradients.
 
     Args:
         num_packs: accepted for compatibility; bucket sizes are `CommunicationOptions.bytes_per_pack`.
@@ -126,7 +142,12 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = num_packs
 
-    def all_reduce(self, array: Array, comm: MPI.Comm, op: MPI.Op = MPI.SUM) -> None:
+    def all_reduce(
+        self,
+        array: Array,
+        comm: MPI.Comm,
+        op: MPI.Op = MPI.SUM,
+    ) -> None:
         """Replace `array` by its reduction."""
         all_reduce(array, _name_of(op), comm=comm)
 
@@ -143,12 +164,18 @@ class NcclAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = num_packs
 
-    def all_reduce(self, array: Array, comm: MPI.Comm, op: MPI.Op = MPI.SUM) -> None:
+    def all_reduce(
+        self,
+        array: Array,
+        comm: MPI.Comm,
+        op: MPI.Op = MPI.SUM,
+    ) -> None:
         """Replace `array`, a device buffer, by its reduction."""
         all_reduce(array, _name_of(op), Implementation.NCCL, comm)
 
 
 def _name_of(op: MPI.Op) -> str:
+    """Return the name of the first reduction that MPI calculates by this operation."""
     return next(name for name, candidate in OPS.items() if mpi_op(candidate) == op)
 
 
@@ -156,7 +183,7 @@ def options_with(ops: CrossDeviceOps, options: CommunicationOptions) -> Communic
     """Return options that name `ops` as the algorithm.
 
     Raises:
-        ConfigurationError: when it is no such thing, or the options name another; on every rank alike.
+        ConfigurationError: when `ops` is no CrossDeviceOps, or the options name another algorithm; on every rank alike.
     """
     if not isinstance(ops, CrossDeviceOps):
         raise agreed(

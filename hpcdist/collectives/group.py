@@ -25,13 +25,13 @@ from hpcdist.runtime.waiting import MAX_SLEEP_S, late, wait_until
 from hpcdist.runtime.world import World
 
 T = TypeVar("T")
-#: Cell of a rank's cells on the board in which it counts its collectives; the barrier uses the first three.
+#: Cell of a rank's cells on the board in which it counts its collectives; the barrier uses the first three cells.
 JOURNAL_CELL = 4
-#: The next one holds the flags that its watchdog sets for those of other ranks.
+#: Cell with the flags that the rank's watchdog sets for the watchdogs of other ranks.
 FLAGS_CELL = 5
-#: And this one which operation it is in.
+#: Cell with the code of the operation that the rank is in.
 CODE_CELL = 6
-#: In turn these hold what it reduces; see `CallMarks`.
+#: Cells that hold, in turn, the marks of the rank's reductions; see `CallMarks`.
 MARK_CELLS = (3, 7)
 #: A wait of ours gives up this much later than the watchdog ends the job: the watchdog's report says more.
 LATE_S = 30.0
@@ -40,25 +40,29 @@ LATE_S = 30.0
 class Group:
     """Communicators, shared memory and choices of one set of ranks, for one thread.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
         comm: the ranks; cloned.
         world: bounds waits and agrees on errors.
         is_background: whether a background thread makes the calls: it sleeps while it waits.
         timeout_s: longest time for one collective; default: the world's. After it the job ends.
-        watchdog: enforces that; default: one of the group's own.
-        hosts: which ranks share a host; freed with the group. Default: found out.
+        watchdog: enforces the longest time; default: a new watchdog for this group.
+        hosts: which ranks share a host; freed with the group. By default the group finds out.
 
     Attributes:
-        comm: clone of `comm`. node_comm, lane_comm: see `Hosts`.
-        placement: which ranks share a host. host: number of this rank's.
-        names: what the ranks of this host are called in messages, by local rank.
-        is_background: as given.
-        facts: what the choice of an algorithm depends on; equal on all ranks.
-        auto_routes: what AUTO chooses for a host array; see `auto_routes`.
+        comm: clone of the argument `comm`.
+        node_comm: the ranks of this rank's host, as in `Hosts`.
+        lane_comm: the ranks of this rank's lane, as in `Hosts`.
+        placement: which ranks share a host.
+        host: number of this rank's host.
+        names: names of the ranks of this host in messages, by local rank.
+        is_background: whether a background thread makes the calls.
+        facts: facts that the choice of an algorithm depends on; equal on all ranks.
+        auto_routes: routes that AUTO chooses for host arrays; see `auto_routes`.
         journal: the last collectives, which the watchdog looks at.
-        marks: compare what the ranks of this host reduce by the MPI library; None where they share no memory.
+        marks: marks that compare the ranks' reductions by the MPI library on this host; None where the ranks share no
+            memory.
         compares_calls: whether all ranks are compared before each collective, as HPCDIST_DEBUG=collectives asks.
     """
 
@@ -79,7 +83,9 @@ class Group:
         self.rank = self.comm.rank
         self.size = self.comm.size
         is_of_role = comm == world.role_comm and not is_background
-        self._own_hosts = hosts or (None if is_of_role else Hosts(self.comm, world))
+        self._own_hosts = hosts
+        if hosts is None and not is_of_role:
+            self._own_hosts = Hosts(self.comm, world)
         self._hosts = self._own_hosts or world.hosts
         self.node_comm = self._hosts.node_comm
         self.lane_comm = self._hosts.lane_comm
@@ -91,23 +97,29 @@ class Group:
         self._frees: list[Callable[[], None]] = []
         self.timeout_s = timeout_s or world.timeout_s
         self._board, self._no_board = self._share_board()
-        can_share = bool(world.all_reduce_int(int(self._no_board is None), MPI.MIN, self.comm))
+        has_board = self._no_board is None
+        can_share = bool(world.all_reduce_int(int(has_board), MPI.MIN, self.comm))
         self.set_facts(GroupFacts(self.placement, can_share))
         self._watch(watchdog, is_of_role)
         self.compares_calls = "collectives" in world.debug
-        self._call_check = (
-            CallCheck(self.comm, world, self.timeout_s) if self.compares_calls else None
-        )
+        self._call_check: CallCheck | None = None
+        if self.compares_calls:
+            self._call_check = CallCheck(self.comm, world, self.timeout_s)
 
     def set_facts(self, facts: GroupFacts) -> None:
-        """Choose algorithms by these facts from now on. All ranks set the same."""
+        """Choose algorithms by these facts from now on. All ranks set the same facts."""
         self.facts = facts
         self.auto_routes = auto_routes(facts)
 
-    def keep(self, key: Any, make: Callable[[], T], free: Callable[[T], None] | None = None) -> T:
-        """Return what `make` made at the first call with this key; it lives as long as the group.
+    def keep(
+        self,
+        key: Any,
+        make: Callable[[], T],
+        free: Callable[[T], None] | None = None,
+    ) -> T:
+        """Return the object that `make` returned at the first call with this key; it lives as long as the group.
 
-        Collective at the first call, if `make` is.
+        Collective at the first call, if `make` is collective.
         """
         if key not in self._resources:
             new_resource = self._resources[key] = make()
@@ -117,15 +129,15 @@ class Group:
         return resource
 
     def peek(self, key: Any) -> Any:
-        """Return what is kept under a key, None if nothing is."""
+        """Return the object that is kept under a key; None if there is none."""
         return self._resources.get(key)
 
     def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
-        """Raise on every rank of `comm`, default all of the group, what failed on one; see `World.agree`."""
+        """Raise the error of one rank on every rank of `comm`, by default all of the group; see `World.agree`."""
         self.world.agree(error, comm or self.comm)
 
     def free(self) -> None:
-        """Free the communicators and what was kept. Collective: all ranks of the group."""
+        """Free the communicators and the kept objects. Collective over all ranks of the group."""
         self.watchdog.stop()
         time_spent.leave(self.journal)
         if self._neighbour is not None:
@@ -141,7 +153,7 @@ class Group:
         self.comm.Free()
 
     def _share_board(self) -> tuple[memoryview | None, CollectiveError | None]:
-        """Return cells that the ranks of this host share, or why they cannot share memory."""
+        """Return the cells that the ranks of this host share, or the reason why they cannot share memory."""
         if self.node_comm.size == 1:
             return None, None
         n_cells = self.node_comm.size * CELLS
@@ -157,23 +169,26 @@ class Group:
 
         The group of the role also has each rank watch whether its neighbour lives.
         """
-        identities = self.node_comm.allgather((str(self.world), os.getpid(), process_namespace()))
+        identity = (str(self.world), os.getpid(), process_namespace())
+        identities = self.node_comm.allgather(identity)
         peers = [Peer(name, pid) for name, pid, _ in identities]
-        board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
-        flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
-        codes = None if self._board is None else self._board[CODE_CELL::CELLS]
-        journal_args = board, self.node_comm.rank, codes
+        namespaces = {namespace for *_, namespace in identities}
+        local_rank = self.node_comm.rank
+        board: memoryview | None = None
+        flags: memoryview | None = None
+        codes: memoryview | None = None
         self.marks: CallMarks | None = None
         if self._board is not None:
-            first, second = (self._board[cell::CELLS] for cell in MARK_CELLS)
-            self.marks = CallMarks(
-                (first, second), self.node_comm.rank, [peer.name for peer in peers]
-            )
-        reports = self.world.debug & {"calls", "summary"}
+            board = self._board[JOURNAL_CELL::CELLS]
+            flags = self._board[FLAGS_CELL::CELLS]
+            codes = self._board[CODE_CELL::CELLS]
+            first_marks, second_marks = (self._board[cell::CELLS] for cell in MARK_CELLS)
+            names = [peer.name for peer in peers]
+            self.marks = CallMarks((first_marks, second_marks), local_rank, names)
         self.journal = (
-            ReportingJournal(self._report_call, *journal_args)
-            if reports
-            else Journal(*journal_args)
+            ReportingJournal(self._report_call, board, local_rank, codes)
+            if self.world.debug & {"calls", "summary"}
+            else Journal(board, local_rank, codes)
         )
         time_spent.watch(self.journal, self.is_background)
         warn_s = min(WARN_S, self.timeout_s / 2)
@@ -182,15 +197,12 @@ class Group:
             self.world.describe, end, warn_s, self.timeout_s, has_left
         )
         if self.size > 1:
-            self.watchdog.watch(self.journal, () if board is None else peers, flags)
+            watched_peers: Sequence[Peer] = () if board is None else peers
+            self.watchdog.watch(self.journal, watched_peers, flags)
         self._neighbour: NeighbourWatch | None = None
-        if (
-            flags is not None
-            and is_of_role
-            and len({namespace for *_, namespace in identities}) == 1
-        ):
+        if flags is not None and is_of_role and len(namespaces) == 1:
             call_on_failure(functools.partial(self._announce_failure, flags))
-            self._neighbour = NeighbourWatch(peers, self.node_comm.rank, flags, has_left, end)
+            self._neighbour = NeighbourWatch(peers, local_rank, flags, has_left, end)
 
     def _report_call(self, entry: Entry) -> None:
         """Log or count a collective that has ended, as HPCDIST_DEBUG says."""
@@ -198,10 +210,10 @@ class Group:
         if "calls" in self.world.debug:
             log_call(rank, entry)
         if "summary" in self.world.debug:
-            length_s = (entry.ended_s or entry.started_s) - entry.started_s
-            count_calls(rank, self.world.is_chief).add(
-                entry.op, entry.dtype, entry.n_elements, length_s
-            )
+            ended_s = entry.ended_s or entry.started_s
+            length_s = ended_s - entry.started_s
+            summary = count_calls(rank, self.world.is_chief)
+            summary.add(entry.op, entry.dtype, entry.n_elements, length_s)
 
     def _announce_failure(self, flags: memoryview) -> None:
         if self._neighbour is not None and not self._neighbour.is_stopped:
@@ -216,7 +228,9 @@ class Group:
         """
         if self._no_board is not None:
             raise self._no_board
-        board = memoryview(bytearray(CELLS * 8)).cast("q") if self._board is None else self._board
+        board = self._board
+        if board is None:
+            board = memoryview(bytearray(CELLS * 8)).cast("q")
         return NodeBarrier(
             board,
             self.node_comm.rank,
@@ -227,16 +241,16 @@ class Group:
         )
 
     def recorded(self, op: str, buffer: Any) -> Journal:
-        """Record that a collective begins; use as a context manager, whose end records that it has ended.
+        """Record that a collective begins. Used as a context manager, it also records that the collective has ended.
 
-        Collective with HPCDIST_DEBUG=collectives, when all ranks are compared: `comm`.
+        Collective over `comm` with HPCDIST_DEBUG=collectives, when all ranks are compared.
 
         Args:
-            op: such as "all_reduce sum".
-            buffer: the same shape and dtype on every rank; None where they may differ.
+            op: name of the collective, such as "all_reduce sum".
+            buffer: array of the same shape and dtype on every rank; None where they may differ.
 
         Raises:
-            DesyncError: with HPCDIST_DEBUG=collectives, when a rank is about to do something else; on every rank.
+            DesyncError: with HPCDIST_DEBUG=collectives, when a rank is about to make a different call; on every rank.
 
         Cost: about half a microsecond.
         """
@@ -260,22 +274,23 @@ class Group:
         return journal
 
     def require_same_call(self, call: str, details: str) -> None:
-        """Raise CollectiveError on all ranks unless all make the same call. Collective: `comm`.
+        """Raise CollectiveError on all ranks unless all make the same call. Collective over `comm`.
 
         Args:
-            call: its name.
-            details: what must be the same on all ranks.
+            call: name of the call.
+            details: description of what must be the same on all ranks.
 
         Cost: two all-reduces of 8 bytes.
         """
-        if self.size > 1:
-            self.world.require_same(
-                details,
-                self.comm,
-                lambda firsts: CollectiveError(
-                    f"{call}: expected {firsts} as on rank 0, got {details}; make the same call on every rank."
-                ),
+        if self.size == 1:
+            return
+
+        def error_for(root_details: str) -> CollectiveError:
+            return CollectiveError(
+                f"{call}: expected {root_details} as on rank 0, got {details}; make the same call on every rank."
             )
+
+        self.world.require_same(details, self.comm, error_for)
 
     def wait(self, requests: Sequence[MPI.Request], max_sleep_s: float = MAX_SLEEP_S) -> None:
         """Wait for messages of this group, bounded. They take long enough to sleep meanwhile.
@@ -290,22 +305,21 @@ class Group:
             raise late("all_reduce", self.timeout_s, f"{len(requests)} messages", self.world)
 
     def lane_plan(self, is_ordered: bool) -> LanePlan:
-        """Return what the ranks of this host do in a sum over hosts."""
-        return self.keep(
-            ("lanes", is_ordered), lambda: plan_lanes(self.placement, self.host, is_ordered)
-        )
+        """Return the plan of the ranks of this host for a sum over hosts."""
+        key = ("lanes", is_ordered)
+        return self.keep(key, lambda: plan_lanes(self.placement, self.host, is_ordered))
 
 
 class CommunicationThread:
-    """A background thread with a group of its own, so that its collectives never meet those of the main thread.
+    """A background thread with a separate group, so that its collectives never meet collectives of the main thread.
 
-    Collective: `group.comm`, for the group it makes.
+    Collective over `group.comm`, as it makes the separate group.
 
     Args:
-        group: whose ranks take part.
+        group: group of the ranks that take part.
 
     Attributes:
-        group: the thread's own.
+        group: group of the thread, with the same ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -320,29 +334,34 @@ class CommunicationThread:
         return Handle(self._thread.submit(call))
 
     def free(self) -> None:
-        """End the thread when it has made all calls, and free its group. Collective: all ranks."""
+        """End the thread when it has made all calls, and free its group. Collective over the ranks of the group."""
         self._thread.stop(self.group.world.timeout_s)
         self.group.free()
 
 
 def thread_of(group: Group) -> CommunicationThread:
-    """Return the communication thread of a group, made at the first call. Collective then: `group.comm`."""
+    """Return the communication thread of a group, made at the first call.
+
+    Collective over `group.comm` at the first call.
+    """
     return group.keep("thread", lambda: CommunicationThread(group), CommunicationThread.free)
 
 
 def group_of(
-    comm: MPI.Comm | None = None, timeout_s: float | None = None, world: World | None = None
+    comm: MPI.Comm | None = None,
+    timeout_s: float | None = None,
+    world: World | None = None,
 ) -> Group:
     """Return the group of a communicator, made at the first call and freed with the communicator.
 
     There is one group per time limit.
 
-    Collective at the first call: `comm`, default all ranks of this rank's role.
+    Collective over `comm` at the first call, default all ranks of this rank's role.
 
     Args:
         comm: the ranks.
         timeout_s: longest time for one collective; default: the world's.
-        world: that of `comm`; default: the process's.
+        world: world of `comm`; default: the process's world.
     """
     global _group_of_role
     if comm is not None or timeout_s is not None or world is not None:
@@ -352,8 +371,13 @@ def group_of(
     return _group_of_role
 
 
-def _find_group(comm: MPI.Comm | None, timeout_s: float | None, world: World | None) -> Group:
-    comm = (world or make_world()).role_comm if comm is None else comm
+def _find_group(
+    comm: MPI.Comm | None,
+    timeout_s: float | None,
+    world: World | None,
+) -> Group:
+    if comm is None:
+        comm = (world or make_world()).role_comm
     key = _key_of_groups()
     groups: Any = comm.Get_attr(key)
     if groups is None:
@@ -365,7 +389,11 @@ def _find_group(comm: MPI.Comm | None, timeout_s: float | None, world: World | N
     return group
 
 
-def _free_groups(comm: MPI.Comm, key: int, groups: dict[float | None, Group]) -> None:
+def _free_groups(
+    comm: MPI.Comm,
+    key: int,
+    groups: dict[float | None, Group],
+) -> None:
     global _group_of_role
     if _group_of_role in groups.values():
         _group_of_role = None

@@ -41,7 +41,7 @@ def all_reduce(
 ) -> None:
     """Replace `array` by its reduction over all ranks.
 
-    Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared inside each host.
+    Collective over `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared inside each host.
 
     Args:
         array: C-contiguous, of numbers, on the host; overwritten.
@@ -64,18 +64,22 @@ def all_reduce(
     if group.node_comm.size > 1:
         require_same(flat, op, group)
     # a wire rounds by chunks: their size must not depend on a time
-    nbytes = chunk_bytes(flat.nbytes, seconds_per_byte(group)) if wire is PLAIN else CHUNK_BYTES
+    nbytes = CHUNK_BYTES
+    if wire is PLAIN:
+        nbytes = chunk_bytes(flat.nbytes, seconds_per_byte(group))
     n_chunk = nbytes // flat.itemsize
     starts = range(0, flat.size, n_chunk)
     chunks = [_Chunk(group, flat[start : start + n_chunk], start) for start in starts]
     plan = group.lane_plan(ordered)
-    run_pipeline([functools.partial(chunk.begin, op, plan, wire, key) for chunk in chunks], chunks)
+    begins = [functools.partial(chunk.begin, op, plan, wire, key) for chunk in chunks]
+    run_pipeline(begins, chunks)
 
 
 def _make_stage(group: Group) -> Stage:
-    """Return the slots of a group. Collective: its ranks of this host."""
-    pieces = NodeWindow(group.node_comm, DEPTH * CHUNK_BYTES, group.world).pieces
-    return Stage(pieces, group.node_comm.rank, DEPTH, CHUNK_BYTES, group.placement.n_lanes)
+    """Return the slots of a group. Collective over the group's ranks of this host."""
+    window = NodeWindow(group.node_comm, DEPTH * CHUNK_BYTES, group.world)
+    local_rank = group.node_comm.rank
+    return Stage(window.pieces, local_rank, DEPTH, CHUNK_BYTES, group.placement.n_lanes)
 
 
 class InFlight(Protocol):
@@ -90,10 +94,11 @@ class InFlight(Protocol):
 
 def run_pipeline(begins: Sequence[Callable[[], None]], chunks: Sequence[InFlight]) -> None:
     """Begin, combine and finish each chunk, in one order on all ranks, with three in flight."""
-    for step in range(len(chunks) + 2):
-        if step < len(chunks):
+    n_chunks = len(chunks)
+    for step in range(n_chunks + 2):
+        if step < n_chunks:
             begins[step]()
-        if 0 <= step - 1 < len(chunks):
+        if 0 <= step - 1 < n_chunks:
             chunks[step - 1].combine()
         if step - 2 >= 0:
             chunks[step - 2].finish()
@@ -106,20 +111,21 @@ def chunk_bytes(nbytes: int, byte_s: float) -> int:
     sum takes n/c * CHUNK_S + (n + 2c) * byte_s, which is least for c = sqrt(n * CHUNK_S / (2 * byte_s)).
 
     >>> [chunk_bytes(8 << 20, 1.5 / rate) >> 10 for rate in (25e6, 125e6, 12.5e9)]
-    [64, 192, 1024]
+    [64, 128, 1024]
 
     Args:
-        nbytes: of the array.
+        nbytes: bytes of the array.
         byte_s: seconds that a byte of an array takes.
     """
-    best = int(math.sqrt(nbytes * CHUNK_S / (2 * byte_s))) // LEAST_CHUNK_BYTES * LEAST_CHUNK_BYTES
-    return min(max(best, LEAST_CHUNK_BYTES), CHUNK_BYTES)
+    fastest_bytes = int(math.sqrt(nbytes * CHUNK_S / (2 * byte_s)))
+    multiple_bytes = fastest_bytes // LEAST_CHUNK_BYTES * LEAST_CHUNK_BYTES
+    return min(max(multiple_bytes, LEAST_CHUNK_BYTES), CHUNK_BYTES)
 
 
 def seconds_per_byte(group: Group) -> float:
     """Return the seconds that a byte of an array takes between hosts, as timed once; equal on all ranks.
 
-    Collective at the first call: `group.comm`.
+    Collective over `group.comm` at the first call.
     """
     if len(group.placement.hosts) == 1:
         return 1e-10  # one host: nothing is on a wire
@@ -127,19 +133,28 @@ def seconds_per_byte(group: Group) -> float:
 
 
 def _time_bytes(group: Group) -> float:
+    """Return the seconds that a byte takes: the times of a large and a small sum differ by those of its bytes."""
+    small_bytes, large_bytes = _PROBE_BYTES
+    small_s = _fastest_sum_s(group, small_bytes)
+    large_s = _fastest_sum_s(group, large_bytes)
+    femtoseconds = int(1e15 * (large_s - small_s) / (large_bytes - small_bytes))
+    slowest_femtoseconds = group.world.all_reduce_int(femtoseconds, MPI.MAX, group.comm)
+    return max(1, slowest_femtoseconds) / 1e15
+
+
+def _fastest_sum_s(group: Group, nbytes: int) -> float:
+    """Return the seconds of the fastest of three sums of a buffer. Collective over `group.comm`."""
     plan = group.lane_plan(False)
-    taken_s = []
-    for nbytes in _PROBE_BYTES:
-        times = []
-        for _ in range(3):
-            group.wait([group.comm.Ibarrier()])
-            started = time.perf_counter()
-            chunk = _Chunk(group, np.zeros(min(nbytes, CHUNK_BYTES) // 4, np.float32), 0)
-            run_pipeline([functools.partial(chunk.begin, SUM, plan, PLAIN, -1)], [chunk])
-            times.append(time.perf_counter() - started)
-        taken_s.append(min(times))
-    femtoseconds = int(1e15 * (taken_s[1] - taken_s[0]) / (_PROBE_BYTES[1] - _PROBE_BYTES[0]))
-    return max(1, group.world.all_reduce_int(femtoseconds, MPI.MAX, group.comm)) / 1e15
+    times = []
+    for _ in range(3):
+        group.wait([group.comm.Ibarrier()])
+        started = time.perf_counter()
+        zeros = np.zeros(min(nbytes, CHUNK_BYTES) // 4, np.float32)
+        chunk = _Chunk(group, zeros, 0)
+        begin = functools.partial(chunk.begin, SUM, plan, PLAIN, -1)
+        run_pipeline([begin], [chunk])
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 class _Chunk:
@@ -148,7 +163,7 @@ class _Chunk:
     Args:
         group: the ranks.
         elements: the chunk in the user's array.
-        start: its first element there.
+        start: position of the chunk's first element in the array.
     """
 
     def __init__(self, group: Group, elements: Array, start: int) -> None:
@@ -158,7 +173,13 @@ class _Chunk:
         self._start = start
         self._exchange: LaneExchange | None = None
 
-    def begin(self, op: Op, plan: LanePlan, wire: Wire, key: int) -> None:
+    def begin(
+        self,
+        op: Op,
+        plan: LanePlan,
+        wire: Wire,
+        key: int,
+    ) -> None:
         """Sum in the host, and send each other host its part of this rank's slice."""
         rows = [self._elements]
         start = self._start
@@ -181,7 +202,7 @@ class _Chunk:
             self._exchange.combine()
 
     def finish(self) -> None:
-        """Wait for the other hosts' results, and give all local ranks the whole."""
+        """Wait for the other hosts' results, and give all local ranks the whole chunk."""
         if self._exchange is not None:
             self._exchange.finish()
         if not self._is_alone:
@@ -197,13 +218,13 @@ class LaneExchange:
     several chunks can be in flight.
 
     Args:
-        group: has a lane on this rank.
+        group: ranks of the all-reduce; this rank has a lane.
         plan: which rows travel and how they are combined.
         op: the reduction.
         wire: how elements travel.
         rows: this rank's slice as each local rank has it; the host's sums are in the rows `plan.retained_rows`. The
             result is left in `rows[0]`.
-        key: names the buffer and where the slice starts in it, to the wire.
+        key: number of the buffer and start of the slice in it, which name the slice to the wire.
     """
 
     def __init__(
@@ -223,66 +244,74 @@ class LaneExchange:
         self._wire = wire
         self._rows = rows
         self._key = key
-        self._peers = [peer for peer in range(self._lane.size) if peer != self._lane.rank]
-        self._parts = [
-            block_bounds(rows[0].size, self._lane.size, peer) for peer in range(self._lane.size)
-        ]
-        self._owned_range = slice(*self._parts[self._lane.rank])
+        n_hosts = self._lane.size
+        n_elements = rows[0].size
+        self._peers: list[int] = []
+        self._parts: list[slice] = []
+        for peer in range(n_hosts):
+            start, stop = block_bounds(n_elements, n_hosts, peer)
+            self._parts.append(slice(start, stop))
+            if peer != self._lane.rank:
+                self._peers.append(peer)
+        self._owned_range = self._parts[self._lane.rank]
         self._requests: list[MPI.Request] = []
         self._sent: list[Array] = []
 
     def begin(self) -> None:
-        """Send each host its part of this host's sums; receive theirs of this rank's part."""
+        """Send each host its part of this host's sums; receive the other hosts' sums of this rank's part."""
         owned_part = self._rows[0][self._owned_range]
-        self._arriving = {
-            (peer, row): self._wire.empty(np.empty_like(owned_part))
-            for peer in self._peers
-            for row in range(self._plan.arriving[peer])
-        }
-        for (peer, _), buffer in self._arriving.items():
-            self._receive(buffer, peer)
+        self._arriving: dict[tuple[int, int], Array] = {}
+        for peer in self._peers:
+            for row in range(self._plan.arriving[peer]):
+                buffer = self._wire.empty(np.empty_like(owned_part))
+                self._arriving[peer, row] = buffer
+                self._receive(buffer, peer)
         for peer in self._peers:
             for local_rank in self._plan.retained_rows:
-                part = self._rows[local_rank][slice(*self._parts[peer])]
-                self.send(self._wire.encode(part, (*self._key, 0, local_rank, peer)), peer)
+                part = self._rows[local_rank][self._parts[peer]]
+                encoded = self._wire.encode(part, (*self._key, 0, local_rank, peer))
+                self.send(encoded, peer)
 
     def combine(self) -> None:
         """Combine what arrived for this rank's part, and send the result to the others."""
         self._wait()
-        rows = [row for host in range(self._lane.size) for row in self._addends(host)]
+        rows: list[Array] = []
+        for host in range(self._lane.size):
+            rows += self._addends(host)
         add_rows(rows, self._plan.additions, self._op.ufunc)
         owned_part = self._rows[0][self._owned_range]
         owned_part[...] = rows[self._plan.root]
         encoded = self._wire.encode(owned_part, (*self._key, 1))
         self._wire.decode(encoded, owned_part)  # so that the owner has the same bits as the others
-        self._results = [(peer, self._rows[0][slice(*self._parts[peer])]) for peer in self._peers]
-        self._received = [self._wire.empty(part) for _, part in self._results]
-        for (peer, _), buffer in zip(self._results, self._received, strict=True):
+        self._arriving_results: list[tuple[Array, Array]] = []
+        for peer in self._peers:
+            part = self._rows[0][self._parts[peer]]
+            buffer = self._wire.empty(part)
+            self._arriving_results.append((part, buffer))
             self._receive(buffer, peer)
         for peer in self._peers:
             self.send(encoded, peer)
 
     def finish(self) -> None:
-        """Wait for the others' results."""
+        """Wait for the other hosts' results."""
         self._wait()
-        for (_, part), buffer in zip(self._results, self._received, strict=True):
+        for part, buffer in self._arriving_results:
             self._wire.decode(buffer, part)
 
     def _addends(self, host: int) -> list[Array]:
         """Return the sums that a host contributes to this rank's part."""
         if host == self._lane.rank:
-            return [
-                self._rows[local_rank][self._owned_range] for local_rank in self._plan.retained_rows
-            ]
-        received = [self._arriving[host, row] for row in range(self._plan.arriving[host])]
-        values = [self._values(buffer) for buffer in received]
-        for buffer, row in zip(received, values, strict=True):
-            self._wire.decode(buffer, row)
-        return values
-
-    def _values(self, buffer: Array) -> Array:
+            retained_rows = self._plan.retained_rows
+            return [self._rows[local_rank][self._owned_range] for local_rank in retained_rows]
         owned_part = self._rows[0][self._owned_range]
-        return buffer if buffer.dtype == owned_part.dtype else np.empty_like(owned_part)
+        addends = []
+        for row in range(self._plan.arriving[host]):
+            buffer = self._arriving[host, row]
+            is_encoded = buffer.dtype != owned_part.dtype
+            addend = np.empty_like(owned_part) if is_encoded else buffer
+            self._wire.decode(buffer, addend)
+            addends.append(addend)
+        return addends
 
     def send(self, array: Array, peer: int) -> None:
         """Start to send an array, which is kept until it has arrived."""

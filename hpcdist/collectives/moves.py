@@ -1,8 +1,8 @@
 """The public collectives that move rows from rank to rank: broadcast, gather, scatter, all-to-all, reduce-scatter.
 
-Each takes any communicator and numpy arrays, torch tensors or cupy arrays, and returns what it was given, on the same
-device. No gradient flows through them, so a tensor that is computed of others with gradients is refused: through
-`hpcdist.all_gather` and `ReplicaContext.all_gather` they flow.
+Each takes any communicator and numpy arrays, torch tensors or cupy arrays, and returns an array of the same kind on
+the same device. No gradient flows through them, so a tensor that was computed from tensors with gradients is refused.
+Gradients flow through `hpcdist.all_gather` and `ReplicaContext.all_gather`.
 """
 
 import math
@@ -25,10 +25,14 @@ from hpcdist.runtime.mpi import MPI
 Array = npt.NDArray[Any]
 
 
-def broadcast(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> None:
-    """Replace `buffer` by root's.
+def broadcast(
+    buffer: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> None:
+    """Replace the values of `buffer` by those that root has.
 
-    Collective: `comm`. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `comm`. Blocking. Same shape and dtype required on every rank: yes.
 
     Args:
         buffer: numpy, torch or cupy array, any shape, contiguous; overwritten except on root.
@@ -44,61 +48,82 @@ def broadcast(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> None:
     _broadcast(buffer, root, group_of(comm))
 
 
-def broadcast_async(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
-    """Start a `broadcast` in a background thread, and return at once; see `all_reduce_async`. Collective: `comm`."""
+def broadcast_async(
+    buffer: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> Handle:
+    """Start a `broadcast` in a background thread, and return at once; see `all_reduce_async`.
+
+    Collective over `comm`.
+    """
     thread = thread_of(group_of(comm))
     return thread.submit(behind_producers([buffer], lambda: _broadcast(buffer, root, thread.group)))
 
 
 def _broadcast(buffer: Any, root: int, group: Group) -> None:
     with group.recorded("broadcast", buffer), host_array(buffer, is_moved=True) as array:
-        group.require_same_call(
-            "broadcast", f"{array.dtype} of shape {tuple(buffer.shape)} from root {root}"
-        )
+        shape = tuple(buffer.shape)
+        group.require_same_call("broadcast", f"{array.dtype} of shape {shape} from root {root}")
         library.broadcast(array, group.comm, root)
 
 
 def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
-    """Do what `hpcdist.all_gather` does, without gradients. Collective: `comm`."""
+    """Do what `hpcdist.all_gather` does, without gradients. Collective over `comm`."""
     return _all_gather(array, group_of(comm))
 
 
 def all_gather_async(array: Any, comm: MPI.Comm | None = None) -> Handle:
     """Start an `hpcdist.all_gather` in a background thread, without gradients; `wait` returns its result.
 
-    Collective: `comm`.
+    Collective over `comm`.
     """
     error = _refusal_of_graph("all_gather_async", array)
     thread = thread_of(group_of(comm))
     return thread.submit(behind_producers([array], lambda: _all_gather(array, thread.group, error)))
 
 
-def _all_gather(array: Any, group: Group, error: CollectiveError | None = None) -> Any:
-    return from_host(gather_rows(to_host(array, "all_gather"), group, error), array)
+def _all_gather(
+    array: Any,
+    group: Group,
+    error: CollectiveError | None = None,
+) -> Any:
+    local_rows = to_host(array, "all_gather")
+    joined_rows = gather_rows(local_rows, group, error)
+    return from_host(joined_rows, array)
 
 
-def gather_rows(array: Array, group: Group, error: CollectiveError | None = None) -> Array:
-    """Do what `all_gather` does with a host array, in a given group; raise on all ranks if one has an error.
+def gather_rows(
+    array: Array,
+    group: Group,
+    error: CollectiveError | None = None,
+) -> Array:
+    """Return the rows of all ranks' host arrays, in the order of the ranks; raise on all ranks if one has an error.
 
-    Collective: `group.comm`.
+    Collective over `group.comm`.
     """
     with group.recorded("all_gather", None):
         _require_rows_that_fit("all_gather", array, group, error)
+        row_shape = array.shape[1:]
         row_counts = np.empty(group.size, np.int64)
-        group.wait([group.comm.Iallgather(np.array([len(array)], np.int64), row_counts)])
-        joined = np.empty((int(row_counts.sum()), *array.shape[1:]), array.dtype)
-        row_elements = math.prod(array.shape[1:])
-        counts = [n_rows * row_elements for n_rows in row_counts.tolist()]
-        library.all_gather(
-            np.ascontiguousarray(array).reshape(-1), counts, joined.reshape(-1), group
-        )
+        local_row_count = np.array([len(array)], np.int64)
+        request = group.comm.Iallgather(local_row_count, row_counts)
+        group.wait([request])
+        n_rows = int(row_counts.sum())
+        joined = np.empty((n_rows, *row_shape), array.dtype)
+        element_counts: list[int] = (row_counts * math.prod(row_shape)).tolist()
+        local_elements = np.ascontiguousarray(array).reshape(-1)
+        library.all_gather(local_elements, element_counts, joined.reshape(-1), group)
     return joined
 
 
 def _require_rows_that_fit(
-    call: str, array: Array, group: Group, error: CollectiveError | None = None
+    call: str,
+    array: Array,
+    group: Group,
+    error: CollectiveError | None = None,
 ) -> None:
-    """Raise CollectiveError on all ranks unless all have rows of one shape and dtype. Collective: `group.comm`."""
+    """Raise CollectiveError on all ranks unless all have rows of one shape and dtype. Collective over `group.comm`."""
     if not array.ndim:
         error = CollectiveError(f"{call}: expected rows, got a single number; pass value[None].")
     group.agree(error)
@@ -106,30 +131,38 @@ def _require_rows_that_fit(
     group.require_same_call(call, f"{array.dtype} of shape (*, {row_sizes})")
 
 
-def scatter(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Any:
+def scatter(
+    array: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> Any:
     """Return this rank's rows of root's array.
 
-    Collective: `comm`. Blocking.
+    Collective over `comm`. Blocking.
 
     Args:
-        array: (n_rows, ...) numbers or bools on root; not looked at elsewhere.
+        array: (n_rows, ...) numbers or bools on root; ignored on the other ranks.
         root: the rank of `comm` whose rows are divided.
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
     Returns:
-        (own rows, ...) of the kind and dtype of root's array; a tensor of root's is in host memory elsewhere. Rows are
-        divided in order, the first ranks getting one more where they do not divide evenly.
+        (n_local_rows, ...) of the kind and dtype of root's array. If root has a tensor, the other ranks get theirs in
+        host memory. Rows are divided in order, the first ranks getting one more where they do not divide evenly.
 
     Raises:
-        CollectiveError: when root gives no rows, or ranks name other roots; on every rank.
+        CollectiveError: when root gives no rows, or ranks name different roots; on every rank.
 
     Cost: the MPI library's Scatterv, and a message for kind, dtype and shape.
     """
     return _scatter(array, root, group_of(comm), _refusal_of_graph("scatter", array))
 
 
-def scatter_async(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
-    """Start a `scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
+def scatter_async(
+    array: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> Handle:
+    """Start a `scatter` in a background thread; `wait` of the handle returns its result. Collective over `comm`."""
     error = _refusal_of_graph("scatter_async", array)
     thread = thread_of(group_of(comm))
     return thread.submit(
@@ -137,7 +170,12 @@ def scatter_async(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Ha
     )
 
 
-def _scatter(array: Any, root: int, group: Group, error: CollectiveError | None) -> Any:
+def _scatter(
+    array: Any,
+    root: int,
+    group: Group,
+    error: CollectiveError | None,
+) -> Any:
     is_root = group.rank == root
     with group.recorded("scatter", None):
         rows = None
@@ -152,34 +190,43 @@ def _scatter(array: Any, root: int, group: Group, error: CollectiveError | None)
             )
         group.agree(error)
         group.require_same_call("scatter", f"root {root}")
-        form = None if rows is None else (_example_of(array), rows[:0], len(rows))
+        form = None
+        if rows is not None:
+            form = (_example_of(array), rows[:0], len(rows))
         example, no_rows, n_rows = group.comm.bcast(form, root)
+        row_shape = no_rows.shape[1:]
         counts = _even_counts(n_rows, group)
-        own_rows = np.empty((counts[group.rank], *no_rows.shape[1:]), no_rows.dtype)
-        with _RowType(own_rows) as row:
-            sent = None if rows is None else [rows, counts, row]
-            group.comm.Scatterv(sent, [own_rows, len(own_rows), row], root)
-    return from_host(own_rows, array if is_root else example)
+        local_rows = np.empty((counts[group.rank], *row_shape), no_rows.dtype)
+        with _RowType(local_rows) as row_type:
+            sent = None
+            if rows is not None:
+                sent = [rows, counts, row_type]
+            received = [local_rows, len(local_rows), row_type]
+            group.comm.Scatterv(sent, received, root)
+    like = array if is_root else example
+    return from_host(local_rows, like)
 
 
 def alltoall(
-    array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None
+    array: Any,
+    counts: Sequence[int] | None = None,
+    comm: MPI.Comm | None = None,
 ) -> tuple[Any, list[int]]:
-    """Send some of this rank's rows to each rank; return the rows that came, in the order of the ranks they are from.
+    """Send some of this rank's rows to each rank; return the received rows, in the order of the ranks they are from.
 
-    Collective: `comm`. Blocking. Same dtype and dimensions required on every rank, but for the first: yes.
+    Collective over `comm`. Blocking. Same dtype and dimensions required on every rank, but for the first: yes.
 
     Args:
         array: (n_rows, ...) numbers or bools: the rows for rank 0 first.
-        counts: how many rows each rank gets; default: as even as possible, the first ranks getting one more.
+        counts: numbers of rows for each rank; default: as even as possible, the first ranks getting one more.
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
     Returns:
-        (sum of what came, ...) of the same kind and dtype, and how many rows came from each rank.
+        (n_received_rows, ...) of the same kind and dtype, and the number of rows received from each rank.
 
     Raises:
-        CollectiveError: when counts do not add up to the rows, or ranks differ in dtype or another dimension; on every
-            rank.
+        CollectiveError: when counts do not add up to the rows, or ranks differ in dtype or in a dimension beyond the
+            first; on every rank.
 
     Cost: the MPI library's Alltoall of a number and Alltoallv; half precision travels as float32.
     """
@@ -187,9 +234,11 @@ def alltoall(
 
 
 def alltoall_async(
-    array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None
+    array: Any,
+    counts: Sequence[int] | None = None,
+    comm: MPI.Comm | None = None,
 ) -> Handle:
-    """Start an `alltoall` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
+    """Start an `alltoall` in a background thread; `wait` of the handle returns its result. Collective over `comm`."""
     error = _refusal_of_graph("alltoall_async", array)
     thread = thread_of(group_of(comm))
     return thread.submit(
@@ -198,16 +247,20 @@ def alltoall_async(
 
 
 def _alltoall(
-    array: Any, counts: Sequence[int] | None, group: Group, error: CollectiveError | None
+    array: Any,
+    counts: Sequence[int] | None,
+    group: Group,
+    error: CollectiveError | None,
 ) -> tuple[Any, list[int]]:
     rows = to_host(array, "alltoall")
     n_rows = len(rows) if rows.ndim else 0
-    sent_counts = (
-        _even_counts(n_rows, group) if counts is None else [int(count) for count in counts]
+    if counts is None:
+        counts = _even_counts(n_rows, group)
+    sent_counts = [int(count) for count in counts]
+    has_fitting_counts = (
+        len(sent_counts) == group.size and min(sent_counts) >= 0 and sum(sent_counts) == n_rows
     )
-    if rows.ndim and (
-        len(sent_counts) != group.size or min(sent_counts) < 0 or sum(sent_counts) != n_rows
-    ):
+    if rows.ndim and not has_fitting_counts:
         error = CollectiveError(
             f"alltoall: expected counts of {group.size} ranks that add up to {n_rows} rows, got {sent_counts}; give "
             f"how many rows each rank gets."
@@ -215,27 +268,34 @@ def _alltoall(
     with group.recorded("alltoall", None):
         _require_rows_that_fit("alltoall", rows, group, error)
         received_counts: list[int] = group.comm.alltoall(sent_counts)
-        received_rows = np.empty((sum(received_counts), *rows.shape[1:]), rows.dtype)
-        with _RowType(received_rows) as row:
-            group.comm.Alltoallv([rows, sent_counts, row], [received_rows, received_counts, row])
+        n_received = sum(received_counts)
+        received_rows = np.empty((n_received, *rows.shape[1:]), rows.dtype)
+        with _RowType(received_rows) as row_type:
+            sent = [rows, sent_counts, row_type]
+            received = [received_rows, received_counts, row_type]
+            group.comm.Alltoallv(sent, received)
     return from_host(received_rows, array), received_counts
 
 
 def _refusal_of_graph(call: str, array: Any) -> CollectiveError | None:
-    """Return the error for a tensor that a backward would reach, where gradients are recorded; None for others.
+    """Return the error for a tensor that a backward would reach, where gradients are recorded; None for other arrays.
 
-    This layer does not import torch. Gradients are recorded if what is computed from the tensor has a graph, too.
+    This layer does not import torch. Gradients are recorded if a tensor computed from this one has a graph, too.
     """
-    if getattr(array, "grad_fn", None) is None or not array.reshape(-1)[:0].clone().requires_grad:
+    if getattr(array, "grad_fn", None) is None:
         return None
+    computed_tensor = array.reshape(-1)[:0].clone()
+    if not computed_tensor.requires_grad:
+        return None
+    function_name = type(array.grad_fn).__name__
     return CollectiveError(
         f"{call}: expected values without a graph, as no gradient flows through it, got a tensor of "
-        f"{type(array.grad_fn).__name__}; pass value.detach(), or use hpcdist.all_gather, which has gradients."
+        f"{function_name}; pass value.detach(), or use hpcdist.all_gather, which has gradients."
     )
 
 
 class _RowType:
-    """MPI's type of one row, so that rows are counted: counts of 32 bits are enough then. A context manager."""
+    """A context manager for MPI's type of one row. With it counts are of rows, for which 32 bits are enough."""
 
     def __init__(self, rows: Array) -> None:
         row_bytes = rows.itemsize * math.prod(rows.shape[1:])
@@ -249,19 +309,26 @@ class _RowType:
 
 
 def _even_counts(n_rows: int, group: Group) -> list[int]:
+    """Return the number of rows of each rank, as even as possible."""
     bounds = [block_bounds(n_rows, group.size, rank) for rank in range(group.size)]
     return [stop - start for start, stop in bounds]
 
 
 def _example_of(array: Any) -> Any:
-    """Return an array of no rows of the same kind, which other ranks can unpickle."""
-    return array[:0].detach().cpu() if hasattr(array, "detach") else array[:0]
+    """Return an array without rows, of the same kind, which other ranks can unpickle."""
+    if hasattr(array, "detach"):
+        return array[:0].detach().cpu()
+    return array[:0]
 
 
-def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> Any:
+def reduce_scatter(
+    array: Any,
+    op: Any = "sum",
+    comm: MPI.Comm | None = None,
+) -> Any:
     """Return this rank's rows of the reduction of all ranks' arrays.
 
-    Collective: `comm`. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `comm`. Blocking. Same shape and dtype required on every rank: yes.
 
     Args:
         array: (n_rows, ...) numbers; not changed. float16 and bfloat16 are reduced in float32.
@@ -269,8 +336,8 @@ def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) ->
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
     Returns:
-        (own rows, ...) of the same kind and dtype, float64 for a mean of integers: rows are divided over the ranks in
-        order, the first ones getting one more where they do not divide evenly.
+        (n_local_rows, ...) of the same kind and dtype, float64 for a mean of integers. Rows are divided over the ranks
+        in order, the first ranks getting one more where they do not divide evenly.
 
     Raises:
         CollectiveError: for bools, a single number, or ranks that differ in shape, dtype or op; on every rank. For an
@@ -278,13 +345,21 @@ def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) ->
 
     Cost: the MPI library's Reduce_scatter: at best (P-1)/P * n elements sent per rank.
     """
-    return _reduce_scatter(
-        array, parse_op(op), group_of(comm), _refusal_of_graph("reduce_scatter", array)
-    )
+    reduction = parse_op(op)
+    group = group_of(comm)
+    error = _refusal_of_graph("reduce_scatter", array)
+    return _reduce_scatter(array, reduction, group, error)
 
 
-def reduce_scatter_async(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> Handle:
-    """Start a `reduce_scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
+def reduce_scatter_async(
+    array: Any,
+    op: Any = "sum",
+    comm: MPI.Comm | None = None,
+) -> Handle:
+    """Start a `reduce_scatter` in a background thread; `wait` of the handle returns its result.
+
+    Collective over `comm`.
+    """
     error = _refusal_of_graph("reduce_scatter_async", array)
     reduction = parse_op(op)
     thread = thread_of(group_of(comm))
@@ -293,7 +368,12 @@ def reduce_scatter_async(array: Any, op: Any = "sum", comm: MPI.Comm | None = No
     )
 
 
-def _reduce_scatter(array: Any, op: Op, group: Group, error: CollectiveError | None) -> Any:
+def _reduce_scatter(
+    array: Any,
+    op: Op,
+    group: Group,
+    error: CollectiveError | None,
+) -> Any:
     rows = to_host(array, "reduce_scatter")
     if error is None and (not rows.ndim or rows.dtype.kind not in "iufc"):
         error = CollectiveError(
@@ -307,15 +387,19 @@ def _reduce_scatter(array: Any, op: Op, group: Group, error: CollectiveError | N
         group.require_same_call(
             "reduce_scatter", f"{op.name} of {rows.dtype} of shape {rows.shape}"
         )
+        row_shape = rows.shape[1:]
+        row_elements = math.prod(row_shape)
         counts = _even_counts(len(rows), group)
-        own_rows = np.empty((counts[group.rank], *rows.shape[1:]), rows.dtype)
-        sizes = [count * math.prod(rows.shape[1:]) for count in counts]
-        group.comm.Reduce_scatter(rows, own_rows, sizes, library.mpi_op(op))
+        local_rows = np.empty((counts[group.rank], *row_shape), rows.dtype)
+        element_counts = [count * row_elements for count in counts]
+        group.comm.Reduce_scatter(rows, local_rows, element_counts, library.mpi_op(op))
     if op is MEAN:
-        np.divide(own_rows, group.size, out=own_rows)
-    return from_host(own_rows, array)
+        np.divide(local_rows, group.size, out=local_rows)
+    return from_host(local_rows, array)
 
 
 def _as_floats(array: Any) -> Any:
     """Return an array of whole numbers as float64."""
-    return array.double() if hasattr(array, "new_tensor") else array.astype(np.float64)
+    if hasattr(array, "new_tensor"):
+        return array.double()
+    return array.astype(np.float64)

@@ -14,18 +14,22 @@ from hpcdist.plan.blocks import block_bounds
 from hpcdist.runtime.mpi import MPI
 
 
-def broadcast_object(value: Any = None, root: int = 0, comm: MPI.Comm | None = None) -> Any:
+def broadcast_object(
+    value: Any = None,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> Any:
     """Return root's object on every rank.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
-        value: anything that pickles; not looked at except on root.
+        value: anything that pickles; ignored except on root.
         root: the rank of `comm` whose object is taken.
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
     Raises:
-        CollectiveError: when ranks name other roots; on every rank.
+        CollectiveError: when ranks name different roots; on every rank.
 
     Cost: the MPI library's Bcast of the pickle, and of its size.
     """
@@ -35,10 +39,14 @@ def broadcast_object(value: Any = None, root: int = 0, comm: MPI.Comm | None = N
         return group.comm.bcast(value, root)
 
 
-def gather_objects(value: Any, root: int = 0, comm: MPI.Comm | None = None) -> list[Any] | None:
+def gather_objects(
+    value: Any,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+) -> list[Any] | None:
     """Return every rank's object in a list on root, None elsewhere.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
         value: anything that pickles.
@@ -56,7 +64,7 @@ def gather_objects(value: Any, root: int = 0, comm: MPI.Comm | None = None) -> l
 def all_gather_objects(value: Any, comm: MPI.Comm | None = None) -> list[Any]:
     """Return every rank's object, in the order of the ranks, on every rank.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
         value: anything that pickles.
@@ -70,36 +78,38 @@ def all_gather_objects(value: Any, comm: MPI.Comm | None = None) -> list[Any]:
 
 
 def scatter_objects(
-    values: Sequence[Any] | None = None, root: int = 0, comm: MPI.Comm | None = None
+    values: Sequence[Any] | None = None,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
 ) -> Any:
-    """Return this rank's object of those that root gives.
+    """Return the object that root gives for this rank.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
-        values: on root, an object that pickles for each rank; not looked at elsewhere.
+        values: on root, an object that pickles for each rank; ignored on the other ranks.
         root: the rank of `comm` whose objects are taken.
         comm: as `broadcast_object`.
 
     Raises:
-        CollectiveError: when root gives another number of objects, or ranks name other roots; on every rank.
+        CollectiveError: when root gives another number of objects, or ranks name different roots; on every rank.
     """
     group = group_of(comm)
     with group.recorded("scatter_objects", None):
-        root_values = list(values or ()) if group.rank == root else []
+        root_values: list[Any] | None = None
+        error = None
+        if group.rank == root:
+            root_values = list(values or ())
+            error = _refusal("scatter_objects", len(root_values), group.size)
         group.require_same_call("scatter_objects", f"root {root}")
-        group.agree(
-            _refusal("scatter_objects", len(root_values), group.size)
-            if group.rank == root
-            else None
-        )
-        return group.comm.scatter(root_values if group.rank == root else None, root)
+        group.agree(error)
+        return group.comm.scatter(root_values, root)
 
 
 def alltoall_objects(values: Sequence[Any], comm: MPI.Comm | None = None) -> list[Any]:
-    """Send an object to each rank, and return what came from each.
+    """Send an object to each rank, and return the objects received, in the order of the ranks.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
         values: an object that pickles for each rank.
@@ -121,13 +131,14 @@ def create_multi_node_evaluator(
 ) -> Callable[..., Any]:
     """Return a function that calls `evaluate` on every rank, on its part of the data, and returns one result for all.
 
-    Not collective; the function that it returns is: `comm`. An error of `evaluate` on one rank ends the job.
+    Not collective. The returned function is collective over `comm`. An error of `evaluate` on one rank ends the job.
 
     Args:
-        evaluate: returns an object that pickles.
-        aggregate: called on every rank with the results of all, in the order of the ranks; returns the one result.
-            Default: the mean over the ranks of each number in dicts, as in ChainerMN. It is exact only if all ranks
-            evaluate as many rows: `hpcdist.metrics` are exact for any, and so are sums and counts with an `aggregate`.
+        evaluate: function that returns an object that pickles.
+        aggregate: function that is called on every rank with the results of all ranks, in their order, and returns the
+            single result. Default: the mean over the ranks of each number in dicts, as in ChainerMN. It is exact only
+            if all ranks evaluate the same number of rows. `hpcdist.metrics` are exact for any numbers of rows, and so
+            are sums and counts with an `aggregate`.
         comm: as `broadcast_object`.
 
     Cost: every rank receives the pickles of all.
@@ -135,22 +146,41 @@ def create_multi_node_evaluator(
     """
 
     def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
-        results = all_gather_objects(evaluate(*args, **kwargs), comm)
-        return (aggregate or _means)(results)
+        local_result = evaluate(*args, **kwargs)
+        results = all_gather_objects(local_result, comm)
+        aggregate_results = aggregate or _means
+        return aggregate_results(results)
 
     return on_all_ranks
 
 
 def _means(results: list[Any]) -> dict[str, float]:
-    keys = [
-        sorted(result) if isinstance(result, dict) else type(result).__name__ for result in results
-    ]
-    if not isinstance(results[0], dict) or any(names != keys[0] for names in keys):
+    """Return the mean over the ranks of each number in their dicts.
+
+    Raises:
+        CollectiveError: when a result is no dict, or the keys differ; on every rank.
+    """
+    forms = list(map(_form_of, results))
+    root_form = forms[0]
+    differing_forms = [form for form in forms if form != root_form]
+    if differing_forms or not isinstance(results[0], dict):
+        differing_form = differing_forms[0] if differing_forms else "the same"
         raise CollectiveError(
-            f"create_multi_node_evaluator: expected dicts with the same keys from all ranks, got {keys[0]} from rank 0 "
-            f"and {next((names for names in keys if names != keys[0]), 'the same')} from another; pass aggregate=."
+            f"create_multi_node_evaluator: expected dicts with the same keys from all ranks, got {root_form} from "
+            f"rank 0 and {differing_form} from another; pass aggregate=."
         )
-    return {key: float(sum(result[key] for result in results)) / len(results) for key in results[0]}
+    means: dict[str, float] = {}
+    for key in results[0]:
+        total = sum(result[key] for result in results)
+        means[key] = float(total) / len(results)
+    return means
+
+
+def _form_of(result: Any) -> list[Any] | str:
+    """Return the sorted keys of a dict; the name of its type for any other object."""
+    if isinstance(result, dict):
+        return sorted(result)
+    return type(result).__name__
 
 
 def scatter_dataset(
@@ -164,18 +194,19 @@ def scatter_dataset(
 ) -> list[Any]:
     """Return this rank's share of a dataset that only root has, as a list of its items.
 
-    For data that only one rank can read. Where every rank can, `experimental_distribute_dataset` reads each row once
-    and sends none.
+    This is for data that only one rank can read. Where every rank can read the data, `experimental_distribute_dataset`
+    reads each row once and sends none.
 
-    Collective: `comm`.
+    Collective over `comm`.
 
     Args:
-        dataset: on root, what has a length and items that pickle, by number; not looked at elsewhere.
-        root: the rank of `comm` that has it.
+        dataset: on root, an object with a length and with items that pickle, by number; ignored on the other ranks.
+        root: the rank of `comm` that has the dataset.
         comm: as `broadcast_object`.
         shuffle: whether items are dealt out in random order.
-        seed: of that order, on root; None draws one.
-        force_equal_length: give all ranks as many items, some of them twice if they do not divide evenly.
+        seed: seed of the random order, on root; None draws one.
+        force_equal_length: whether all ranks get the same number of items, some of them twice if they do not divide
+            evenly.
 
     Raises:
         CollectiveError: when root's dataset has no length or no items; on every rank.
@@ -187,31 +218,37 @@ def scatter_dataset(
     with group.recorded("scatter_dataset", None):
         is_root = group.rank == root
         error = None
-        if is_root and not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)
-        ):
+        if is_root and not _has_items(dataset):
             error = CollectiveError(
                 f"scatter_dataset: expected items by number on root, got {type(dataset).__name__} without any; pass a "
                 f"list, an array or a torch dataset with items."
             )
         group.agree(error)
         if is_root:
-            order = (
-                np.random.default_rng(seed).permutation(len(dataset))
-                if shuffle
-                else np.arange(len(dataset))
-            )
-            bounds = shares_of(len(dataset), group.size, force_equal_length)
-            shares = [
-                [dataset[int(order[position % len(order)])] for position in range(*pair)]
-                for pair in bounds
-            ]
+            order = np.arange(len(dataset))
+            if shuffle:
+                order = np.random.default_rng(seed).permutation(len(dataset))
+            shares = []
+            for start, stop in shares_of(len(dataset), group.size, force_equal_length):
+                numbers = [int(order[position % len(order)]) for position in range(start, stop)]
+                shares.append([dataset[number] for number in numbers])
         local_share: list[Any] = group.comm.scatter(shares, root)
     return local_share
 
 
-def shares_of(n_items: int, n_ranks: int, is_equal: bool) -> list[tuple[int, int]]:
-    """Return (start, stop) of each rank's items; with `is_equal` of one length, so that the last may pass the end.
+def _has_items(dataset: Any) -> bool:
+    """Return whether a dataset has a length and items by number, and is not empty."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return False
+    return len(dataset) > 0
+
+
+def shares_of(
+    n_items: int,
+    n_ranks: int,
+    is_equal: bool,
+) -> list[tuple[int, int]]:
+    """Return (start, stop) of each rank's items. With `is_equal` all have one length, and the last may pass the end.
 
     >>> shares_of(5, 2, False), shares_of(5, 2, True)
     ([(0, 3), (3, 5)], [(0, 3), (3, 6)])
@@ -222,7 +259,12 @@ def shares_of(n_items: int, n_ranks: int, is_equal: bool) -> list[tuple[int, int
     return [(rank * size, (rank + 1) * size) for rank in range(n_ranks)]
 
 
-def _refusal(call: str, n_given: int, n_ranks: int) -> CollectiveError | None:
+def _refusal(
+    call: str,
+    n_given: int,
+    n_ranks: int,
+) -> CollectiveError | None:
+    """Return the error for a number of objects that is not the number of ranks; None if it is."""
     if n_given == n_ranks:
         return None
     return CollectiveError(

@@ -1,4 +1,4 @@
-"""What users choose about communication: the algorithm, which may be one of their own, packs, limits, the wire."""
+"""What users choose about communication: the algorithm, built in or written by the user, packs, limits, the wire."""
 
 import abc
 import enum
@@ -10,7 +10,7 @@ from hpcdist.errors import ConfigurationError
 
 
 class AllReduceAlgorithm(abc.ABC):
-    """An all-reduce of your own. Give an object of it wherever an implementation is named.
+    """The base class of an all-reduce that you write. Pass an object of your subclass as the implementation.
 
     >>> class ByGather(hpcdist.AllReduceAlgorithm):
     ...     def all_reduce(self, array, comm, op):
@@ -18,8 +18,8 @@ class AllReduceAlgorithm(abc.ABC):
     >>> hpcdist.all_reduce(numpy.ones(3), implementation=ByGather())
 
     Attributes:
-        stands_for: the built-in implementation that this class only names; None for an algorithm of its own. A
-            subclass that overrides `all_reduce` is an algorithm of its own again.
+        stands_for: the built-in implementation that this class only names; None for a class that has an algorithm.
+            A subclass that overrides `all_reduce` has an algorithm.
     """
 
     stands_for: "CommunicationImplementation | None" = None
@@ -28,23 +28,26 @@ class AllReduceAlgorithm(abc.ABC):
     def all_reduce(self, array: Any, comm: Any, op: Any) -> None:
         """Replace `array` by its reduction over the ranks of `comm`.
 
-        Collective: `comm`, an mpi4py communicator that nothing else uses meanwhile. For gradients on several hosts it
-        is called in a background thread.
+        Collective over `comm`, an mpi4py communicator that nothing else uses meanwhile. For gradients on several hosts
+        the call is made in a background thread.
 
         Args:
             array: (n_elements,) numpy array in host memory, C-contiguous; overwritten. Gradients are float32 or
                 float64.
             comm: the ranks of the strategy or of the call; `array` holds the sum over a rank's own replicas.
-            op: the reduction as MPI calls it: MPI.SUM for gradients, sums and means; MPI.MIN, MPI.MAX, MPI.PROD.
+            op: the reduction by MPI's name: MPI.SUM for gradients, sums and means; MPI.MIN, MPI.MAX, MPI.PROD.
         """
 
 
 class CommunicationImplementation(enum.Enum):
     """Algorithms of all-reduce.
 
-    AUTO: by size and placement; `route.py` has the table. RING, NCCL: as in tf.distribute. MPI: the library's own
-    Allreduce. SHARED_MEMORY: in one host. HIERARCHICAL: shared memory in each host, lanes between hosts. HALVING:
-    recursive halving and doubling.
+    AUTO: chosen by size and placement; `route.py` has the table.
+    RING, NCCL: as in tf.distribute.
+    MPI: the library's own Allreduce.
+    SHARED_MEMORY: in one host.
+    HIERARCHICAL: shared memory in each host, lanes between hosts.
+    HALVING: recursive halving and doubling.
     """
 
     AUTO = "AUTO"
@@ -87,18 +90,19 @@ class CommunicationOptions:
     """Choices for the all-reduce of gradients, as `tf.distribute.experimental.CommunicationOptions` and two of ours.
 
     Attributes:
-        bytes_per_pack: largest bucket of gradients; 0: from the measured latency and bandwidth of the network.
-        timeout_seconds: an all-reduce that takes longer ends the job; None: HPCDIST_TIMEOUT_S.
+        bytes_per_pack: bytes of the largest bucket of gradients; 0 chooses it from the measured latency and bandwidth
+            of the network.
+        timeout_seconds: time after which an all-reduce ends the job; None for HPCDIST_TIMEOUT_S.
         implementation: a `CommunicationImplementation`, its name in any case, or an `AllReduceAlgorithm`.
-        is_ordered: sum in an order fixed by replica numbers on any placement. None: where it costs no more bytes: on
-            one host, and on hosts that hold aligned powers of two of replicas.
-        wire_dtype: "bfloat16" or "float16" halves the bytes of gradients between hosts, except in the bucket that is
-            complete last, which holds exact counts; sums stay float32. What rounding takes away is added at the next
-            step, and lost at a restart. None: gradients travel in their own dtype.
-        local_steps: above 1, replicas step on their own gradients (local SGD), and weights, buffers and the state of
-            optimizers are averaged every so many steps. Saves and stops wait for the average; a save by the program
-            itself ends the round. Not for GradScaler and LBFGS.
-        first_local_step: gradients are summed before this step (post-local SGD).
+        is_ordered: whether sums are made in an order fixed by replica numbers, on any placement. None makes them so
+            where this costs no more bytes: on one host, and on hosts that hold aligned powers of two of replicas.
+        wire_dtype: dtype in which gradients travel between hosts. "bfloat16" or "float16" halves their bytes, except in
+            the bucket that is complete last, which holds exact counts; sums stay float32. The rounding error is added
+            at the next step, and lost at a restart. None for the gradients' own dtype.
+        local_steps: number N of steps between averages. Above 1, replicas step on their own gradients (local SGD), and
+            weights, buffers and the state of optimizers are averaged every N steps. Saves and stops wait for the
+            average; a save by the program itself ends the round. Not for GradScaler and LBFGS.
+        first_local_step: number of the first local step (post-local SGD); gradients are summed before it.
 
     Raises:
         ConfigurationError: a ValueError, for options that do not fit together.

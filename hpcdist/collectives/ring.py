@@ -13,7 +13,7 @@ from hpcdist.plan.schedules import plan_ring
 def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
     """Replace `array` by its reduction over all ranks.
 
-    Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `group.comm`. Blocking. Same shape and dtype required on every rank: yes.
 
     Args:
         array: C-contiguous, of numbers, on the host; overwritten.

@@ -16,59 +16,75 @@ SEGMENT_BYTES = 1 << 20
 
 
 def run_schedule(
-    schedule: Schedule, array: Array, group: Group, op: Op, comm: MPI.Comm | None = None
+    schedule: Schedule,
+    array: Array,
+    group: Group,
+    op: Op,
+    comm: MPI.Comm | None = None,
 ) -> None:
     """Run this rank's rounds on a flat buffer.
 
-    Collective: `comm`. Blocking, bounded.
+    Collective over `comm`. Blocking, bounded.
 
     Args:
-        schedule: of this rank.
+        schedule: rounds of this rank.
         array: (n_elements,), overwritten.
-        group: waits for the messages.
+        group: ranks that reduce together; it bounds the waits.
         op: the reduction.
-        comm: of the group's communicators the one whose ranks the schedule is for; default: all of the group.
+        comm: communicator of the group whose ranks the schedule is for; default: all ranks of the group.
 
-    Cost: as planned; scratch of the longest message.
+    Cost: as planned, and scratch memory of the longest message.
     """
     comm = comm or group.comm
     scratch = np.empty(0, array.dtype)
-    for one_round in schedule:
-        longest = max(
-            (_length(message) for message in one_round.receives if one_round.is_sum), default=0
-        )
-        if longest > scratch.size:  # rounds are made one by one
-            scratch = np.empty(longest, array.dtype)
-        sends = [
-            comm.Isend(array[start:stop].view("u1"), message.peer)
-            for message in one_round.sends
-            for start, stop in _segments(message, array.itemsize)
-        ]
-        for message in one_round.receives:
-            _receive(message, array, scratch, group, comm, op if one_round.is_sum else None)
+    for planned_round in schedule:  # rounds are made one by one
+        round_op: Op | None = None
+        if planned_round.is_sum:
+            round_op = op
+            longest = max(map(_length, planned_round.receives), default=0)
+            if longest > scratch.size:
+                scratch = np.empty(longest, array.dtype)
+        sends: list[MPI.Request] = []
+        for message in planned_round.sends:
+            for segment in _segments(message, array.itemsize):
+                sends.append(comm.Isend(array[segment].view("u1"), message.peer))
+        for message in planned_round.receives:
+            _receive(message, array, scratch, group, comm, round_op)
         group.wait(sends)
 
 
 def _receive(
-    message: Message, array: Array, scratch: Array, group: Group, comm: MPI.Comm, op: Op | None
+    message: Message,
+    array: Array,
+    scratch: Array,
+    group: Group,
+    comm: MPI.Comm,
+    op: Op | None,
 ) -> None:
-    """Receive a message segment by segment; combine each with the buffer when it is there, if an op is given."""
-    segments = [slice(start, stop) for start, stop in _segments(message, array.itemsize)]
-    target, shift = (scratch, message.start) if op else (array, 0)
-    buffers = [target[span.start - shift : span.stop - shift] for span in segments]
-    requests: list[MPI.Request] = [
-        comm.Irecv(buffer.view("u1"), message.peer) for buffer in buffers
-    ]
+    """Receive a message segment by segment; combine each segment with the buffer on arrival, if an op is given."""
+    target = array
+    shift = 0
+    if op:
+        target = scratch
+        shift = message.start
+    segments = _segments(message, array.itemsize)
+    buffers: list[Array] = []
+    requests: list[MPI.Request] = []
+    for segment in segments:
+        buffer = target[segment.start - shift : segment.stop - shift]
+        buffers.append(buffer)
+        requests.append(comm.Irecv(buffer.view("u1"), message.peer))
     for segment, buffer, request in zip(segments, buffers, requests, strict=True):
         group.wait([request])
         if op:
             combine(op.ufunc, array[segment], buffer, array[segment])
 
 
-def _segments(message: Message, itemsize: int) -> list[tuple[int, int]]:
+def _segments(message: Message, itemsize: int) -> list[slice]:
+    """Return the ranges of elements in which a message travels, in order."""
     n_segment = max(1, SEGMENT_BYTES // itemsize)
     starts = range(message.start, message.stop, n_segment)
-    return [(start, min(start + n_segment, message.stop)) for start in starts]
+    return [slice(start, min(start + n_segment, message.stop)) for start in starts]
 
 
 def _length(message: Message) -> int:

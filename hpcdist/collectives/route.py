@@ -3,11 +3,11 @@
 | asked for | where | algorithm |
 |---|---|---|
 | an algorithm by name, or one of the user's | anywhere | that one |
-| AUTO, one call, a buffer in device memory | every rank has a GPU of its own and NCCL | NCCL |
+| AUTO, one call, a buffer in device memory | every rank has NCCL and a GPU for itself | NCCL |
 | AUTO, one call, a buffer in device memory | elsewhere | as on the host, staged through pinned memory |
 | AUTO, one call | host memory, one host | SHARED_MEMORY, unless MPI was measured to be clearly faster |
 | AUTO, one call | host memory, several hosts | MPI below 64 KiB, else HIERARCHICAL, unless the other is much faster |
-| AUTO, gradients of models on GPUs | every rank has NCCL and a GPU of its own, no order was asked for | NCCL |
+| AUTO, gradients of models on GPUs | every rank has NCCL and a GPU for itself, no order was asked for | NCCL |
 | AUTO, other gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
 | AUTO, other gradients | several hosts | HIERARCHICAL |
 | AUTO, in host memory | ranks of a host that cannot share memory | MPI |
@@ -61,8 +61,8 @@ class GroupFacts:
 
     Attributes:
         placement: which ranks share a host.
-        can_share_memory: whether the ranks of every host can.
-        has_nccl: whether every rank has NCCL and a GPU of its own; None where nobody has looked yet.
+        can_share_memory: whether the ranks of every host can share memory.
+        has_nccl: whether every rank has NCCL and a GPU for itself; None where nobody has looked yet.
         table: (bytes, algorithm) rows, ascending, as measured: from that many bytes on the algorithm is the fastest.
             Smaller buffers go as the first row says. None before it was measured.
     """
@@ -78,8 +78,8 @@ class Route:
     """How a buffer is summed.
 
     Attributes:
-        algorithm: a built-in one, or the user's.
-        is_on_device: whether the buffer stays in device memory. A device buffer is else staged through the host.
+        algorithm: a built-in algorithm, or the user's.
+        is_on_device: whether the buffer stays in device memory. Otherwise a device buffer is staged through the host.
         is_ordered: whether values are combined in the binary tree over replicas, whatever the placement.
         by_subtrees: whether ranks contribute sums of subtrees of replicas instead of one value each.
         is_overlapped: whether gradients are summed in a background thread while backward runs.
@@ -101,8 +101,9 @@ class Route:
     @property
     def name(self) -> str:
         """The algorithm's name, as checkpoints record it."""
-        is_ours = isinstance(self.algorithm, Implementation)
-        return self.algorithm.value if is_ours else type(self.algorithm).__name__  # type: ignore[union-attr]
+        if isinstance(self.algorithm, Implementation):
+            return self.algorithm.value
+        return type(self.algorithm).__name__
 
 
 def choose_route(
@@ -116,19 +117,18 @@ def choose_route(
     """Return how a buffer is summed. Pure.
 
     Args:
-        facts: of the group.
-        options: what the user asked for.
+        facts: facts of the group.
+        options: choices of the user.
         op: the reduction.
-        nbytes: of the buffer.
-        device_dtype: name of the dtype of a buffer in device memory, for gradients of any; None for one in host memory,
-            of any dtype.
+        nbytes: bytes of the buffer.
+        device_dtype: name of the dtype of a buffer in device memory, for gradients of any dtype; None for a buffer in
+            host memory, of any dtype.
         replicas: for gradients, which rank holds which replicas; None for a plain call, whose order is free.
     """
     requested = Implementation.parse(options.implementation)
     if not isinstance(requested, Implementation):
-        return Route(
-            requested, is_overlapped=replicas is not None and len(facts.placement.hosts) > 1
-        )
+        has_several_hosts = len(facts.placement.hosts) > 1
+        return Route(requested, is_overlapped=replicas is not None and has_several_hosts)
     if replicas is not None:
         return _route_of_gradients(facts, options, requested, replicas, device_dtype is not None)
     if requested is Implementation.NCCL:
@@ -140,29 +140,30 @@ def choose_route(
             and op.name == "sum"
             and facts.placement.is_even
         )
-        return Route(
-            Implementation.HIERARCHICAL if is_by_lanes else Implementation.NCCL, is_on_device=True
-        )
+        device_algorithm = Implementation.HIERARCHICAL if is_by_lanes else Implementation.NCCL
+        return Route(device_algorithm, is_on_device=True)
     chosen = _fastest(facts, nbytes) if requested is Implementation.AUTO else requested
-    return Route(chosen, is_ordered=chosen in _ORDERED and facts.placement.is_aligned)
+    is_ordered = chosen in _ORDERED and facts.placement.is_aligned
+    return Route(chosen, is_ordered=is_ordered)
 
 
 def auto_routes(facts: GroupFacts) -> list[tuple[float, Route]]:
     """Return what AUTO chooses for one call in host memory. Pure.
 
     Returns:
-        (bytes, route) rows, ascending: the first one of more bytes than a buffer has says how it is summed.
+        (end_bytes, route) rows, ascending: a buffer is summed by the first row that ends beyond its bytes.
     """
     options = CommunicationOptions()
-    end = float("inf")
+    starts = {0, LANE_BYTES}
+    for least_bytes, _ in facts.table or ():
+        starts.add(least_bytes)
+    end_bytes = float("inf")
     rows: list[tuple[float, Route]] = []
-    for least_bytes in sorted(
-        {0, LANE_BYTES, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True
-    ):
-        route = choose_route(facts, options, SUM, least_bytes)
+    for start_bytes in sorted(starts, reverse=True):
+        route = choose_route(facts, options, SUM, start_bytes)
         if not rows or rows[0][1] != route:
-            rows.insert(0, (end, route))
-        end = least_bytes
+            rows.insert(0, (end_bytes, route))
+        end_bytes = start_bytes
     return rows
 
 
@@ -175,8 +176,8 @@ def _route_of_gradients(
 ) -> Route:
     """Return the route of every bucket: sums in the order of replicas have the same bits for any bucket size.
 
-    NCCL has an order of its own, so AUTO and HIERARCHICAL take it only where no order was asked for, as a number of
-    replicas does.
+    NCCL chooses its own order, so AUTO and HIERARCHICAL take it only where no order was asked for. A fixed number of
+    replicas asks for one.
     """
     chosen = requested
     n_hosts = len(facts.placement.hosts)
@@ -193,36 +194,39 @@ def _route_of_gradients(
     if chosen is Implementation.HIERARCHICAL and options.is_ordered is not None:
         is_ordered = options.is_ordered
     is_exact = options.wire_dtype is None and options.is_ordered is not False
+    may_be_by_subtrees = requested in _MAY_BE_ORDERED and is_exact
+    has_wire = chosen is Implementation.HIERARCHICAL and n_hosts > 1
     return Route(
         chosen,
         is_on_device=chosen is Implementation.NCCL,
         is_ordered=is_ordered,
-        by_subtrees=requested in _MAY_BE_ORDERED and is_exact and not replicas.is_one_tree_of_ranks,
+        by_subtrees=may_be_by_subtrees and not replicas.is_one_tree_of_ranks,
         is_overlapped=n_hosts > 1 or chosen is Implementation.NCCL,
-        wire_dtype=options.wire_dtype
-        if chosen is Implementation.HIERARCHICAL and n_hosts > 1
-        else None,
+        wire_dtype=options.wire_dtype if has_wire else None,
     )
 
 
 def goes_by_halving(placement: Placement) -> bool:
     """Return whether sums between hosts go by recursive halving, without chunks. Pure.
 
-    It has the order of the tree over hosts, and of that over ranks where hosts are aligned and of as many ranks each.
+    Halving sums in the order of the tree over hosts. This is the order of the tree over ranks where hosts are aligned
+    and have the same number of ranks.
     """
-    return len(placement.hosts) > DIRECT_HOSTS and (placement.is_even or not placement.is_aligned)
+    has_right_order = placement.is_even or not placement.is_aligned
+    return len(placement.hosts) > DIRECT_HOSTS and has_right_order
 
 
 def candidates(placement: Placement, nbytes: int) -> tuple[Implementation, Implementation]:
     """Return (the algorithm that is expected to be the fastest, the other one) for a host buffer. Pure.
 
-    Inside a host ours moves the fewest bytes, without messages. Between hosts MPI has the fewest latencies, ours the
-    fewest bytes.
+    Inside a host our algorithm moves the fewest bytes, without messages. Between hosts MPI has the fewest latencies,
+    and our algorithm moves the fewest bytes.
     """
     if len(placement.hosts) == 1:
         return Implementation.SHARED_MEMORY, Implementation.MPI
-    mpi_first = Implementation.MPI, Implementation.HIERARCHICAL
-    return mpi_first if nbytes < LANE_BYTES else (mpi_first[1], mpi_first[0])
+    if nbytes < LANE_BYTES:
+        return Implementation.MPI, Implementation.HIERARCHICAL
+    return Implementation.HIERARCHICAL, Implementation.MPI
 
 
 def is_clearly_faster(times: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) -> bool:
@@ -236,5 +240,8 @@ def _fastest(facts: GroupFacts, nbytes: int) -> Implementation:
         return Implementation.MPI
     if facts.table is None:
         return candidates(facts.placement, nbytes)[0]
-    fitting = [algorithm for least_bytes, algorithm in facts.table if nbytes >= least_bytes]
-    return fitting[-1] if fitting else facts.table[0][1]
+    _, fastest = facts.table[0]
+    for least_bytes, algorithm in facts.table:
+        if nbytes >= least_bytes:
+            fastest = algorithm
+    return fastest

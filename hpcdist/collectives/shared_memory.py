@@ -27,17 +27,22 @@ WHOLE_BYTES = 128 << 10
 
 
 def all_reduce(
-    array: npt.NDArray[Any], group: "Group", op: Op = SUM, divisor: float | None = None
+    array: npt.NDArray[Any],
+    group: "Group",
+    op: Op = SUM,
+    divisor: float | None = None,
 ) -> None:
     """Replace `array` by its reduction over all ranks, which share one node.
 
-    Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared.
+    Collective over `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared.
 
     Args:
         array: C-contiguous, of numbers, on the host, private to the rank; overwritten.
-        group: all on one host.
-        op: the reduction. Ranks are combined in a binary tree over their numbers: same bits on all and in every run.
-        divisor: what the result is divided by, while it is in the cache, each rank its slice; equal on all.
+        group: ranks on one host.
+        op: the reduction. Ranks are combined in a binary tree over their numbers: same bits on all ranks and in every
+            run.
+        divisor: number that the result is divided by, while it is in the cache, each rank its slice; equal on all
+            ranks.
 
     Raises:
         ConfigurationError: when the group is on several hosts; on every rank.
@@ -67,38 +72,54 @@ def all_reduce(
 
 
 def _make_sums(group: "Group") -> "NodeSums":
-    pieces = NodeWindow(group.node_comm, stage_bytes(group.size), group.world).pieces
-    return NodeSums(group.barrier, pieces, group.rank, group.names)
+    """Return the sums of a group on one host. Collective over `group.comm`."""
+    window = NodeWindow(group.node_comm, stage_bytes(group.size), group.world)
+    return NodeSums(group.barrier, window.pieces, group.rank, group.names)
 
 
 class NodeSums:
     """Sums over the ranks of one host, through slots that are used in turn.
 
     Args:
-        barrier: among the ranks.
-        pieces: memory that they share, by rank: `stage_bytes` each, or more.
-        rank: which of them this is.
-        names: what they are called in messages.
+        barrier: barrier among the ranks.
+        pieces: memory that the ranks share, by rank: `stage_bytes` each, or more.
+        rank: number of this rank.
+        names: names of the ranks in messages, by rank.
     """
 
     def __init__(
-        self, barrier: NodeBarrier, pieces: Sequence[memoryview], rank: int, names: Sequence[str]
+        self,
+        barrier: NodeBarrier,
+        pieces: Sequence[memoryview],
+        rank: int,
+        names: Sequence[str],
     ) -> None:
         self._barrier = barrier
         self._rank = rank
         self._names = names
-        self._stage = Stage(pieces, rank, DEPTH, chunk_bytes(len(pieces)), len(pieces))
-        self._additions = plan_row_additions(len(pieces))
-        self._whole_bytes = min(WHOLE_BYTES // len(pieces), self._stage.chunk_bytes)
+        n_ranks = len(pieces)
+        self._stage = Stage(pieces, rank, DEPTH, chunk_bytes(n_ranks), n_ranks)
+        self._additions = plan_row_additions(n_ranks)
+        self._whole_bytes = min(WHOLE_BYTES // n_ranks, self._stage.chunk_bytes)
 
-    def all_reduce(self, array: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
-        """Replace `array` by its reduction. Collective: all ranks of the barrier; see the function of this name."""
+    def all_reduce(
+        self,
+        array: npt.NDArray[Any],
+        op: Op,
+        divisor: float | None,
+    ) -> None:
+        """Replace `array` by its reduction, as the function `all_reduce`. Collective over all ranks of the barrier."""
         if array.nbytes <= self._whole_bytes:
             self._reduce_whole(array, op, divisor)
         else:
             self._reduce_by_slices(array.reshape(-1), op, divisor)
 
-    def _reduce_whole(self, array: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
+    def _reduce_whole(
+        self,
+        array: npt.NDArray[Any],
+        op: Op,
+        divisor: float | None,
+    ) -> None:
         """Let every rank combine all ranks' arrays itself: one barrier, and two slots used in turn are enough.
 
         Between two writes of a slot lies a barrier, which no rank enters before it has read the slot.
@@ -110,7 +131,7 @@ class NodeSums:
         marks = self._barrier.wait(views.mark | op.code)
         if marks is not None:
             raise _differing(marks, self._names)
-        (into, row) = self._additions[-1]
+        into, row = self._additions[-1]
         rows = slots
         if len(slots) > 2:
             rows = slots.copy()
@@ -120,16 +141,23 @@ class NodeSums:
         if divisor is not None:
             divide(flat, divisor)
 
-    def _reduce_by_slices(self, flat: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
+    def _reduce_by_slices(
+        self,
+        flat: npt.NDArray[Any],
+        op: Op,
+        divisor: float | None,
+    ) -> None:
         """Let every rank combine its slice of all ranks' chunks: two barriers for each chunk."""
         stage = self._stage
         barrier = self._barrier
-        n_chunk = -(-flat.size // -(-flat.nbytes // stage.chunk_bytes))
+        n_chunks = -(-flat.nbytes // stage.chunk_bytes)
+        n_chunk = -(-flat.size // n_chunks)
         for start in range(0, flat.size, n_chunk):
             chunk = flat[start : start + n_chunk]
             views = stage.next_views(flat.dtype, chunk.size)
             rows = stage.put(chunk, views)
-            marks = barrier.wait(0 if start else mark_of(flat, op))
+            mark = 0 if start else mark_of(flat, op)
+            marks = barrier.wait(mark)
             if marks is not None:
                 raise _differing(marks, self._names)
             add_rows(rows, self._additions, op.ufunc)
@@ -141,7 +169,7 @@ class NodeSums:
 
 
 def stage_bytes(n_local_ranks: int) -> int:
-    """Return how much memory each rank of a host shares for sums."""
+    """Return the bytes of memory that each rank of a host shares for sums."""
     return DEPTH * chunk_bytes(n_local_ranks)
 
 
@@ -152,11 +180,15 @@ def chunk_bytes(n_local_ranks: int) -> int:
 
 def mark_of(array: npt.NDArray[Any], op: Op) -> int:
     """Return a number of 63 bits that encodes op, dtype and number of elements."""
-    return (array.size << 16 | array.dtype.num << 8 | op.code) & (2**63 - 1)
+    mark = array.size << 16 | array.dtype.num << 8 | op.code
+    return mark & (2**63 - 1)
 
 
 def require_same(array: npt.NDArray[Any], op: Op, group: "Group") -> None:
-    """Raise DesyncError on every rank of a node when they are not about to reduce the same. Collective: the node."""
+    """Raise DesyncError on every rank of a host when they are not about to make the same call.
+
+    Collective over the ranks of the host.
+    """
     marks = group.barrier.wait(mark_of(array, op))
     if marks is not None:
         error = _differing(marks, group.names)
@@ -166,15 +198,17 @@ def require_same(array: npt.NDArray[Any], op: Op, group: "Group") -> None:
 
 def _differing(marks: list[int], names: Sequence[str]) -> DesyncError:
     """Return the error of ranks whose marks differ; all of them raise it."""
-    ops = {op.code: op.name for op in OPS.values()}
-    dtypes: dict[int, str] = {
-        np.dtype(code).num: np.dtype(code).name
-        for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
-    }
-    calls = [
-        f"{ops.get(mark & 0xFF, 'unknown')} of {mark >> 16} {dtypes.get(mark >> 8 & 0xFF, 'unknown')} on {names[rank]}"
-        for rank, mark in enumerate(marks)
-    ]
+    op_names = {op.code: op.name for op in OPS.values()}
+    dtype_names: dict[int, str] = {}
+    for type_code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]:
+        dtype = np.dtype(type_code)
+        dtype_names[dtype.num] = dtype.name
+    calls = []
+    for rank, mark in enumerate(marks):
+        op_name = op_names.get(mark & 0xFF, "unknown")
+        dtype_name = dtype_names.get(mark >> 8 & 0xFF, "unknown")
+        n_elements = mark >> 16
+        calls.append(f"{op_name} of {n_elements} {dtype_name} on {names[rank]}")
     error = DesyncError(
         f"all_reduce: expected the same call on every rank, got {', '.join(calls)}; let all ranks make the same calls "
         f"in the same order."

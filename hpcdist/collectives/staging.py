@@ -1,7 +1,7 @@
 """Shared memory smaller than the cache, through which private buffers are exchanged chunk by chunk.
 
-Every local rank owns a slice of each chunk. It copies all slices but its own into its slot, and uses its own in place.
-So each byte of the buffer is read from main memory once and written once; the slots stay in the cache.
+Every local rank owns a slice of each chunk. It copies the slices of the other ranks into its slot, and uses its own
+slice in place. So each byte of the buffer is read from main memory once and written once; the slots stay in the cache.
 """
 
 import functools
@@ -34,9 +34,10 @@ class Views:
     """Views of the slots of one chunk, for chunks of one size and dtype.
 
     Attributes:
-        slots: every local rank's, whole.
+        slots: whole slot of every local rank.
         mark: a number that encodes dtype and number of elements; 8 more bits are free.
-        owned_range: (start, stop) of this rank's slice. rows: that slice in every local rank's slot.
+        owned_range: (start, stop) of this rank's slice.
+        rows: this rank's slice in every local rank's slot.
         puts: (part of the chunk, the same part of this rank's slot): all but its slice.
         takes: (part of the chunk, the same part of the first local rank's slot): all but this rank's slice.
         result: this rank's slice in the first local rank's slot.
@@ -56,10 +57,10 @@ class Stage:
 
     Args:
         pieces: memory that the ranks of the host share, by local rank: `depth * chunk_bytes` each, or more.
-        local_rank: whose slot is this rank's.
-        depth: chunks in flight; a slot is used again `depth` chunks later.
+        local_rank: number of this rank on the host.
+        depth: number of chunks in flight; a slot is used again `depth` chunks later.
         chunk_bytes: bytes of a chunk.
-        n_slices: local ranks that own a slice, at most those of the host.
+        n_slices: number of local ranks that own a slice, at most all ranks of the host.
 
     Attributes:
         chunk_bytes: bytes of a chunk.
@@ -101,28 +102,42 @@ class Stage:
             return n_elements, n_elements
         return block_bounds(n_elements, self._n_slices, self._local_rank)
 
-    def _cut(self, dtype: np.dtype[Any], n_elements: int, index: int) -> Views:
-        first = index * self.chunk_bytes
-        slots = [
-            np.frombuffer(piece[first : first + self.chunk_bytes], dtype)[:n_elements]
-            for piece in self._pieces
-        ]
+    def _cut(
+        self,
+        dtype: np.dtype[Any],
+        n_elements: int,
+        index: int,
+    ) -> Views:
+        """Return views of the slots with an index, for chunks of one size and dtype."""
+        first_byte = index * self.chunk_bytes
+        slots: list[Array] = []
+        for piece in self._pieces:
+            chunk_memory = piece[first_byte : first_byte + self.chunk_bytes]
+            slots.append(np.frombuffer(chunk_memory, dtype)[:n_elements])
+        first_slot = slots[0]
+        local_slot = slots[self._local_rank]
         start, stop = self.bounds(n_elements)
-        parts = [
-            part for part in (slice(0, start), slice(stop, n_elements)) if part.start < part.stop
-        ]
+        puts: list[tuple[slice, Array]] = []
+        takes: list[tuple[slice, Array]] = []
+        for part in (slice(0, start), slice(stop, n_elements)):
+            if part.start < part.stop:
+                puts.append((part, local_slot[part]))
+                takes.append((part, first_slot[part]))
         return Views(
             slots=slots,
             mark=n_elements << 16 | dtype.num << 8,
             owned_range=slice(start, stop),
             rows=[slot[start:stop] for slot in slots],
-            puts=[(part, slots[self._local_rank][part]) for part in parts],
-            takes=[(part, slots[0][part]) for part in parts],
-            result=slots[0][start:stop],
+            puts=puts,
+            takes=takes,
+            result=first_slot[start:stop],
         )
 
     def put(self, chunk: Array, views: Views) -> list[Array]:
-        """Copy all but this rank's slice into its slot; return that slice of every local rank, its own in place."""
+        """Copy all but this rank's slice into its slot; return that slice of every local rank.
+
+        The slice of this rank itself is returned in place, in `chunk`.
+        """
         for part, slot in views.puts:
             copy(slot, chunk[part])
         rows = views.rows.copy()
@@ -132,7 +147,7 @@ class Stage:
     def publish(self, rows: list[Array], views: Views) -> None:
         """Publish this rank's slice of the result, which is in the first of the rows that `put` returned.
 
-        The others read it in the slot of the first local rank.
+        The other ranks read it in the slot of the first local rank.
         """
         if self._local_rank == 0:
             copy(views.result, rows[0])
@@ -146,10 +161,10 @@ class Stage:
 
 
 def copy(target: Array, source: Array) -> None:
-    """Copy the bits of a flat array to one of the same dtype and size: by memcpy, which numpy's assignment is.
+    """Copy the bits of a flat array to another one of the same dtype and size by memcpy, as numpy's assignment does.
 
-    Where `is_memcpy_slow`, arrays of 32 KiB and more are copied by an integer operation instead. Elsewhere that is up
-    to twice as slow: it reads what it overwrites, from the cache of another core.
+    Where `is_memcpy_slow`, arrays of 32 KiB and more are copied by an integer operation instead. Elsewhere the integer
+    operation is up to twice as slow: it reads the elements that it overwrites, from the cache of another core.
     """
     if source.nbytes < _MEMCPY_BYTES or not is_memcpy_slow():
         target[...] = source
@@ -170,15 +185,18 @@ def is_memcpy_slow() -> bool:
     It took ten times as long with glibc 2.36 on some AMD Zen, for 64 to 384 KiB, where the target lay 16 bytes beyond
     the source modulo 4 KiB, as numpy's arrays do beyond the pages of slots.
     """
-    pages = np.frombuffer(mmap.mmap(-1, 2 * _PROBE_BYTES + mmap.PAGESIZE), np.uint8)
+    memory = mmap.mmap(-1, 2 * _PROBE_BYTES + mmap.PAGESIZE)
+    pages = np.frombuffer(memory, np.uint8)
     source = pages[:_PROBE_BYTES]
     target = pages[_PROBE_BYTES + 16 :][:_PROBE_BYTES]
 
     def fastest_s(call: Callable[[Array, Array], None]) -> float:
-        return min(timeit.repeat(lambda: call(target, source), number=1, repeat=8))
+        times = timeit.repeat(lambda: call(target, source), number=1, repeat=8)
+        return min(times)
 
     by_integers_s = fastest_s(_copy_as_integers)
-    return fastest_s(lambda target, source: target.__setitem__(..., source)) > 2 * by_integers_s
+    by_memcpy_s = fastest_s(lambda target, source: target.__setitem__(..., source))
+    return by_memcpy_s > 2 * by_integers_s
 
 
 def add_rows_into(
@@ -190,29 +208,34 @@ def add_rows_into(
     """Add rows in the order of the tree, block by block in the cache, and divide the sum.
 
     Args:
-        out: takes the sum; one of the rows, or other memory. More than two rows are overwritten.
-        rows: flat, of one length.
+        out: array that receives the sum; one of the rows, or other memory. More than two rows are overwritten.
+        rows: flat arrays of one length.
         additions: pairs (into, row) of the tree.
-        divisor: what the sum is divided by; None: nothing.
+        divisor: number that the sum is divided by; None if it is not divided.
     """
-    n_block = max(4096, BLOCK_BYTES // len(rows) // rows[0].itemsize)
-    *inner, last = additions
+    row_bytes = BLOCK_BYTES // len(rows)
+    n_block = max(4096, row_bytes // rows[0].itemsize)
+    *inner_additions, (last_into, last_row) = additions
     for start in range(0, rows[0].size, n_block):
-        block = [row[start : start + n_block] for row in rows]
-        sums = out[start : start + n_block]
-        for into, row in inner:
+        stop = start + n_block
+        block = [row[start:stop] for row in rows]
+        sums = out[start:stop]
+        for into, row in inner_additions:
             combine(np.add, block[into], block[row], block[into])
-        combine(np.add, block[last[0]], block[last[1]], sums)
+        combine(np.add, block[last_into], block[last_row], sums)
         if divisor is not None:
             divide(sums, divisor)
 
 
 def add_rows(
-    rows: list[Array], additions: "tuple[tuple[int, int], ...] | list[tuple[int, int]]", ufunc: Any
+    rows: list[Array],
+    additions: "tuple[tuple[int, int], ...] | list[tuple[int, int]]",
+    ufunc: Any,
 ) -> None:
     """Combine rows in place: rows[into] = ufunc(rows[into], rows[row]) for each pair, block by block in the cache."""
     n_elements = rows[0].size
-    n_block = max(4096, BLOCK_BYTES // max(1, len(rows)) // max(1, rows[0].itemsize))
+    row_bytes = BLOCK_BYTES // max(1, len(rows))
+    n_block = max(4096, row_bytes // max(1, rows[0].itemsize))
     for start in range(0, n_elements, n_block):
         block = rows if n_elements <= n_block else [row[start : start + n_block] for row in rows]
         for into, row in additions:

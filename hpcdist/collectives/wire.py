@@ -11,13 +11,13 @@ class Wire(Protocol):
     """Encodes elements for the network, and decodes them."""
 
     def encode(self, values: Array, key: tuple[int, ...]) -> Array:
-        """Return what is sent for `values`, a contiguous array; `key` names them, the same at every step."""
+        """Return the array to send for `values`, a contiguous array; `key` names them, the same at every step."""
 
     def empty(self, like: Array) -> Array:
         """Return a buffer for the received encoding of `like.size` elements; `like` itself if it can serve."""
 
     def decode(self, received: Array, values: Array) -> None:
-        """Write what was received into `values`, if it is not there already."""
+        """Write the received elements into `values`, if they are not there already."""
 
 
 class PlainWire:
@@ -32,7 +32,7 @@ class PlainWire:
         return like
 
     def decode(self, received: Array, values: Array) -> None:
-        """Do nothing: what was received is `values`."""
+        """Do nothing: `values` itself was received."""
 
 
 PLAIN = PlainWire()

@@ -471,7 +471,7 @@ class Backward:
         return zeros
 
     def _finish(self, counts: list[float], running: _Pass) -> None:
-        """Sum what all replicas have contributed, and let them resume with it. Collective: all ranks."""
+        """Sum what all replicas have contributed, and let them resume with it. Collective over all ranks."""
         earlier = self._earlier
         self._earlier = {}
         try:

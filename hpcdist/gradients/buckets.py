@@ -118,7 +118,7 @@ class Buckets(ABC):
     def finish(self, counts: Sequence[float], divisor_of: DivisorOf) -> list[float]:
         """Sum all buckets over all replicas, and divide the sums; return the sums of `counts`.
 
-        Collective: the reducer's group.
+        Collective over the reducer's group.
 
         Args:
             counts: those of this replica.
@@ -133,7 +133,7 @@ class Buckets(ABC):
 class PrivateBuckets(Buckets):
     """Buckets in memory of this rank.
 
-    Collective at the first call for several hosts: the reducer's group.
+    Collective over the reducer's group at the first call for several hosts.
 
     Args:
         slots: the gradients, in the order of the model.

@@ -102,7 +102,7 @@ def average_buffers(
 ) -> None:
     """Replace every buffer that some replica changed by its mean over the replicas that did.
 
-    Collective where a count is not zero: all ranks. Blocking.
+    Collective over all ranks where a count is not zero. Blocking.
 
     Args:
         records: the same on every rank.

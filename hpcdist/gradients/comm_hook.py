@@ -25,7 +25,12 @@ class GradBucket:
     """
 
     def __init__(
-        self, index: int, tensor: Tensor, slots: Sequence[DenseSlot], is_last: bool, divisor: float
+        self,
+        index: int,
+        tensor: Tensor,
+        slots: Sequence[DenseSlot],
+        is_last: bool,
+        divisor: float,
     ) -> None:
         self._index = index
         self._tensor = tensor

@@ -47,7 +47,11 @@ class LocalGradients:
         return gradient is not None and self.of(replica, slot) is gradient
 
     def accumulate(
-        self, replica: int, slot: Slot, stashed: Tensor | None, gradient: Tensor
+        self,
+        replica: int,
+        slot: Slot,
+        stashed: Tensor | None,
+        gradient: Tensor,
     ) -> Tensor:
         """Return what a replica's `parameter.grad` becomes: the new gradient, added to what was accumulated before.
 

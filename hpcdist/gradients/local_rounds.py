@@ -78,7 +78,7 @@ class LocalRounds:
 
         Of an optimizer, all tensors of floats are averaged, such as momentum and counters of steps.
 
-        Collective: all replicas.
+        Collective over all replicas.
 
         Args:
             named: parameters, and buffers of floats.

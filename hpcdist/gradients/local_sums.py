@@ -94,7 +94,7 @@ class LocalSums:
     def finish(self, divisor_of: DivisorOf) -> list[float]:
         """Sum over all ranks what all local replicas have added, and divide; return the sums of the counts.
 
-        Collective: the reducer's group. The sums are in the slots then.
+        Collective over the reducer's group. The sums are in the slots then.
         """
         buckets = self._buckets
         if not buckets.is_counted_first:
@@ -120,7 +120,7 @@ class LocalSums:
 def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
     """Return the sum of one flat host array of each local replica over all replicas.
 
-    Collective: the reducer's group. Blocking. In the order of replicas where gradients are.
+    Collective over the reducer's group. Blocking. In the order of replicas where gradients are.
 
     Args:
         reducer: sums over the ranks.
@@ -147,9 +147,13 @@ def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
 
 
 def _start_by_subtrees(
-    reducer: Reducer, sums: list[Array], result: Array, title: str, divisor: float | None
+    reducer: Reducer,
+    sums: list[Array],
+    result: Array,
+    title: str,
+    divisor: float | None,
 ) -> Handle | None:
-    """Start to put the sum of all ranks' `sums`, one for each subtree, into `result`. Collective: the group."""
+    """Start to put the sum of all ranks' `sums`, one for each subtree, into `result`. Collective over the group."""
     replicas = reducer.replicas
     return reducer.submit(
         lambda group: subtree_sums.all_reduce(sums, result, group, replicas, divisor), result, title

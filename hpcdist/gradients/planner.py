@@ -152,7 +152,7 @@ class Planner:
     def prepare_run(self, batch: Any) -> None:
         """Do what `prepare` does; draw random numbers by replica from the first call on, with or without a model.
 
-        Collective as `prepare`, and at the first call with a fixed number of replicas: `world.role_comm`.
+        Collective over `world.role_comm` where `prepare` is, and at the first call with a fixed number of replicas.
         """
         self.prepare(batch)
         if self._generators.seed is None and self._has_fixed_replicas:
@@ -164,7 +164,7 @@ class Planner:
     def prepare(self, batch: Any = None) -> None:
         """Make the models of the scope equal on all ranks and plan their buckets, if that is not done yet.
 
-        Collective at the first use of a model: `world.role_comm`.
+        Collective over `world.role_comm` at the first use of a model.
 
         Args:
             batch: what the model is about to be fed, to find ranks that are fed the same.
@@ -185,7 +185,7 @@ class Planner:
     def prepare_objects(self, objects: Iterable[Any]) -> None:
         """Make models among some objects equal: those not used yet, and those that local steps let differ.
 
-        Collective if one of them was made in the scope: `world.role_comm`. See `GradientSums.average_round`.
+        Collective over `world.role_comm` if one of them was made in the scope. See `GradientSums.average_round`.
         """
         module_ids: set[int] = set()
         tensors: list[Tensor] = []
@@ -283,7 +283,7 @@ class Planner:
 
     @torch.no_grad()
     def _broadcast(self, plan: ModelPlan) -> None:
-        """Give all ranks the chief's values of what was not planned before. Collective: all ranks."""
+        """Give all ranks the chief's values of what was not planned before. Collective over all ranks."""
         if self._comm.size == 1:
             return
         for tensor in [
@@ -297,12 +297,12 @@ class Planner:
             self._broadcast_already.add(tensor)
 
     def _start_generators(self) -> None:
-        """Key random numbers by the chief's seed. Collective: all ranks."""
+        """Key random numbers by the chief's seed. Collective over all ranks."""
         seed = self._world.broadcast_text(str(torch.initial_seed()), 0, self._comm)
         self._generators.start(int(seed))
 
     def _plan_slots(self, plan: ModelPlan) -> None:
-        """Give each trained parameter a slot, and plan their sums. Collective: all ranks."""
+        """Give each trained parameter a slot, and plan their sums. Collective over all ranks."""
         alive = self._slots_of(plan)
         self._require_same_tensors(
             "\n".join(f"{slot.name} {layout(parameter)}" for slot, parameter in alive)

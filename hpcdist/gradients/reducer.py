@@ -135,7 +135,7 @@ class Reducer:
     ) -> Handle | None:
         """Start to replace an array by its sum over all ranks; it is there when the handle's `wait` returns.
 
-        Collective: the group, in the order of calls.
+        Collective over the group, in the order of calls.
 
         Args:
             array: flat, on the host or the GPU of the models: of this rank's replica, or the sum over its replicas. A
@@ -191,7 +191,7 @@ class Reducer:
     def sum_array(self, array: Array, title: str) -> None:
         """Replace a flat host array by its exact sum over all ranks, in the order in which gradients are summed.
 
-        Collective: the group. Blocking. As with `start`, not for a rank of several replicas where sums go by subtrees.
+        Collective over the group. Blocking. As with `start`, not for a rank of several replicas where sums go by subtrees.
 
         Args:
             array: of any dtype that numpy adds.
@@ -203,7 +203,7 @@ class Reducer:
             self.call(lambda group: self._reduce(array, group, PLAIN, 0, None), array, title)
 
     def gather(self, array: Array, counts: Sequence[int], title: str) -> Array:
-        """Return the flat host arrays of all ranks joined, in the order of the ranks. Collective: the group. Blocking.
+        """Return the flat host arrays of all ranks joined, in the order of the ranks. Collective over the group. Blocking.
 
         Args:
             array: this rank's, of any dtype.
@@ -215,7 +215,7 @@ class Reducer:
         return joined
 
     def broadcast(self, array: Array) -> None:
-        """Replace a host array, of any dtype, by the first replica's. Collective: the group. Blocking."""
+        """Replace a host array, of any dtype, by the first replica's. Collective over the group. Blocking."""
         with self._group.recorded("broadcast", array):
             library.broadcast(array, self._group.comm)
 
@@ -287,13 +287,23 @@ class Reducer:
 
 
 def _reduce_by_route(
-    route: Route, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None
+    route: Route,
+    array: Any,
+    group: Group,
+    wire: Wire,
+    bucket: int,
+    divisor: float | None,
 ) -> None:
     algorithms.run(route, array, group, SUM, wire, bucket, divisor)
 
 
 def _reduce_by_subtrees(
-    replicas: ReplicaPlan, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None
+    replicas: ReplicaPlan,
+    array: Any,
+    group: Group,
+    wire: Wire,
+    bucket: int,
+    divisor: float | None,
 ) -> None:
     """Sum where other ranks hold several replicas, and this one a single one: its value is its only subtree's sum."""
     assert len(replicas.subtrees[group.rank]) == 1, (

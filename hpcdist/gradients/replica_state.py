@@ -124,7 +124,11 @@ class ReplicaState:
                 tensor.data.copy_(values)
 
     def _gradient_of(
-        self, replica: int, slot: Slot, gradient: Tensor | None, saved: Snapshot
+        self,
+        replica: int,
+        slot: Slot,
+        gradient: Tensor | None,
+        saved: Snapshot,
     ) -> Tensor | None:
         """Return what `parameter.grad` becomes for a replica that resumes with a snapshot."""
         accumulated = self.local.of(replica, slot)
@@ -143,7 +147,7 @@ class ReplicaState:
         A gradient that it sets, drops or writes into becomes every replica's, and each gets a copy; so does a
         buffer that it writes into. What it leaves alone stays what it was for each replica.
 
-        Collective where it writes into buffers: the ranks of the role.
+        Collective over the ranks of the role where it writes into buffers.
 
         Raises:
             UsageError: for buffers that a replica has changed on its own; on all ranks.

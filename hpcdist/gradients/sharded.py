@@ -45,7 +45,11 @@ class ShardedSlot(Slot):
         self._parts: list[_ShardedPart] = []
 
     def assign(
-        self, bucket: int, parts: Sequence[Tensor], ranges: Sequence[tuple[int, int]], owner: int
+        self,
+        bucket: int,
+        parts: Sequence[Tensor],
+        ranges: Sequence[tuple[int, int]],
+        owner: int,
     ) -> None:
         """Take two parts of a bucket, used in turn, or none, and the shares of all owners.
 

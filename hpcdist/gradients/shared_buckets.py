@@ -53,7 +53,7 @@ class SharedBuckets(Buckets):
     Two sets of memory are used in turn. A rank writes a set again two sums later; between lies the barrier of another
     sum, which the others enter only after they have read the set.
 
-    Collective: the reducer's group.
+    Collective over the reducer's group.
 
     Args:
         slots: the gradients, in the order of the model.
@@ -66,7 +66,11 @@ class SharedBuckets(Buckets):
     """
 
     def __init__(
-        self, slots: Sequence[DenseSlot], n_counts: int, reducer: Reducer, limits: Limits
+        self,
+        slots: Sequence[DenseSlot],
+        n_counts: int,
+        reducer: Reducer,
+        limits: Limits,
     ) -> None:
         self._group = reducer.group
         self._rank = self._group.node_comm.rank
@@ -147,10 +151,10 @@ class SharedBuckets(Buckets):
 
     @abstractmethod
     def _sum(self, number: int, memory: _Memory, divisor: float | None) -> None:
-        """Sum a bucket and divide its sum. Collective: the ranks of the host."""
+        """Sum a bucket and divide its sum. Collective over the ranks of the host."""
 
     def _end_sums(self) -> None:
-        """End all sums of a backward. Collective: the ranks of the host."""
+        """End all sums of a backward. Collective over the ranks of the host."""
 
 
 class WholeSums(SharedBuckets):
@@ -312,7 +316,10 @@ def _cut(flat: Tensor, place: Slot) -> Tensor:
 
 
 def _joined(
-    regions: list[tuple[int, int]], start: int, stop: int, padding: int
+    regions: list[tuple[int, int]],
+    start: int,
+    stop: int,
+    padding: int,
 ) -> list[tuple[int, int]]:
     """Return regions with one more, joined to the last one if only padding, of fewer elements, lies between."""
     if regions and start - regions[-1][1] < padding:

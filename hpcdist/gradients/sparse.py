@@ -109,7 +109,7 @@ def sum_sparse(
 
     A row has the bits that it would have in a dense sum in that order.
 
-    Collective: all ranks. Blocking.
+    Collective over all ranks. Blocking.
 
     Args:
         slots: those that have a gradient on some replica, the same on every rank.
@@ -167,7 +167,7 @@ def _add_in_tree(gradients: list[Tensor]) -> Tensor:
 def _gather(
     slots: Sequence[SparseSlot], contributions: Sequence[Sequence[Tensor | None]], reducer: Reducer
 ) -> list[list[Tensor]]:
-    """Return for each slot the coalesced contributions of all replicas. Collective: all ranks."""
+    """Return for each slot the coalesced contributions of all replicas. Collective over all ranks."""
     coalesced: list[Tensor] = []
     for gradients in contributions:
         for slot, gradient in zip(slots, gradients, strict=True):

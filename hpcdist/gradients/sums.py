@@ -115,7 +115,7 @@ class GradientSums:
     # -- the plan ---------------------------------------------------------------------------------------------------
 
     def plan(self, slots: Sequence[Slot], buffers: Sequence[BufferRecord]) -> None:
-        """Sum these from now on. Collective where memory is shared, and on several hosts: all replicas."""
+        """Sum these from now on. Collective over all replicas where memory is shared, and on several hosts."""
         in_buckets = [slot for slot in slots if slot.is_in_bucket]
         self.sparse_slots = [slot for slot in slots if isinstance(slot, SparseSlot)]
         self.slots = [*in_buckets, *self.sparse_slots]
@@ -227,7 +227,7 @@ class GradientSums:
         parameters: Sequence[nn.Parameter | None],
         earlier: Mapping[Slot, Tensor],
     ) -> None:
-        """Sum what all replicas have added, and publish the sums. Collective: all ranks.
+        """Sum what all replicas have added, and publish the sums. Collective over all ranks.
 
         Args:
             counts: those of this rank's last replica.
@@ -322,7 +322,7 @@ class GradientSums:
 
         What some ranks have freed, and others not yet, is no difference: the rest is compared by later sums.
 
-        Collective: all ranks.
+        Collective over all ranks.
         """
         group = self.reducer.group
         number = self.n_sums
@@ -359,7 +359,7 @@ class GradientSums:
         )
 
     def _forget_freed(self, states: StateDigests) -> bool:
-        """Leave out parameters that are gone on some ranks; return whether there were any. Collective: all ranks."""
+        """Leave out parameters that are gone on some ranks; return whether there were any. Collective over all ranks."""
         group = self.reducer.group
         parameters = states.hold()
         are_alive = are_there(parameters)
@@ -382,7 +382,7 @@ class GradientSums:
     def _require_equal_rows(self, contributions: Sequence[Contribution]) -> None:
         """Raise GradientError on all ranks unless all replicas may use parts of as many rows: all weigh the same then.
 
-        Collective: all ranks.
+        Collective over all ranks.
         """
         rows = [contribution.doubtful_rows or 0 for contribution in contributions]
         summed = sum_rows(self.reducer, [np.array([n, n * n]) for n in rows], "rows")
@@ -418,7 +418,7 @@ class GradientSums:
     def average_round(self) -> None:
         """Average what local steps have made differ, and end the round; nothing if there were none since the last.
 
-        Collective if there were: all replicas.
+        Collective over all replicas if there were.
         """
         if self.rounds is None or not self.rounds.is_open:
             return

@@ -82,7 +82,13 @@ class RowWeights:
         used: weights of the last backward of each local replica.
     """
 
-    def __init__(self, op: GradientOp, loop: LoopState, owner: int, n_local: int) -> None:
+    def __init__(
+        self,
+        op: GradientOp,
+        loop: LoopState,
+        owner: int,
+        n_local: int,
+    ) -> None:
         self.used = [Weight() for _ in range(n_local)]
         self._op = op
         self._loop = loop

@@ -1,6 +1,6 @@
 """At the end of the program, a last look whether all ranks hold the same parameters and settings of optimizers.
 
-Programs that never save are not compared otherwise, but for slices; see `drift.py`.
+Ranks of programs that never save are otherwise compared only by slices; see `drift.py`.
 """
 
 import logging
@@ -13,7 +13,7 @@ from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 
-#: What is compared at the end, for each world.
+#: The states that are compared at the end, for each world.
 _watched: "weakref.WeakKeyDictionary[World, weakref.WeakSet[StateDigests]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -28,10 +28,10 @@ def watch(world: World, states: StateDigests) -> None:
 
 
 class _Comparison:
-    """Compares what is left at the end. Collective: the ranks of the role.
+    """Compares the states that exist at the end. Collective over the ranks of the role.
 
     Args:
-        world: held weakly, as it holds this.
+        world: world whose ranks are compared; held weakly, as it holds this object.
     """
 
     def __init__(self, world: World) -> None:
@@ -39,33 +39,40 @@ class _Comparison:
 
     def __call__(self) -> None:
         world = self._world()
-        if world is None or world.role_comm.size == 1:
+        if world is None:
+            return
+        comm = world.role_comm
+        if comm.size == 1:
             return
         states = [state for state in _watched[world] if not state.is_reported]
-        settings = sum(state.digest_of_settings() % (1 << 31) for state in states)
-        parameters = sum(state.digest_of_all() % (1 << 31) for state in states)
+        limit = 1 << 31  # so that sums of digests fit
+        settings = sum(state.digest_of_settings() % limit for state in states)
+        parameters = sum(state.digest_of_all() % limit for state in states)
         is_changed = any(state.is_changed_since_step for state in states)
         n_optimizers = sum(state.n_steppers for state in states)
         n_parameters = sum(len(state.parameters()) for state in states)
-        of_rank = np.array([n_optimizers, settings, n_parameters, parameters, is_changed], np.int64)
-        everyones = np.empty((world.role_comm.size, len(of_rank)), np.int64)
-        world.wait(world.role_comm.Iallgather(of_rank, everyones))
-        if world.role_comm.rank != 0:
+        facts = [n_optimizers, settings, n_parameters, parameters, is_changed]
+        row_of_rank = np.array(facts, np.int64)
+        rows = np.empty((comm.size, len(facts)), np.int64)
+        world.wait(comm.Iallgather(row_of_rank, rows))
+        if comm.rank != 0:
             return
-        # where ranks have freed other objects, sums say nothing
-        if not np.ptp(everyones[:, 0]):
-            _warn("the settings of optimizers", odd_ranks(everyones[:, 1].tolist()))
-        # somebody may have loaded the best weights for a last evaluation
-        is_any_changed = everyones[:, 4].any()
-        if not np.ptp(everyones[:, 2]) and not is_any_changed:
-            _warn("parameters", odd_ranks(everyones[:, 3].tolist()))
+        optimizer_counts, settings_sums, parameter_counts, parameter_sums, changes = rows.T
+        # where ranks have freed different objects, sums say nothing
+        if not np.ptp(optimizer_counts):
+            _warn("the settings of optimizers", odd_ranks(settings_sums.tolist()))
+        # the program may have loaded the best weights for a last evaluation
+        if not np.ptp(parameter_counts) and not changes.any():
+            _warn("parameters", odd_ranks(parameter_sums.tolist()))
 
 
 def _warn(subject: str, ranks: list[int]) -> None:
+    """Log the ranks that differ in a subject, if there are any."""
     if ranks:
+        first_ranks = ", ".join(map(str, ranks[:8]))
         logger.warning(
             "end of the program: expected %s to be equal on all ranks, got others on rank %s: they have drifted apart; "
             "look for schedules that are fed by local losses, and for code that changes parameters on some ranks.",
             subject,
-            ", ".join(map(str, ranks[:8])),
+            first_ranks,
         )

@@ -24,18 +24,23 @@ def digest_of_batch(batch: Any) -> str:
         and batch.dim() > 0
         and batch.numel() > 0
     ):
-        array = to_array(batch)[0].reshape(-1).view("u1")
-        return xxhash.xxh3_64_hexdigest(array[:_COMPARED_BYTES].tobytes())
+        array, _ = to_array(batch)
+        batch_bytes = array.reshape(-1).view("u1")
+        return xxhash.xxh3_64_hexdigest(batch_bytes[:_COMPARED_BYTES].tobytes())
     items: Any = ()
     if isinstance(batch, dict):
         items = batch.values()
     elif isinstance(batch, (list, tuple)):
         items = batch
-    return next(filter(None, (digest_of_batch(item) for item in items)), "")
+    for item in items:
+        digest = digest_of_batch(item)
+        if digest:
+            return digest
+    return ""
 
 
 def warn_of_equal_batches(batch: Any, world: World) -> None:
-    """Warn when every rank of the role is fed the same rows. Collective: the ranks of the role."""
+    """Warn when every rank of the role is fed the same rows. Collective over the ranks of the role."""
     comm = world.role_comm
     if comm.size == 1:
         return

@@ -1,8 +1,8 @@
 """Random numbers keyed by (seed, step, replica): the same draws after a restart.
 
-They are set after each step, and again where the loop gets the next batch: what a program draws before its loop, when
-it was restarted, does not matter then. Further batches of a step have numbers of their own. A batch that is drawn while
-another one waits for its backward, as by a loop that draws ahead, changes nothing.
+They are set after each step, and again where the loop gets the next batch, so numbers that a restarted program draws
+before its loop do not matter. Further batches of a step have different numbers. A batch that is drawn while another one
+waits for its backward, as by a loop that draws ahead, changes nothing.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ _OUTSIDE = "outside"
 
 
 class StepGenerators:
-    """Seeds torch's default generators, and with `LibraryKeys` those of Python and numpy.
+    """Seeds torch's default generators, and with `LibraryKeys` the generators of Python and numpy.
 
     Args:
-        replica: id of this rank's replica; replicas draw different numbers of torch, and equal ones of Python and
-            numpy. None: the number of replicas is fixed, and the scheduler says which one draws.
+        replica: number of this rank's replica. Replicas draw different numbers of torch, and equal numbers of Python
+            and numpy. None if the number of replicas is fixed, and the scheduler says which replica draws.
 
     Attributes:
-        seed: of the job; None before the chief's is known.
-        step: optimizer steps taken so far.
+        seed: seed of the job; None before the chief's seed is known.
+        step: number of optimizer steps taken so far.
     """
 
     def __init__(self, replica: int | None) -> None:
@@ -46,12 +46,11 @@ class StepGenerators:
     def start(self, seed: int) -> None:
         """Use `seed`, which all ranks have agreed on, and set the generators for the current place.
 
-        Where they are set for it already, sequences continue: the same numbers must not come twice. Not if the
-        program has set a seed since.
+        Where the generators are set for the place already, their sequences continue, as the same numbers must not come
+        twice. They do not continue if the program has set a seed since.
         """
-        is_running = bool(self._states) or (
-            self.seed is not None and torch.initial_seed() == self._key
-        )
+        has_own_seed = self.seed is not None and torch.initial_seed() == self._key
+        is_running = bool(self._states) or has_own_seed
         if not self._is_agreed:
             self.seed = seed
             self._is_agreed = True
@@ -60,14 +59,17 @@ class StepGenerators:
             self._set()
 
     def start_alone(self) -> None:
-        """Use this rank's own seed until all agree on one. Ranks draw different numbers all the same."""
+        """Use this rank's own seed until all ranks agree on a seed. They draw different numbers in any case."""
         self.seed = torch.initial_seed()
         self._set()
 
     def restore(
-        self, seed: int | None, step: int, libraries: list[dict[str, Any]] | None = None
+        self,
+        seed: int | None,
+        step: int,
+        libraries: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Resume at `step` with the seed of a checkpoint, and what it stores of the libraries."""
+        """Resume at `step` with a checkpoint's seed and its states of the libraries."""
         self.seed = seed
         self.step = step
         self._is_agreed = seed is not None
@@ -80,7 +82,7 @@ class StepGenerators:
             self._set()
 
     def libraries(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint stores of the random numbers of Python and numpy on this rank."""
+        """Return the states of the random numbers of Python and numpy on this rank, for a checkpoint."""
         return self._libraries.state()
 
     def advance(self) -> None:
@@ -94,16 +96,20 @@ class StepGenerators:
         """Start a batch of this step: the first one, or one more, whose gradients are added.
 
         Args:
-            n_backwards: how many the program has made so far. Batches that no backward uses, as of a validation, do
-                not count, so that a restart after the step finds the same numbers.
+            n_backwards: number of backwards that the program has made so far. Batches that no backward uses, as of a
+                validation, do not count, so that a restart after the step draws the same numbers.
         """
         if self._n_backwards_at_step is None:
             self._n_backwards_at_step = n_backwards
         n_added = n_backwards - self._n_backwards_at_step
-        self._begin(f"step {self.step}, backward {n_added}" if n_added else f"step {self.step}")
+        place = f"step {self.step}"
+        if n_added:
+            place = f"step {self.step}, backward {n_added}"
+        self._begin(place)
         self._libraries.begin_batch(self._place)
 
     def _begin(self, place: str) -> None:
+        """Set the generators for a place in training."""
         self._place = place
         self._states.clear()
         if self.seed is not None:
@@ -121,7 +127,7 @@ class StepGenerators:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Let the block draw as code outside `run` does, whichever replica came last."""
+        """Let the block draw as code outside `run` does, whichever replica has drawn last."""
         replica = self._drawer
         self.suspend(replica)
         self._restore(_OUTSIDE)
@@ -156,7 +162,9 @@ class StepGenerators:
             torch.cuda.set_rng_state(cuda[0])
 
     def _set(self) -> None:
-        key = xxhash.xxh3_64_intdigest(f"{self.seed} {self._place} {self._drawer}".encode()) >> 1
+        """Seed torch's generators for the current place and drawer."""
+        name = f"{self.seed} {self._place} {self._drawer}"
+        key = xxhash.xxh3_64_intdigest(name.encode()) >> 1
         self._key = key
         torch.default_generator.manual_seed(key)
         if self._has_cuda:

@@ -1,4 +1,4 @@
-"""Gradients hidden from an optimizer, whose step another replica of the process or another rank makes."""
+"""Gradients hidden from an optimizer whose step another replica of the process or another rank makes."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from hpcdist.errors import GradientError
 
 
 def hide_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Take the gradients away, so that the optimizer finds nothing to do; return them."""
+    """Remove the gradients of parameters, so that the optimizer has nothing to do; return the gradients."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -16,7 +16,8 @@ def hide_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
 
 
 def restore_gradients(
-    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
 ) -> None:
     """Put hidden gradients back.
 

@@ -1,9 +1,9 @@
 """Keeps the random numbers of Python and numpy in the program's loop the same in a run that was restarted.
 
-They are seeded where the loop gets a part of a batch and after each optimizer step, by what the library was seeded with
-before the first use of a model, and the place in training: equal on all ranks, unless the program seeds each rank in
-its own way. What the program seeds later keeps its sequence, whose state is saved. As long as a library is not drawn
-from, it is left alone.
+They are seeded where the loop gets a part of a batch and after each optimizer step. The seed is made of the library's
+seed before the first use of a model, and of the place in training: equal on all ranks, unless the program seeds each
+rank differently. A library that the program seeds later keeps its sequence, whose state is saved. As long as a library
+is not drawn from, it is left alone.
 """
 
 from typing import Any
@@ -12,16 +12,21 @@ import xxhash
 
 from hpcdist.runtime.library_numbers import LIBRARIES, Library, Mark
 
+#: State of a library's generator, or of its key, as checkpoints store it.
+State = dict[str, Any]
+
 
 def _digest_of(seed: int, name: str) -> int:
-    return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
+    """Return the seed of 63 bits for a name."""
+    text = f"{seed} {name}"
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 class _LibraryKey:
     """Seeds one library.
 
     Args:
-        library: whose numbers.
+        library: library of random numbers.
     """
 
     def __init__(self, library: Library) -> None:
@@ -33,56 +38,55 @@ class _LibraryKey:
         self._has_program_seeded = False
         self._mark: Mark | None = None
         self._is_restored = False
-        self._restored_state: dict[str, Any] | None = None
+        self._restored_state: State | None = None
         self._restored_origin: int | None = None
-        self._states: dict[int | str, dict[str, Any]] = {}
+        self._states: dict[int | str, State] = {}
         self._run_mark: Mark = ()
-        self._run_state: dict[str, Any] | None = None
+        self._run_state: State | None = None
 
     def start(self, seed: int) -> None:
-        """Take what the program has seeded so far as the origin of all numbers; else the seed of torch's.
+        """Take the program's last seed as the origin of all numbers; without one, a digest of torch's seed.
 
-        A restore has set the origin already; what the program has seeded since then, it had seeded before the start in
-        the run that was saved, too.
+        A restore has set the origin already. If the program has seeded the library since then, it had done so before
+        the start in the saved run, too.
         """
         self._begin_training()
-        if self._origin is None:
-            self._origin = (
-                self._library.origin if self._n_seeds else _digest_of(seed, self._library.name)
-            )
+        if self._origin is None and self._n_seeds:
+            self._origin = self._library.origin
+        elif self._origin is None:
+            self._origin = _digest_of(seed, self._library.name)
 
     def _begin_training(self) -> None:
-        """Count seeds from here on as those that the program sets later."""
+        """Count seeds from here on as seeds that the program sets later."""
         if not self._is_started:
             self._is_started = True
             self._n_seeds = self._library.n_seeds
 
     def seed(self, place: str) -> None:
-        """Seed the library for a place in training; from the first numbers on that are drawn in the loop."""
+        """Seed the library for a place in training, once the loop has drawn numbers."""
         if self._origin is None or self._is_programs_sequence():
             return
         if self._mark is not None and not self._has_drawn:
             if self._library.mark() == self._mark:
-                return
+                return  # nothing was drawn
             self._has_drawn = True
         name = place if self._has_drawn else "before the first numbers"
-        self._library.seed(_digest_of(self._origin, name))
+        place_seed = _digest_of(self._origin, name)
+        self._library.seed(place_seed)
         self._mark = self._library.mark()
         if self._run_state is not None:  # a step of replicas in a run: all continue from here
             self.begin_run()
 
     def begin_batch(self, place: str) -> None:
-        """Seed the library for a batch that is handed out; a sequence of the program's goes on where it was saved.
+        """Seed the library for a batch that is handed out; the program's own sequence continues where it was saved.
 
-        What was drawn between a restore and the first batch was drawn by the program's setup.
+        Numbers drawn between a restore and the first batch were drawn by the program's setup.
         """
         if self._is_restored:
             self._is_restored = False
             self._mark = None
-            is_other = (
-                self._library.n_seeds != self._n_seeds
-                and self._library.origin != self._restored_origin
-            )
+            is_seeded_anew = self._library.n_seeds != self._n_seeds
+            is_other = is_seeded_anew and self._library.origin != self._restored_origin
             if self._restored_state is not None and not is_other:
                 self._n_seeds = self._library.n_seeds
                 self._library.set_state(self._restored_state)
@@ -96,26 +100,26 @@ class _LibraryKey:
             self._has_program_seeded = True
         return self._has_program_seeded
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of this rank."""
-        is_programs = self._origin is not None and self._is_programs_sequence()
-        sequence: dict[str, Any] | None = None
-        if is_programs:
+    def state(self) -> State:
+        """Return the state of this rank for a checkpoint."""
+        sequence: State | None = None
+        program_seed: int | None = None
+        if self._origin is not None and self._is_programs_sequence():
             sequence = self._library.state()
             sequence["words"] = sequence["words"].tolist()
-        has_drawn = self._has_drawn or (
-            self._mark is not None and self._library.mark() != self._mark
-        )
-        seeded = self._library.origin if is_programs else None
+            program_seed = self._library.origin
+        has_drawn = self._has_drawn
+        if not has_drawn and self._mark is not None:
+            has_drawn = self._library.mark() != self._mark
         return {
             "origin": self._origin,
             "has_drawn": has_drawn,
             "sequence": sequence,
-            "seeded": seeded,
+            "seeded": program_seed,
         }
 
-    def restore(self, state: dict[str, Any], place: str) -> None:
-        """Resume from what a checkpoint stores."""
+    def restore(self, state: State, place: str) -> None:
+        """Resume from the state in a checkpoint."""
         self._origin = state["origin"]
         self._has_drawn = state["has_drawn"]
         self._n_seeds = self._library.n_seeds
@@ -128,10 +132,10 @@ class _LibraryKey:
             self._library.set_state(self._restored_state)
         self.seed(place)
 
-    # -- replicas of one process, each of which draws what the others draw ------------------------------------------
+    # -- replicas of one process, which draw the same numbers -------------------------------------------------------
 
     def begin_run(self) -> None:
-        """Let every replica of a run begin with the numbers that come now. Cost: 30 us."""
+        """Let every replica of a run begin with the next numbers. Cost: 30 us."""
         self._run_mark = self._library.mark()
         self._run_state = self._library.state()
         self._states = {}
@@ -143,13 +147,14 @@ class _LibraryKey:
 
     def resume(self, replica: int | str) -> None:
         """Continue a replica's sequence; from the beginning of the run, where it has not drawn."""
-        if self._run_state is not None and (
-            replica in self._states or self._library.mark() != self._run_mark
-        ):
-            self._library.set_state(self._states.get(replica, self._run_state))
+        if self._run_state is None:
+            return
+        if replica in self._states or self._library.mark() != self._run_mark:
+            state = self._states.get(replica, self._run_state)
+            self._library.set_state(state)
 
     def end_run(self) -> None:
-        """Let the code outside the run go on where the last replica has ended."""
+        """Let the code outside the run continue where the last replica has ended."""
         self._run_state = None
 
 
@@ -160,7 +165,7 @@ class LibraryKeys:
         self._keys = [_LibraryKey(library) for library in LIBRARIES]
 
     def start(self, seed: int) -> None:
-        """Take what the program has seeded so far as the origin of all numbers; else the seed of torch's."""
+        """Take the program's last seeds as the origins of all numbers; without one, a digest of torch's seed."""
         for key in self._keys:
             key.start(seed)
 
@@ -194,11 +199,11 @@ class LibraryKeys:
         for key in self._keys:
             key.end_run()
 
-    def state(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint stores of this rank."""
+    def state(self) -> list[State]:
+        """Return the states of this rank for a checkpoint."""
         return [key.state() for key in self._keys]
 
-    def restore(self, states: list[dict[str, Any]], place: str) -> None:
-        """Resume from what a checkpoint stores."""
+    def restore(self, states: list[State], place: str) -> None:
+        """Resume from the states in a checkpoint."""
         for key, state in zip(self._keys, states, strict=True):
             key.restore(state, place)

@@ -1,4 +1,4 @@
-"""Finds metrics of torchmetrics that would count the rows of one rank alone."""
+"""Finds metrics of torchmetrics that would count the rows of only one rank."""
 
 import gc
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger("hpcdist")
 def local_metrics() -> list[Any]:
     """Return the metrics that no `TorchMetric` holds, where torchmetrics does not combine them itself.
 
-    Cost: nothing in a program without torchmetrics, else a walk over all objects of the process.
+    Cost: none in a program without torchmetrics, otherwise a walk over all objects of the process.
     """
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None or (
@@ -27,7 +27,8 @@ def local_metrics() -> list[Any]:
         if issubclass(kind, torchmetrics.Metric):
             metrics.append(item)
         elif kind.__name__ == "TorchMetric":
-            wrapped_ids.update(map(id, vars(item)["_metric"].modules()))
+            wrapped_metric = vars(item)["_metric"]
+            wrapped_ids.update(map(id, wrapped_metric.modules()))
     return [
         metric
         for metric in metrics
@@ -36,7 +37,7 @@ def local_metrics() -> list[Any]:
 
 
 def warn_of_local_metrics() -> None:
-    """Log the classes of such metrics. Not collective."""
+    """Log the classes of the metrics that `local_metrics` returns. Not collective."""
     names = sorted({type(metric).__name__ for metric in local_metrics()})
     if names:
         logger.warning(

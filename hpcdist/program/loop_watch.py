@@ -1,7 +1,7 @@
 """Shows torch's forwards and backwards to the state of the program's loop.
 
-Backwards are always seen. Forwards are seen once a loop has drawn a part while another one was still to be used: before
-that a backward can only mean the one part there is.
+Backwards are always seen. Forwards are seen once a loop has drawn a part while another part was still to be used.
+Before that, a backward can only use the single part that was drawn.
 """
 
 import weakref
@@ -35,10 +35,10 @@ class LoopWatch:
     """Watches the loop of one world.
 
     Args:
-        flags: of the world.
+        flags: step flags of the world.
 
     Attributes:
-        tensors: which part a tensor belongs to.
+        tensors: memory by which the part of a tensor is known.
     """
 
     def __init__(self, flags: StepFlags) -> None:
@@ -68,41 +68,51 @@ class LoopWatch:
     def _after_step(self, optimizer: Optimizer) -> None:
         self._flags.loop.note_other_step()
 
-    def seed_batches(self, owner: int, generators: StepGenerators) -> None:
+    def seed_batches(
+        self,
+        owner: int,
+        generators: StepGenerators,
+    ) -> None:
         """Have random numbers seeded for each batch of an owner that is handed out.
 
         Args:
-            owner: number of whose gradients are made of the batches.
-            generators: of the owner.
+            owner: number of the strategy whose gradients are made of the batches.
+            generators: random numbers of the owner.
         """
         self._generators[owner] = generators
 
     def _begin_batch(self, owner: int | None) -> None:
-        """Seed random numbers for a batch; for one that may be anybody's, those of the newest owner."""
+        """Seed an owner's random numbers for a batch; without an owner, the numbers of the newest one."""
         if owner is None:
             owner = max(self._generators.keys(), default=None)
-        generators = None if owner is None else self._generators.get(owner)
+        if owner is None:
+            return
+        generators = self._generators.get(owner)
         if generators is not None:
             generators.begin_batch(self._flags.loop.n_backwards)
 
     def hand_out(self, part: Part, nests: Any) -> None:
         """Seed random numbers for a part, and remember which tensors belong to it.
 
-        While only one part can be meant, those of the newest one alone are remembered.
+        While a backward can only use one part, only the tensors of the newest part are remembered.
 
         Args:
-            part: what is handed out.
-            nests: its tensors and arrays, of all local replicas.
+            part: part that is handed out.
+            nests: tensors and arrays of the part, of all local replicas.
         """
         if part.is_for_training and not self._flags.loop.has_drawn_ahead:
             self._begin_batch(part.source.owner)
         if self._flags.loop.needs_identity:
             self.tensors.add(part, nests)
         else:
-            leaves = [leaf for leaf in leaves_of(nests) if isinstance(leaf, _WEAK)]
-            self._newest = part, [torch_hooks.weak_reference(leaf) for leaf in leaves]
+            references: list[Callable[[], Any]] = []
+            for leaf in leaves_of(nests):
+                if isinstance(leaf, _WEAK):
+                    references.append(torch_hooks.weak_reference(leaf))
+            self._newest = (part, references)
 
     def _watch_forwards(self, is_needed: bool) -> None:
+        """Watch the calls of modules from now on, or stop watching them."""
         if is_needed and self._newest is not None:
             part, references = self._newest
             self.tensors.add(part, [reference() for reference in references])
@@ -114,7 +124,7 @@ class LoopWatch:
             self._handle = None
 
     def before_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
-        """Follow a DataLoader of the program's own; return in what it is to begin its pass."""
+        """Follow a DataLoader that the program has made; return a context in which it must begin its pass."""
         if self._flags.loop.is_drawing:
             return nullcontext()
         prepare_workers(loader)
@@ -125,24 +135,29 @@ class LoopWatch:
         return own_loader.begin_pass(loader)
 
     def before_draw(self, loader: "DataLoader[Any]") -> None:
-        """Act on requests if a draw begins an iteration. Collective then: the ranks of the role."""
+        """Act on requests if a draw begins an iteration. Collective over the ranks of the role in that case."""
         if loader in self._own_loaders:
             self._own_loaders[loader].before_draw()
 
     def after_draw(self, loader: "DataLoader[Any]", batch: Any) -> None:
         """Record a batch that the program has drawn."""
         if loader in self._own_loaders:
-            self.hand_out(self._own_loaders[loader].part_of(batch), batch)
+            part = self._own_loaders[loader].part_of(batch)
+            self.hand_out(part, batch)
 
     def after_pass(self, loader: "DataLoader[Any]") -> None:
         """Note that a pass has ended."""
         if loader in self._own_loaders:
             self._own_loaders[loader].end_pass()
 
-    def before_call(self, module: nn.Module, inputs: Any) -> "_Inputs | None":
-        """Return the parts that a call is given; None for one that activation checkpointing makes again.
+    def before_call(
+        self,
+        module: nn.Module,
+        inputs: Any,
+    ) -> "_Inputs | None":
+        """Return the parts in the inputs of a call; None for a call that activation checkpointing makes again.
 
-        Acts on requests if the call begins an iteration. Collective then: the ranks of the role.
+        Acts on requests if the call begins an iteration. Collective over the ranks of the role in that case.
         """
         if torch_hooks.is_in_backward() or torch_hooks.is_transforming():
             return None
@@ -150,40 +165,50 @@ class LoopWatch:
         parts = self.tensors.parts_of(leaves)
         if parts and torch.is_grad_enabled() and _has_parameters(module):
             self._flags.poll_at_forward(parts)
-        return _Inputs(parts, None if parts else length_of(leaves))
+        likely_rows = None if parts else length_of(leaves)
+        return _Inputs(parts, likely_rows)
 
-    def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
+    def after_call(
+        self,
+        module: nn.Module,
+        before: Any,
+        output: Any,
+    ) -> None:
         """Let a backward that reaches the output know the parts, and note a call that leaves something behind."""
         if before is None:
             return
         parts = before.parts
-        outputs = [
-            leaf
-            for leaf in leaves_of(output)
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-        ]
+        outputs: list[Tensor] = []
+        for leaf in leaves_of(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                outputs.append(leaf)
         if torch.is_grad_enabled() and outputs:
             reach = _Reach(self._flags.loop.uses_of_thread(), parts, before.likely_rows)
             for tensor in outputs:
                 torch_hooks.call_at_gradient_of(tensor, reach)
             self._flags.loop.note_forward(parts)
         elif parts and module.training and _has_parameters(module):
-            # others may be made on one rank alone
+            # other calls may be made on one rank alone
             self._flags.loop.note_forward()
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a call is given: parts, or without any the length of its first tensor."""
+    """Parts in the inputs of a call, or without any parts the length of its first tensor."""
 
     parts: list[Part]
     likely_rows: int | None
 
 
 class _Reach:
-    """Adds the parts of a forward to what the backward uses that reaches it."""
+    """Adds the parts of a forward to the uses of a backward that reaches it."""
 
-    def __init__(self, uses: Uses, parts: list[Part], likely_rows: int | None) -> None:
+    def __init__(
+        self,
+        uses: Uses,
+        parts: list[Part],
+        likely_rows: int | None,
+    ) -> None:
         self._uses = uses
         self._parts = parts
         self._likely_rows = likely_rows

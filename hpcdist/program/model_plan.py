@@ -1,4 +1,4 @@
-"""Which parameters and buffers a strategy manages, found by walking the modules made in its scope."""
+"""The parameters and buffers that a strategy manages, found by walking the modules made in its scope."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,8 @@ class ModelBuffer:
     """A module's buffer by name: modules may put a new tensor there. The module is held weakly.
 
     Attributes:
-        name: see above.
-        place: id of the module, and the buffer's name in it.
+        name: name of the buffer in the model.
+        place: id of the module, and the buffer's name in the module.
     """
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
@@ -32,12 +32,16 @@ class ModelBuffer:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor that is there now; None when the module is gone or has removed it."""
+        """The buffer's current tensor; None when the module is gone or has removed it."""
         module = self._module()
-        return None if module is None else module._buffers.get(self._key)
+        if module is None:
+            return None
+        return module._buffers.get(self._key)
 
 
 T = TypeVar("T")
+#: A parameter with its name in the model.
+NamedParameter = tuple[str, nn.Parameter]
 
 
 class IdentitySet(Generic[T]):
@@ -63,7 +67,7 @@ class IdentitySet(Generic[T]):
         yield from alive
 
     def add(self, item: T) -> None:
-        """Add an object, as the last one even if it has the id of one that is gone."""
+        """Add an object as the last one, even if it has the id of an object that is gone."""
         if item not in self:
             self._references.pop(id(item), None)
             self._references[id(item)] = torch_hooks.weak_reference(item)
@@ -77,42 +81,51 @@ class ModuleSet(IdentitySet[nn.Module]):
         self._parameters: IdentitySet[nn.Parameter] = IdentitySet()
 
     def add_parameter(self, parameter: nn.Parameter) -> None:
-        """Add a parameter made in the scope: as one of no module, for as long as no module of the scope holds it."""
+        """Add a parameter made in the scope. It counts as one of no module while no module of the scope holds it."""
         self._parameters.add(parameter)
 
     def bare_parameters(self) -> list[nn.Parameter]:
         """Return the parameters made in the scope that are in none of its modules, in the order of their making."""
-        registered_ids = {id(parameter) for module in self for parameter in module.parameters()}
+        registered_ids: set[int] = set()
+        for module in self:
+            registered_ids.update(map(id, module.parameters()))
         return [parameter for parameter in self._parameters if id(parameter) not in registered_ids]
 
     def parameters(self) -> IdentitySet[nn.Parameter]:
         """Return every parameter of the scope as it is now, including frozen ones."""
-        registered_parameters = [parameter for module in self for parameter in module.parameters()]
-        return IdentitySet([*registered_parameters, *self.bare_parameters()])
+        parameters: IdentitySet[nn.Parameter] = IdentitySet()
+        for module in self:
+            for parameter in module.parameters():
+                parameters.add(parameter)
+        for parameter in self.bare_parameters():
+            parameters.add(parameter)
+        return parameters
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter of the scope, or a buffer of one of the modules."""
-        module_tensors = [
-            module_tensor
-            for module in self
-            for module_tensor in (*module.parameters(), *module.buffers())
-        ]
-        return any(candidate is tensor for candidate in (*module_tensors, *self._parameters))
+        tensors: list[Tensor] = []
+        for module in self:
+            tensors += module.parameters()
+            tensors += module.buffers()
+        tensors += self._parameters
+        return any(candidate is tensor for candidate in tensors)
 
     def ids(self) -> set[int]:
         """Return the ids of the modules and of their parts."""
         ids: set[int] = set()
         for root in self.roots():
-            ids.update(id(part) for part in root.modules())
+            ids.update(map(id, root.modules()))
         return ids
 
     def roots(self) -> list[nn.Module]:
-        """Return the modules that are alive and no other one's child."""
+        """Return the modules that are alive and are no child of another module."""
         alive = list(self)
-        children = {
-            id(child) for module in alive for child in module.modules() if child is not module
-        }
-        return [module for module in alive if id(module) not in children]
+        child_ids: set[int] = set()
+        for module in alive:
+            for part in module.modules():
+                if part is not module:
+                    child_ids.add(id(part))
+        return [module for module in alive if id(module) not in child_ids]
 
 
 @dataclass(frozen=True)
@@ -122,31 +135,35 @@ class ModelPlan:
     Attributes:
         parameters: every parameter once, including frozen ones.
         buffers: every buffer.
-        sparse: parameters whose gradients may be sparse: those of modules with a true attribute `sparse`.
+        sparse: parameters whose gradients may be sparse, as they are of modules with a true attribute `sparse`.
     """
 
-    parameters: tuple[tuple[str, nn.Parameter], ...]
+    parameters: tuple[NamedParameter, ...]
     buffers: tuple[ModelBuffer, ...]
     sparse: IdentitySet[nn.Parameter] = field(default_factory=IdentitySet)
 
     @property
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
+    def trained(self) -> list[NamedParameter]:
         """Parameters that need a gradient."""
         return [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
 
     @property
     def averaged(self) -> list[tuple[ModelBuffer, Tensor]]:
         """Buffers of floats, such as BatchNorm's running statistics."""
-        return [
-            (buffer, tensor)
-            for buffer, tensor in self._buffer_tensors()
-            if dtype_name(tensor) in SUM_DTYPES
-        ]
+        averaged: list[tuple[ModelBuffer, Tensor]] = []
+        for buffer, tensor in self._buffer_tensors():
+            if dtype_name(tensor) in SUM_DTYPES:
+                averaged.append((buffer, tensor))
+        return averaged
 
     def _buffer_tensors(self) -> list[tuple[ModelBuffer, Tensor]]:
-        return [
-            (buffer, tensor) for buffer in self.buffers if (tensor := buffer.tensor) is not None
-        ]
+        """Return the buffers that exist, with their current tensors."""
+        pairs: list[tuple[ModelBuffer, Tensor]] = []
+        for buffer in self.buffers:
+            tensor = buffer.tensor
+            if tensor is not None:
+                pairs.append((buffer, tensor))
+        return pairs
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor."""
@@ -155,61 +172,71 @@ class ModelPlan:
 
     def describe(self) -> str:
         """Return one line per tensor: name, layout, and whether it needs a gradient."""
-        rows = [
-            f"{name} {layout(tensor)} {tensor.requires_grad}{' sparse' if tensor in self.sparse else ''}"
-            for name, tensor in self.parameters
-        ]
-        return "\n".join(
-            rows
-            + [
-                f"{buffer.name} {layout(tensor)} buffer"
-                for buffer, tensor in self._buffer_tensors()
-            ]
-        )
+        lines: list[str] = []
+        for name, parameter in self.parameters:
+            suffix = " sparse" if parameter in self.sparse else ""
+            needs_gradient = parameter.requires_grad
+            parameter_layout = layout(parameter)
+            lines.append(f"{name} {parameter_layout} {needs_gradient}{suffix}")
+        for buffer, tensor in self._buffer_tensors():
+            lines.append(f"{buffer.name} {layout(tensor)} buffer")
+        return "\n".join(lines)
 
 
 def plan_model(
-    roots: list[nn.Module], bare: Iterable[nn.Parameter] = (), has_several_replicas: bool = True
+    roots: list[nn.Module],
+    bare: Iterable[nn.Parameter] = (),
+    has_several_replicas: bool = True,
 ) -> ModelPlan:
-    """Return the tensors of `roots`, and parameters that are in no module, every parameter once.
+    """Return the tensors of some modules, and parameters that are in no module, every parameter once.
+
+    Args:
+        roots: modules that are no children of other modules.
+        bare: parameters that are in no module.
+        has_several_replicas: whether modules and buffers must fit several replicas.
 
     Raises:
         ConfigurationError: for a parameter that has no shape yet or whose gradient cannot be summed, and an embedding
             whose forward writes to it; on this rank only.
     """
-    parameters: list[tuple[str, nn.Parameter]] = []
+    parameters: list[NamedParameter] = []
     buffers: list[ModelBuffer] = []
     seen: set[int] = set()
     for number, root in enumerate(roots):
         prefix = f"{number}:" if len(roots) > 1 else ""
-        for name, parameter in root.named_parameters(prefix=""):
+        for parameter_name, parameter in root.named_parameters(prefix=""):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                _check_parameter(prefix + name, parameter)
-                parameters.append((prefix + name, parameter))
+                name = prefix + parameter_name
+                _check_parameter(name, parameter)
+                parameters.append((name, parameter))
         for module_name, module in root.named_modules():
             if has_several_replicas:
                 _check_module(prefix + module_name, module)
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    name = prefix + ".".join(filter(None, (module_name, key)))
+                    buffer_name = f"{module_name}.{key}" if module_name else key
+                    name = prefix + buffer_name
                     if has_several_replicas:
                         _check_buffer(name, buffer)
                     buffers.append(ModelBuffer(name, module, key))
     for number, parameter in enumerate(bare):
-        _check_parameter(f"parameter {number}", parameter)
-        parameters.append((f"parameter {number}", parameter))
-    modules = [
-        module
-        for root in roots
-        for module in root.modules()
-        if getattr(module, "sparse", False) is True
-    ]
-    sparse = IdentitySet(
-        parameter for module in modules for parameter in module.parameters(recurse=False)
-    )
-    return ModelPlan(tuple(parameters), tuple(buffers), sparse)
+        name = f"parameter {number}"
+        _check_parameter(name, parameter)
+        parameters.append((name, parameter))
+    return ModelPlan(tuple(parameters), tuple(buffers), _sparse_parameters(roots))
+
+
+def _sparse_parameters(roots: Iterable[nn.Module]) -> IdentitySet[nn.Parameter]:
+    """Return the parameters of modules with a true attribute `sparse`."""
+    sparse: IdentitySet[nn.Parameter] = IdentitySet()
+    for root in roots:
+        for module in root.modules():
+            if getattr(module, "sparse", False) is True:
+                for parameter in module.parameters(recurse=False):
+                    sparse.add(parameter)
+    return sparse
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -226,13 +253,12 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_buffer(name: str, buffer: Tensor) -> None:
+    """Raise ConfigurationError for a buffer that cannot be made equal on all ranks."""
     if buffer.layout is not torch.strided:
         kind = str(buffer.layout).removeprefix("torch.")
     elif not is_storable(buffer.dtype):
         kind = dtype_name(buffer)
-    elif any(
-        not stride and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
-    ):
+    elif _is_expanded(buffer):
         kind = "expanded"  # torch does not restore it either
     else:
         return
@@ -242,8 +268,16 @@ def _check_buffer(name: str, buffer: Tensor) -> None:
     )
 
 
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor share one place in memory, as after `expand`."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in pairs)
+
+
 def _check_module(name: str, module: nn.Module) -> None:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    if module.max_norm is not None:
         raise ConfigurationError(
             f"strategy: expected an embedding without max_norm, which changes the rows that each replica uses in its "
             f"forward, got {name!r} with {module.max_norm:g}; leave it out, and scale all rows after each step."
@@ -254,12 +288,10 @@ def explain_difference(own_model: str, roots: str) -> DesyncError:
     """Return the error for a rank whose model is described by `own_model` where the chief's is described by `roots`."""
     own_rows = own_model.splitlines()
     root_rows = roots.splitlines()
-    first = next(
-        (own_row, root_row)
-        for own_row, root_row in zip_longest(own_rows, root_rows)
-        if own_row != root_row
+    pairs = zip_longest(own_rows, root_rows, fillvalue="nothing")
+    own_row, root_row = next(
+        (own_row, root_row) for own_row, root_row in pairs if own_row != root_row
     )
-    own_row, root_row = (row or "nothing" for row in first)
     return DesyncError(
         f"strategy: expected the chief's model of {len(root_rows)} tensors, got {len(own_rows)}, first difference "
         f"{own_row!r} where the chief has {root_row!r}; build the same model on every rank."

@@ -1,6 +1,6 @@
-"""Finds what drives the optimizers of a program beside their gradients: schedulers, scalers, and averages of weights.
+"""Finds the objects that drive a program's optimizers beside gradients: schedulers, scalers, averages of weights.
 
-A closed list, as nobody can tell for any object whether training depends on it.
+The list of kinds is closed, as nobody can tell for any object whether training depends on it.
 """
 
 import functools
@@ -16,9 +16,9 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-#: What a scheduler of another library than torch has one of, beside an optimizer, `step` and a state.
+#: Attributes of which a scheduler of another library than torch has one, beside an optimizer, `step` and a state.
 _SIGNS_OF_SCHEDULER = ("get_lr", "_get_lr", "get_last_lr", "base_lrs", "base_values", "last_epoch")
-#: Elements of each parameter that a fingerprint looks at.
+#: Number of elements of each parameter that a fingerprint looks at.
 _N_SAMPLED = 256
 
 _schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -47,7 +47,12 @@ def _remember_averages() -> None:
     init = AveragedModel.__init__
 
     @functools.wraps(init)
-    def init_and_remember(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def init_and_remember(
+        self: AveragedModel,
+        model: nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         init(self, model, *args, **kwargs)
         _averaged[self] = weakref.ref(model)
 
@@ -55,11 +60,16 @@ def _remember_averages() -> None:
 
 
 def _remember_scalers() -> None:
-    """Let scalers be remembered when they step an optimizer; a disabled one steps it as it is."""
+    """Let enabled scalers be remembered when they step an optimizer."""
     step = GradScaler.step
 
     @functools.wraps(step)
-    def step_and_remember(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step_and_remember(
+        self: GradScaler,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if self.is_enabled():
             _scaled.setdefault(self, weakref.WeakSet()).add(optimizer)
         return step(self, optimizer, *args, **kwargs)
@@ -73,13 +83,16 @@ _remember_averages()
 _remember_scalers()
 
 
-def schedulers_of(optimizers: Sequence[Any], is_thorough: bool) -> list[Any]:
-    """Return the schedulers that hold one of some optimizers, without those that are members of another one.
+def schedulers_of(
+    optimizers: Sequence[Any],
+    is_thorough: bool,
+) -> list[Any]:
+    """Return the schedulers that hold one of some optimizers, without members of other schedulers.
 
     Args:
         optimizers: optimizers of torch.
-        is_thorough: whether to look for classes of other libraries, too, among all that refers to the optimizers.
-            Cost: a walk over all objects of the process.
+        is_thorough: whether to look for classes of other libraries, too, among all objects that refer to the
+            optimizers. Cost: a walk over all objects of the process.
     """
     holders = list(_schedulers)
     if is_thorough:
@@ -94,9 +107,8 @@ def schedulers_of(optimizers: Sequence[Any], is_thorough: bool) -> list[Any]:
     members: list[Any] = []
     for scheduler in schedulers:
         members += members_of(scheduler)
-    return [
-        scheduler for scheduler in schedulers if not any(scheduler is member for member in members)
-    ]
+    member_ids = set(map(id, members))
+    return [scheduler for scheduler in schedulers if id(scheduler) not in member_ids]
 
 
 def _holders_of(optimizer: Any) -> list[Any]:
@@ -104,34 +116,32 @@ def _holders_of(optimizer: Any) -> list[Any]:
     holders: list[Any] = []
     for referrer in gc.get_referrers(optimizer):
         if isinstance(referrer, dict):  # the attributes of an object, before Python 3.11 always
-            holders += [
-                owner
-                for owner in gc.get_referrers(referrer)
-                if getattr(owner, "__dict__", None) is referrer
-            ]
+            for owner in gc.get_referrers(referrer):
+                if getattr(owner, "__dict__", None) is referrer:
+                    holders.append(owner)
         else:
             holders.append(referrer)
     return holders
 
 
 def _is_scheduler(holder: Any) -> bool:
+    """Return whether an object is a scheduler of torch, or like one."""
     if isinstance(holder, (LRScheduler, ReduceLROnPlateau)):
         return True
-    has_state = all(
-        callable(getattr(holder, name, None)) for name in ("step", "state_dict", "load_state_dict")
-    )
-    return has_state and any(hasattr(holder, sign) for sign in _SIGNS_OF_SCHEDULER)
+    for name in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(holder, name, None)):
+            return False
+    return any(hasattr(holder, sign) for sign in _SIGNS_OF_SCHEDULER)
 
 
 def members_of(scheduler: Any) -> list[Any]:
-    """Return the schedulers inside another one, such as a SequentialLR or a wrapper, and inside those."""
+    """Return the schedulers at any depth inside another one, such as a SequentialLR or a wrapper."""
     members: list[Any] = []
     for value in vars(scheduler).values():
         values = value if isinstance(value, (list, tuple)) else [value]
         for member in values:
-            if _is_scheduler(member) and not any(
-                member is visited for visited in [scheduler, *members]
-            ):
+            is_visited = any(member is visited for visited in [scheduler, *members])
+            if not is_visited and _is_scheduler(member):
                 members.append(member)
                 members += members_of(member)
     return members
@@ -148,40 +158,40 @@ def scalers_of(optimizers: Sequence[Any]) -> list[Any]:
 
 def averages_of(models: Sequence[nn.Module]) -> list[AveragedModel]:
     """Return torch's averages of the weights of models, or of wrappers or parts of them."""
-    parameters: set[int] = set()
+    parameter_ids: set[int] = set()
     for model in models:
-        parameters.update(map(id, model.parameters()))
+        parameter_ids.update(map(id, model.parameters()))
     averages: list[AveragedModel] = []
     for average, reference in list(_averaged.items()):
-        model_of_average = reference()
-        if model_of_average is not None and any(
-            id(item) in parameters for item in model_of_average.parameters()
-        ):
+        averaged_model = reference()
+        if averaged_model is None:
+            continue
+        if any(id(parameter) in parameter_ids for parameter in averaged_model.parameters()):
             averages.append(average)
     return averages
 
 
 def copies_of(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return modules of the classes of models, with parameters of the same names and shapes, and memory of their own.
+    """Return modules of the classes of models, with parameters of the same names and shapes in separate memory.
 
-    Not those in torch's averages, which `averages_of` returns.
+    Modules in torch's averages are left out; `averages_of` returns the averages.
 
     Cost: a walk over all objects of the process.
     """
     kinds: set[type] = set()
     layouts: list[Any] = []
-    own_parameters: set[int] = set()
+    known_ids: set[int] = set()
     for model in models:
         kinds.add(type(model))
         layouts.append(_layout_of(model))
-        own_parameters.update(map(id, model.parameters()))
+        known_ids.update(map(id, model.parameters()))
     for average in list(_averaged):
-        own_parameters.update(map(id, average.parameters()))
+        known_ids.update(map(id, average.parameters()))
     copies: list[nn.Module] = []
     for item in gc.get_objects():
         if type(item) not in kinds or _layout_of(item) not in layouts:
             continue
-        if not any(id(parameter) in own_parameters for parameter in item.parameters()):
+        if not any(id(parameter) in known_ids for parameter in item.parameters()):
             copies.append(item)
     return copies
 
@@ -192,9 +202,11 @@ def _layout_of(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 @torch.no_grad()
 def fingerprint(module: nn.Module) -> int:
-    """Return a digest of a few elements of each parameter. Cost: 1 KiB of each is copied to the host."""
+    """Return a digest of a few elements of each parameter. Cost: 1 KiB of each parameter is copied to the host."""
     digest = xxhash.xxh3_64()
     for parameter in module.parameters():
-        sample = parameter.detach().reshape(-1)[:_N_SAMPLED].to("cpu").contiguous()
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:_N_SAMPLED].to("cpu").contiguous()
+        sample_bytes = sample.view(torch.uint8).numpy()
+        digest.update(sample_bytes.tobytes())
     return digest.intdigest()

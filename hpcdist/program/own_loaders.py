@@ -1,7 +1,7 @@
-"""DataLoaders of the program's own as sources of parts: which rows a batch has, and where a pass is.
+"""DataLoaders that the program has made, as sources of parts: the rows of a batch, and the position of a pass.
 
-Where a pass is, only `hpcdist.DistributedSampler` can restore. A loader with another sampler is followed all the same,
-so that a program which trains on it is refused instead of being saved at a wrong position.
+Only `hpcdist.DistributedSampler` can restore the position of a pass. A loader with another sampler is followed all the
+same, so that a program which trains on it is refused instead of being saved at a wrong position.
 """
 
 import weakref
@@ -18,14 +18,18 @@ from hpcdist.runtime.step_flags import StepFlags
 
 
 class OwnLoader:
-    """A DataLoader of the program's own.
+    """A DataLoader that the program has made.
 
     Args:
-        loader: what the program iterates over.
-        flags: of the world.
+        loader: loader that the program iterates over.
+        flags: step flags of the world.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", flags: StepFlags) -> None:
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        flags: StepFlags,
+    ) -> None:
         self._sampler: Any = _positioned_sampler(loader)
         self._flags = flags
         keeper = NOTHING
@@ -43,13 +47,16 @@ class OwnLoader:
     @staticmethod
     def _sampler_batch_size(loader: "DataLoader[Any]") -> int | None:
         size = getattr(loader.batch_sampler, "batch_size", None)
-        return size if isinstance(size, int) else None
+        if not isinstance(size, int):
+            return None
+        return size
 
     def begin_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
         """Note that a pass begins; a pass that was left in its middle ends here.
 
         Returns:
-            In which the loader is to begin the pass: where its position is kept, a restart has the same random numbers.
+            A context in which the loader must begin the pass. If its position is kept, a restart has the same random
+            numbers.
 
         Raises:
             DataError: on all ranks, if a restart could not know where the program leaves its passes.
@@ -81,6 +88,7 @@ class OwnLoader:
         return beginning
 
     def _require_end(self) -> None:
+        """Raise DataError on all ranks if a pass was left in its middle, and a restart would count it anew."""
         is_trained = self._source.n_complete > self._n_complete_at_begin
         if (
             self._flags.requester is None
@@ -107,27 +115,36 @@ class OwnLoader:
         return self._first_row + self._n_batches * (self._rows_of_batch or 0)
 
     def before_draw(self) -> None:
-        """Act on requests if the program is between two iterations. Collective then: the ranks of the role."""
+        """Act on requests if the program is between two iterations.
+
+        Collective over the ranks of the role in that case.
+        """
         is_last = self._n_batches > 0 and self._has_all_rows
         self._flags.poll_at_draw(self._source, torch.is_grad_enabled(), is_last)
         self._source.settle()
 
     def part_of(self, batch: Any) -> Part:
-        """Return the part that a batch is, which the program gets now."""
+        """Return a batch that the program gets now as a part."""
         n_rows = self._planned_rows()
         self._n_batches += 1
         if self._sampler is not None:
             self._source.move(self._sampler.position_after(self._drawn_rows()))
+        rows: tuple[int, ...] | None = None
+        likely_rows: int | None = None
+        if n_rows is None:
+            likely_rows = length_of(batch)
+        else:
+            rows = (n_rows,)
         part = Part(
             source=self._source,
             number=self._source.n_handed_out + 1,
-            rows=None if n_rows is None else (n_rows,),
+            rows=rows,
             total_rows=None,
             is_everywhere=n_rows is not None,
             key=None,
             position=self._source.now,
             is_for_training=torch.is_grad_enabled(),
-            likely_rows=length_of(batch) if n_rows is None else None,
+            likely_rows=likely_rows,
         )
         self._flags.loop.hand_out(part)
         return part
@@ -136,12 +153,13 @@ class OwnLoader:
         """Return the rows of the next batch, by the length of the sampler; None where nobody knows."""
         if self._rows_of_batch is None or self._sampler is None:
             return None
-        return max(0, min(self._rows_of_batch, len(self._sampler) - self._drawn_rows()))
+        remaining_rows = len(self._sampler) - self._drawn_rows()
+        return max(0, min(self._rows_of_batch, remaining_rows))
 
     def end_pass(self) -> None:
         """Note that there were no more batches."""
         self._source.end_pass()
-        # read for something else, such as its mean; tensors still name their part
+        # the program has read the rows for another purpose, such as their mean; tensors still name their part
         if not self._source.is_trained:
             self._source.drop_open()
         if self._is_following:
@@ -155,4 +173,6 @@ def _positioned_sampler(loader: "DataLoader[Any]") -> Any:
     if type(loader.batch_sampler) is not BatchSampler:
         return None
     sampler = loader.batch_sampler.sampler
-    return sampler if hasattr(sampler, "position_after") else None
+    if not hasattr(sampler, "position_after"):
+        return None
+    return sampler

@@ -1,8 +1,8 @@
-"""Whose an object is: the strategies that are alive, for code that does not know of strategies.
+"""The owners of objects: the strategies that are alive, for code that does not know strategies.
 
-A checkpoint holds models and optimizers, and does not know which strategy has made them, nor what that has to do before
-they are saved. So it asks all strategies in turn, each of which looks for its own. The same for losses and gradients
-outside of every scope.
+A checkpoint holds models and optimizers. It does not know which strategy has made them, nor what the strategy has to do
+before they are saved. So it asks all strategies in turn, and each strategy looks for its own objects. Losses and
+gradients outside of every scope find their strategy in the same way.
 """
 
 import enum
@@ -18,7 +18,7 @@ from hpcdist.program.model_plan import IdentitySet
 
 
 class Stepper(enum.Enum):
-    """Who makes an optimizer's steps, and so has its state."""
+    """The processes that make an optimizer's steps, and so have its state."""
 
     EVERY_RANK = "every rank"
     CHIEF = "the chief"
@@ -26,19 +26,19 @@ class Stepper(enum.Enum):
 
 
 class Owner(Protocol):
-    """A strategy, as seen by those that save and load objects."""
+    """A strategy, as seen by code that saves and loads objects."""
 
     def prepare(self, objects: Iterable[Any]) -> None:
-        """Make the models of this owner among some objects equal on all ranks; end a round of local steps.
+        """Make this owner's models among `objects` equal on all ranks; end a round of local steps.
 
         Collective if there are any.
         """
 
     def collect(self, objects: Iterable[Any]) -> None:
-        """Bring this owner's objects among some to one state, to be saved. Collective if there are any."""
+        """Bring this owner's objects among `objects` to one state, to be saved. Collective if there are any."""
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Use what was loaded into this owner's objects among some. Collective if there are any."""
+        """Use the state that was loaded into this owner's objects among `objects`. Collective if there are any."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter made in this owner's scope, or a buffer of a module built there."""
@@ -54,7 +54,7 @@ _KEEPER = "_hpcdist_keeper"
 
 
 def add(owner: Owner) -> None:
-    """Ask this owner, too, from now on and for as long as it lives."""
+    """Ask this owner, too, from now on, for as long as it lives."""
     _owners.add(owner)
 
 
@@ -66,20 +66,23 @@ def alive() -> list[Owner]:
 def prepare(objects: Sequence[Any]) -> None:
     """Make models equal on all ranks that have not been used yet, or that local steps let differ.
 
-    Collective if there are any: their ranks.
+    Collective over the ranks of the owners, if there are any.
     """
     for owner in alive():
         owner.prepare(objects)
 
 
 def collect(objects: Sequence[Any]) -> None:
-    """Bring objects on parameter servers to one state on all workers. Collective if there are any: the workers."""
+    """Bring objects on parameter servers to one state on all workers. Collective over the workers if there are any."""
     for owner in alive():
         owner.collect(objects)
 
 
 def publish(objects: Sequence[Any]) -> None:
-    """Give parameter servers what was loaded into objects that they hold. Collective if there are any: the workers."""
+    """Give parameter servers the state that was loaded into objects that they hold.
+
+    Collective over the workers if there are any.
+    """
     for owner in alive():
         owner.publish(objects)
 
@@ -94,9 +97,10 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
 
 
 class _Keeper:
-    """What lives as long as a module or a parameter, whose attribute it is. Copies and pickles have an empty dict.
+    """The attribute of a module or a parameter that keeps an object alive. Copies and pickles have an empty dict.
 
-    An attribute, and no weak table beside it: garbage collection follows it, also where what lives holds the module.
+    It is an attribute, and no entry of a weak table, so that garbage collection follows it, also where the object that
+    it keeps alive holds the module.
     """
 
     def __init__(self, kept_alive: object) -> None:
@@ -107,16 +111,16 @@ class _Keeper:
 
 
 def live_with(item: nn.Module | nn.Parameter, keeper: object) -> None:
-    """Let an object live as long as a module or a parameter: steps are checked while there is something to step."""
+    """Let an object live as long as a module or a parameter, so that steps are checked while there is one to step."""
     vars(item)[_KEEPER] = _Keeper(keeper)
 
 
 def leave(item: nn.Module | nn.Parameter) -> None:
-    """Let nothing live as long as a module or a parameter any more."""
+    """Undo `live_with` for a module or a parameter."""
     vars(item).pop(_KEEPER, None)
 
 
 def collect_garbage() -> None:
-    """Let go of strategies whose modules are garbage: when Python does so by itself differs between ranks."""
-    gc.unfreeze()  # what was frozen may have become garbage since
+    """Free strategies whose modules are garbage. Python would do so at different times on different ranks."""
+    gc.unfreeze()  # frozen objects may have become garbage since
     gc.collect()

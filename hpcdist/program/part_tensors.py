@@ -1,4 +1,4 @@
-"""Which part of a batch a tensor belongs to, by the memory that it shares with what was handed out.
+"""The part of a batch that a tensor belongs to, by the memory that it shares with the tensors that were handed out.
 
 A slice, a view, and `.to()` or `.float()` that change nothing share the memory. A copy, a cast or `torch.cat` does not.
 """
@@ -19,9 +19,9 @@ from hpcdist.runtime.parts import Part
 
 #: Number of known tensors and arrays from which on freed ones are removed.
 _MAX_KNOWN = 64
-#: Parts of one memory, such as windows of a recording, that are known at a time.
+#: Number of parts of one memory, such as windows of a recording, that are known at a time.
 _MAX_RANGES = 64
-#: Tensors of a batch that are looked at, and how deep they may lie in it.
+#: Number of tensors of a batch that are looked at, and their greatest depth in the batch.
 _MAX_LEAVES = 64
 _MAX_DEPTH = 4
 
@@ -39,7 +39,7 @@ class _TensorMemory:
     """The memory of tensors that are views of one storage, and the parts that lie in it.
 
     Args:
-        name: of the storage. As long as it is held, no other storage has its number.
+        name: name of the storage. As long as the name is held, no other storage has its number.
     """
 
     def __init__(self, name: StorageName) -> None:
@@ -47,9 +47,11 @@ class _TensorMemory:
         self._parts: list[tuple[range, Part]] = []
 
     def add(self, addresses: range, part: Part) -> None:
-        """Note that a part lies at these addresses, in place of one that lay there before."""
-        remaining_entries = [entry for entry in self._parts if entry[0] != addresses]
-        self._parts = [*remaining_entries[-_MAX_RANGES:], (addresses, part)]
+        """Note that a part lies at these addresses, in place of a part that lay there before."""
+        entries = [entry for entry in self._parts if entry[0] != addresses]
+        newest_entries = entries[-_MAX_RANGES:]
+        newest_entries.append((addresses, part))
+        self._parts = newest_entries
 
     def newest_part(self) -> Part:
         """Return the part that was noted last."""
@@ -64,7 +66,7 @@ class _TensorMemory:
 
 
 class PartTensors:
-    """Knows the memory of parts for as long as it is in use."""
+    """Knows the memory of parts for as long as the memory is in use."""
 
     def __init__(self) -> None:
         self._of_tensors: dict[int, _TensorMemory] = {}
@@ -75,16 +77,18 @@ class PartTensors:
         """Remember the memory of a part.
 
         Args:
-            part: what is handed out.
-            nests: its tensors and arrays, of all local replicas.
+            part: part that is handed out.
+            nests: tensors and arrays of the part, of all local replicas.
         """
         if len(self._of_tensors) + len(self._of_arrays) > self._limit:
             self._forget_freed()
-            self._limit = max(_MAX_KNOWN, 2 * (len(self._of_tensors) + len(self._of_arrays)))
+            n_known = len(self._of_tensors) + len(self._of_arrays)
+            self._limit = max(_MAX_KNOWN, 2 * n_known)
         for leaf in leaves_of(nests):
             if isinstance(leaf, np.ndarray):
                 addresses = _addresses(leaf.ctypes.data, leaf.nbytes)
-                self._of_arrays.append(_ArrayMemory(weakref.ref(leaf), addresses, part))
+                memory = _ArrayMemory(weakref.ref(leaf), addresses, part)
+                self._of_arrays.append(memory)
             elif has_memory(leaf):
                 self._add_tensor(leaf, part)
 
@@ -92,7 +96,8 @@ class PartTensors:
         number = torch_hooks.storage_number(tensor)
         if number not in self._of_tensors:
             self._of_tensors[number] = _TensorMemory(StorageName(tensor))
-        self._of_tensors[number].add(_addresses(tensor.data_ptr(), _nbytes(tensor)), part)
+        addresses = _addresses(tensor.data_ptr(), _nbytes(tensor))
+        self._of_tensors[number].add(addresses, part)
 
     def _forget_freed(self) -> None:
         for number, memory in list(self._of_tensors.items()):
@@ -101,25 +106,29 @@ class PartTensors:
         self._of_arrays = [memory for memory in self._of_arrays if memory.array() is not None]
 
     def parts_of(self, inputs: Any) -> list[Part]:
-        """Return the parts whose memory tensors among `inputs` have, each once."""
+        """Return the parts whose memory the tensors among `inputs` share, each part once."""
         parts: list[Part] = []
         if not self._of_tensors and not self._of_arrays:
             return parts
         for leaf in leaves_of(inputs):
-            part = self._part_of(leaf) if isinstance(leaf, Tensor) and has_memory(leaf) else None
-            if part is not None and part not in parts:
-                parts.append(part)
+            if isinstance(leaf, Tensor) and has_memory(leaf):
+                part = self._part_of(leaf)
+                if part is not None and part not in parts:
+                    parts.append(part)
         return parts
 
     def _part_of(self, tensor: Tensor) -> Part | None:
         address: int = tensor.data_ptr()
-        memory = self._of_tensors.get(torch_hooks.storage_number(tensor))
-        if memory is not None:
-            return memory.newest_part() if tensor.numel() == 0 else memory.part_at(address)
-        return self._part_of_array(address)
+        number = torch_hooks.storage_number(tensor)
+        memory = self._of_tensors.get(number)
+        if memory is None:
+            return self._part_of_array(address)
+        if tensor.numel() == 0:
+            return memory.newest_part()
+        return memory.part_at(address)
 
     def _part_of_array(self, address: int) -> Part | None:
-        """Return the part of an array that a tensor shares memory with, as one that torch.from_numpy has made."""
+        """Return the part of the array at an address, which a tensor of torch.from_numpy shares."""
         for memory in reversed(self._of_arrays):
             if address in memory.addresses and memory.array() is not None:
                 return memory.part
@@ -131,17 +140,17 @@ def _addresses(start: int, nbytes: int) -> range:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return how many bytes lie between the first element of a tensor and its last."""
+    """Return the number of bytes from the first element of a tensor to its last."""
     if tensor.numel() == 0:
         return 0
-    steps = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return (steps + 1) * tensor.element_size()
+    last_offset = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last_offset += (size - 1) * stride
+    return (last_offset + 1) * tensor.element_size()
 
 
 def has_memory(leaf: Any) -> bool:
-    """Return whether something is a tensor of one piece of memory: no sparse, nested or fake one."""
+    """Return whether an object is a tensor in one piece of memory, and not a sparse, nested or fake tensor."""
     if not isinstance(leaf, Tensor) or leaf.is_sparse or leaf.is_nested or leaf.is_meta:
         return False
     return leaf.layout is torch.strided and not isinstance(leaf, FakeTensor)
@@ -155,11 +164,9 @@ def leaves_of(nest: Any) -> list[Any]:
     waiting = [(nest, 0)]
     while waiting and len(leaves) < _MAX_LEAVES:
         node, depth = waiting.pop()
-        children = (
-            None
-            if depth == _MAX_DEPTH or isinstance(node, (Tensor, np.ndarray))
-            else _children_of(node)
-        )
+        children: list[Any] | None = None
+        if depth != _MAX_DEPTH and not isinstance(node, (Tensor, np.ndarray)):
+            children = _children_of(node)
         if children is None:
             leaves.append(node)
         else:
@@ -168,12 +175,15 @@ def leaves_of(nest: Any) -> list[Any]:
 
 
 def _children_of(node: Any) -> list[Any] | None:
+    """Return the items of a container, or the attributes of an object; None for a leaf."""
     if isinstance(node, dict):
         return list(node.values())
     if isinstance(node, (list, tuple)):
         return list(itertools.islice(node, _MAX_LEAVES))
     attributes = getattr(node, "__dict__", None)
-    return list(attributes.values()) if attributes and not callable(node) else None
+    if not attributes or callable(node):
+        return None
+    return list(attributes.values())
 
 
 def length_of(nest: Any) -> int | None:

@@ -18,18 +18,19 @@ _OWNER = 0
 
 
 class SingleReplicaSteps:
-    """Watches the modules and optimizers of a single replica, with which nothing is summed.
+    """Watches the modules and optimizers of a single replica, whose gradients are not summed.
 
     Attributes:
-        modules: made in the scope.
-        generators: random numbers keyed by seed and step, as those of the only rank of a job.
+        modules: modules made in the scope.
+        generators: random numbers keyed by seed and step, as for the only rank of a job.
     """
 
     def __init__(self) -> None:
         self.modules = ModuleSet()
         self.generators = StepGenerators(0)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
-        weakref.finalize(self, torch_hooks.after_any_step(self._after_step).remove)
+        step_handle = torch_hooks.after_any_step(self._after_step)
+        weakref.finalize(self, step_handle.remove)
         watch_loop(single_rank_flags).seed_batches(_OWNER, self.generators)
 
     @contextmanager
@@ -52,9 +53,9 @@ class SingleReplicaSteps:
             single_rank_flags.count_step(optimizer, _OWNER)
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has a parameter of the scope."""
         scope_parameters = self.modules.parameters()
-        return any(
-            parameter in scope_parameters
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        for group in optimizer.param_groups:
+            if any(parameter in scope_parameters for parameter in group["params"]):
+                return True
+        return False

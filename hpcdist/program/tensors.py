@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 
 def to_array(tensor: Tensor) -> tuple[Array, str]:
-    """Return a tensor's values on the host and the name of its dtype; bfloat16 comes as its bits in uint16.
+    """Return a tensor's values on the host and the name of its dtype; bfloat16 becomes its bits in uint16.
 
     The array shares memory with a contiguous host tensor.
     """
@@ -36,23 +36,34 @@ def is_storable(dtype: torch.dtype) -> bool:
 def from_array(array: Array, dtype: str) -> Tensor:
     """Return a host tensor with the values of `array`, in its memory if it is contiguous; the inverse of `to_array`."""
     array = np.asarray(array)  # sums of arrays without dimensions are numpy's scalars
-    tensor = torch.from_numpy(array if array.flags.c_contiguous else array.copy())
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+    if not array.flags.c_contiguous:
+        array = array.copy()
+    tensor = torch.from_numpy(array)
+    if dtype == "bfloat16":
+        return tensor.view(torch.bfloat16)
+    return tensor
 
 
 def layout(tensor: Tensor) -> str:
     """Return shape, strides and dtype as text, equal for tensors whose gradients can be summed element by element."""
-    return f"{tuple(tensor.shape)} {tuple(tensor.stride())} {dtype_name(tensor)}"
+    shape = tuple(tensor.shape)
+    strides = tuple(tensor.stride())
+    return f"{shape} {strides} {dtype_name(tensor)}"
 
 
 def have_same_bits(first: Tensor | None, second: Tensor | None) -> bool:
-    """Return whether two tensors hold the same bits, NaNs too, in the same dtype and shape; or there is neither."""
+    """Return whether two tensors hold the same bits, NaNs too, in the same dtype and shape; or both are None."""
     if first is None or second is None or first is second:
         return first is second
     if first.is_sparse and second.is_sparse:
-        pairs = (first._indices(), second._indices()), (first._values(), second._values())
-        return first.shape == second.shape and all(have_same_bits(*pair) for pair in pairs)
-    return is_alike(first, second) and torch.equal(_bits(first), _bits(second))
+        if first.shape != second.shape:
+            return False
+        if not have_same_bits(first._indices(), second._indices()):
+            return False
+        return have_same_bits(first._values(), second._values())
+    if not is_alike(first, second):
+        return False
+    return torch.equal(_bits(first), _bits(second))
 
 
 def is_alike(first: Tensor, second: Tensor) -> bool:
@@ -71,17 +82,22 @@ def differ_in_bits(first: Tensor, second: Tensor) -> Tensor:
 
 def has_values(gradient: Tensor) -> bool:
     """Return whether any element of a dense or sparse tensor is not zero."""
-    return bool((gradient._values() if gradient.is_sparse else gradient).any())
+    values = gradient._values() if gradient.is_sparse else gradient
+    return bool(values.any())
 
 
 def plus(total: Tensor, summand: Tensor) -> Tensor:
     """Return the sum of two tensors, each dense or sparse; in the first one's memory unless it becomes dense."""
-    return summand + total if total.is_sparse and not summand.is_sparse else total.add_(summand)
+    if total.is_sparse and not summand.is_sparse:
+        return summand + total
+    return total.add_(summand)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    whole = {2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.uint8)
-    return tensor.detach().contiguous().reshape(-1).view(whole)
+    """Return the bits of a dense tensor, flat, as whole numbers."""
+    integer_dtypes = {2: torch.int16, 4: torch.int32}
+    integer_dtype = integer_dtypes.get(tensor.element_size(), torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(integer_dtype)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -91,11 +107,13 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one block of memory, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size if size > 1 else 1
+    expected_stride = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(dimensions):
+        if size > 1:
+            if stride != expected_stride:
+                return False
+            expected_stride *= size
     return True
 
 
@@ -108,7 +126,7 @@ def is_only_holder(tensor: Tensor) -> bool:
 
 
 def describe_numerics() -> dict[str, str | int]:
-    """Return what the bits of results on this machine depend on besides the program, as checkpoints record it."""
+    """Return the facts of this machine, besides the program, that determine the bits of results."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

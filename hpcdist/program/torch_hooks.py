@@ -1,7 +1,7 @@
-"""Every torch hook that hpcdist uses: all that it relies on in torch's internals is in this file.
+"""Every torch hook that hpcdist uses. All dependencies on torch's internals are in this file.
 
-A parameter's hooks hold what they call, so that a model keeps summing for as long as it lives. Hooks around steps hold
-it weakly, so that a strategy whose models are gone is freed.
+A parameter's hooks hold the objects that they call, so that a model keeps summing for as long as it lives. Hooks around
+steps hold them weakly, so that a strategy whose models are gone is freed.
 """
 
 import itertools
@@ -32,7 +32,8 @@ from torch.utils.weak import TensorWeakRef
 Item = TypeVar("Item")
 #: Release of torch, such as (2, 13).
 _RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
-#: Whether plain weak references to tensors are sound; up to 2.8 a tensor may be freed while what they returned is used.
+#: Whether plain weak references to tensors are sound. Up to 2.8 a tensor may be freed while the object that a
+#: reference returned is used.
 _HAS_PLAIN_REFERENCES = _RELEASE >= (2, 13)
 
 
@@ -44,7 +45,7 @@ def weak_reference(item: Item) -> Callable[[], Item | None]:
 
 
 class Handle(Protocol):
-    """What torch returns for a registered hook."""
+    """The object that torch returns for a registered hook."""
 
     def remove(self) -> None:
         """Take the hook out again."""
@@ -56,13 +57,15 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         alive = reference()
-        return None if alive is None else alive(*args)
+        if alive is None:
+            return None
+        return alive(*args)
 
     return call
 
 
 def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
-    """Call see(module) whenever any module is given a parameter, a buffer or a child; not for None.
+    """Call see(module) whenever any module gets a parameter, a buffer or a child that is not None.
 
     Deep-copied children have no parameter registered through the hook: walk from the module that holds them.
     """
@@ -79,7 +82,7 @@ def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
 
 
 def on_buffer_registered(see: Callable[[nn.Module, str], None]) -> Handle:
-    """Call see(module, name), a method, whenever any module is given a buffer, unless its object is gone by then."""
+    """Call the method see(module, name) whenever any module gets a buffer, unless the method's object is gone."""
     weak = weakref.WeakMethod(see)
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
@@ -97,9 +100,9 @@ def on_built(
     see_parameter: Callable[[nn.Parameter], None],
     see_optimizer: Callable[[Optimizer], None],
 ) -> Iterator[None]:
-    """Call see_module, see_parameter or see_optimizer for what is built, copied or loaded in the block.
+    """Call see_module, see_parameter or see_optimizer for each object that is built, copied or loaded in the block.
 
-    A module may be seen several times: whenever it is given something.
+    A module may be seen several times: whenever it gets a parameter, a buffer or a child.
     """
     handles = on_module_built(see_module)
     try:
@@ -118,7 +121,7 @@ def on_built(
 def _on_copied(see: Callable[[nn.Module], None]) -> Iterator[None]:
     """Call `see` for every deep-copied or unpickled module of the block.
 
-    torch has no hook for that: the method that both go through is wrapped during the block.
+    torch has no hook for these modules, so the method that sets their state is wrapped during the block.
     """
     set_state = nn.Module.__setstate__
 
@@ -135,10 +138,14 @@ def _on_copied(see: Callable[[nn.Module], None]) -> Iterator[None]:
 
 @contextmanager
 def _on_parameter_made(see: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Call `see` for every parameter that is made in the block: by a method that is wrapped."""
+    """Call `see` for every parameter that is made in the block. torch's method is wrapped for this."""
     make = nn.Parameter.__new__
 
-    def wrapped(cls: type[nn.Parameter], *args: Any, **kwargs: Any) -> nn.Parameter:
+    def wrapped(
+        cls: type[nn.Parameter],
+        *args: Any,
+        **kwargs: Any,
+    ) -> nn.Parameter:
         parameter = make(cls, *args, **kwargs)
         see(parameter)
         return parameter
@@ -152,10 +159,13 @@ def _on_parameter_made(see: Callable[[nn.Parameter], None]) -> Iterator[None]:
 
 @contextmanager
 def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Call `see` for every optimizer that is built in the block or given another group: by a method that is wrapped."""
+    """Call `see` for every optimizer that is built in the block or gets another group. torch's method is wrapped."""
     add_group = Optimizer.add_param_group
 
-    def wrapped(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+    def wrapped(
+        optimizer: Optimizer,
+        param_group: dict[str, Any],
+    ) -> None:
         add_group(optimizer, param_group)
         if optimizer not in _parts:
             see(optimizer)
@@ -167,34 +177,36 @@ def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
         Optimizer.add_param_group = add_group  # type: ignore[method-assign]
 
 
-#: Who wants to see the calls of modules, by number.
-_watchers: dict[int, Callable[[nn.Module, tuple[Any, ...]], None]] = {}
+#: A function that sees the call of a module: the module, and its positional arguments.
+SeeCall = Callable[[nn.Module, tuple[Any, ...]], None]
+#: Functions that see the calls of modules, by number.
+_watchers: dict[int, SeeCall] = {}
 _watcher_numbers = itertools.count()
 _module_call = nn.Module.__call__
-#: Whether that is torch's own, and no other library's.
+#: Whether `_module_call` is torch's own function, and no other library's.
 _is_torchs_call = _module_call is nn.Module._wrapped_call_impl
 #: Shows a call to the watchers; torch.compile leaves it alone.
-_show: Callable[[nn.Module, tuple[Any, ...]], None] | None = None
+_show: SeeCall | None = None
 
 
 class _Watcher:
-    """Takes a watcher of calls out again."""
+    """Removes a watcher of calls."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def remove(self) -> None:
-        """Stop watching; with the last watcher, calls are torch's own again."""
+        """Stop watching. Without the last watcher, modules are called by torch's own function again."""
         _watchers.pop(self._number, None)
         _outer_watchers.pop(self._number, None)
         _choose_call()
 
 
-def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
+def before_any_forward(see: SeeCall) -> Handle:
     """Call see(module, args) before the call of every module; of a compiled one, with the module that was compiled.
 
-    Not by torch's hook for all modules: torch.compile traces that, and it fires for no module that `Module.compile` has
-    changed. It slows every call: remove it soon.
+    torch's hook for all modules is not used: torch.compile traces it, and it does not fire for modules that
+    `Module.compile` has changed. Watching slows every call: remove the handle soon.
     """
     global _show
     if _show is None:
@@ -212,7 +224,10 @@ def _is_exporting() -> bool:
 
 
 def _choose_call() -> None:
-    """Make the calls of modules as they are watched; torch's own if nobody watches, and another library's if it is."""
+    """Choose the function that modules are called by: for the watchers, or torch's own if there are none.
+
+    A function that another library has set is left alone.
+    """
     if nn.Module.__call__ not in (_module_call, _watched_call, _outer_watched_call):
         return
     if _watchers:
@@ -234,9 +249,13 @@ def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _outer_watched_call(module, *args, **kwargs)
 
 
-def _outer_watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _outer_watched_call(
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if _outer_call.is_running and _is_torchs_call and module._compiled_call_impl is None:
-        # as torch's own call does, which is one more frame
+        # as torch's own call does, with one frame less
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling() or _outer_call.is_running or not _outer_watchers:
         return _module_call(module, *args, **kwargs)
@@ -245,7 +264,7 @@ def _outer_watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_uncompiled() -> None:
-    """Let torch.compile, once the program uses it, compile what `_outer_watched_call` calls and not the function."""
+    """Let torch.compile, once it is used, skip `_outer_watched_call` and compile the functions that it calls."""
     if not _outer_call.is_kept_uncompiled and "torch._dynamo.eval_frame" in sys.modules:
         sys.modules["torch._dynamo.eval_frame"].skip_code(_outer_watched_call.__code__)
         _outer_call.is_kept_uncompiled = True
@@ -259,17 +278,22 @@ class _OuterCall(threading.local):
 
 
 class OuterWatcher(Protocol):
-    """Sees the outermost calls of modules: not those that a module makes of its children."""
+    """Sees the outermost calls of modules, not the calls that a module makes of its children."""
 
     def before_call(self, module: nn.Module, inputs: Any) -> Any:
-        """Return what `after_call` is to be given. `inputs`: the positional arguments and those by name."""
+        """Return an object for `after_call`. `inputs` are the positional and the keyword arguments of the call."""
 
-    def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
-        """See what the module has returned. `before`: what `before_call` has returned."""
+    def after_call(
+        self,
+        module: nn.Module,
+        before: Any,
+        output: Any,
+    ) -> None:
+        """See the output of the module. `before` is the object that `before_call` has returned."""
 
 
 _outer_call = _OuterCall()
-#: Who sees the outermost calls, by number.
+#: Watchers that see the outermost calls, by number.
 _outer_watchers: "dict[int, weakref.ref[OuterWatcher]]" = {}
 
 
@@ -284,16 +308,18 @@ def around_outer_calls(watcher: OuterWatcher) -> Handle:
     return _Watcher(number)
 
 
-def _call_shown(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    watchers = [
-        watcher
-        for watcher in (reference() for reference in _outer_watchers.values())
-        if watcher is not None
-    ]
+def _call_shown(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     inner_module = getattr(module, "_orig_mod", module)
-    seen_before = [
-        (watcher, watcher.before_call(inner_module, (args, kwargs))) for watcher in watchers
-    ]
+    inputs = (args, kwargs)
+    seen_before: list[tuple[OuterWatcher, Any]] = []
+    for reference in list(_outer_watchers.values()):
+        watcher = reference()
+        if watcher is not None:
+            seen_before.append((watcher, watcher.before_call(inner_module, inputs)))
     _outer_call.is_running = True
     try:
         output = _module_call(module, *args, **kwargs)
@@ -308,16 +334,17 @@ class BackwardWatcher(Protocol):
     """Sees the backwards of the process begin and end, in the thread that calls them."""
 
     def begin_backward(self, creates_graph: bool) -> None:
-        """See that a backward is about to begin. `creates_graph`: whether gradients will have graphs of their own."""
+        """See that a backward is about to begin. `creates_graph` says whether gradients will have graphs."""
 
     def end_backward(self, is_whole: bool) -> None:
-        """See that it has ended. `is_whole`: whether it has returned, and has not raised."""
+        """See that the backward has ended. `is_whole` says whether it has returned, and has not raised."""
 
 
-#: Who sees backwards, by number: who follows the program's loop, and, nearer to the backward, who sums gradients.
+#: Watchers that see backwards, by number. The first ones follow the program's loop; the others, nearer to the backward,
+#: sum gradients.
 _loop_watchers: "dict[int, weakref.ref[BackwardWatcher]]" = {}
 _gradient_watchers: "dict[int, weakref.ref[BackwardWatcher]]" = {}
-#: How torch.autograd calls the function that all its calls from Python go through.
+#: Name, in torch.autograd, of the function that all calls of autograd from Python go through.
 _ENGINE = "_engine_run_backward"
 _run_backward = torch.autograd.graph._engine_run_backward
 
@@ -325,18 +352,20 @@ _run_backward = torch.autograd.graph._engine_run_backward
 def around_any_backward(watcher: BackwardWatcher) -> None:
     """Show each `backward` to a watcher, which is held weakly; not torch.autograd.grad, which writes no gradients.
 
-    torch has no hook for that: the function that all calls of autograd from Python go through is wrapped.
+    torch has no hook for backwards, so the function that all calls of autograd from Python go through is wrapped.
     """
     _loop_watchers[next(_watcher_numbers)] = weakref.ref(watcher)
     vars(torch.autograd)[_ENGINE] = _watched_backward
 
 
 def around_gradients(watcher: BackwardWatcher) -> None:
-    """Show each `backward` to a watcher who begins after those of `around_any_backward`, and ends before them."""
+    """Show each `backward` to a watcher that begins after those of `around_any_backward`, and ends before them."""
     number = next(_watcher_numbers)
-    _gradient_watchers[number] = weakref.ref(
-        watcher, lambda reference: _gradient_watchers.pop(number, None)
-    )
+
+    def forget(_: object) -> None:
+        _gradient_watchers.pop(number, None)
+
+    _gradient_watchers[number] = weakref.ref(watcher, forget)
     vars(torch.autograd)[_ENGINE] = _watched_backward
 
 
@@ -357,7 +386,12 @@ def _watched_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _run_summed(creates_graph: bool, roots: Any, args: Any, kwargs: Any) -> Any:
+def _run_summed(
+    creates_graph: bool,
+    roots: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
     started_watchers: list[BackwardWatcher] = []
     try:
         for watcher in _alive(_gradient_watchers):
@@ -382,8 +416,11 @@ def _alive(watchers: "dict[int, weakref.ref[BackwardWatcher]]") -> list[Backward
     return alive
 
 
-def call_at_gradient_of(tensor: Tensor, call: Callable[[], None]) -> None:
-    """Call when a backward reaches a tensor. The tensor holds what is called."""
+def call_at_gradient_of(
+    tensor: Tensor,
+    call: Callable[[], None],
+) -> None:
+    """Call a function when a backward reaches a tensor. The tensor holds the function."""
     tensor.register_hook(unserializable_hook(lambda gradient: call()))  # type: ignore[no-untyped-call]
 
 
@@ -399,7 +436,7 @@ _takes_several_tensors = _can_increment_several()
 
 
 def increment_versions(tensors: Sequence[Tensor]) -> None:
-    """Let autograd know that tensors were written past its counters; some releases of torch take one at a time."""
+    """Let autograd know that tensors were written past its counters. Some releases of torch take one tensor a call."""
     if _takes_several_tensors:
         torch.autograd.graph.increment_version(tensors)
         return
@@ -409,8 +446,9 @@ def increment_versions(tensors: Sequence[Tensor]) -> None:
 
 def is_transforming() -> bool:
     """Return whether torch.func, such as vmap or jacrev, or jit.trace makes the call that is running."""
-    is_tracing = torch._C._get_tracing_state() is not None
-    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
+    if torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_in_forward() -> bool:
@@ -434,7 +472,7 @@ def as_plain_code() -> Iterator[None]:
 
 
 class StorageName:
-    """Names the memory of a tensor, and of all views of it, until it is freed: no other memory gets its number."""
+    """Names the memory of a tensor and of all its views. While the name exists, no other memory gets its number."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -452,7 +490,7 @@ def storage_number(tensor: Tensor) -> int:
 
 
 def at_gradient_of(tensor: Tensor, see: Callable[[], None]) -> None:
-    """Call `see`, a method, when a backward reaches a tensor such as a loss, unless its object is gone by then."""
+    """Call the method `see` when a backward reaches a tensor such as a loss, unless the method's object is gone."""
     weak = weakref.WeakMethod(see)
 
     def call(gradient: Tensor) -> None:
@@ -463,35 +501,42 @@ def at_gradient_of(tensor: Tensor, see: Callable[[], None]) -> None:
     tensor.register_hook(unserializable_hook(call))  # type: ignore[no-untyped-call]
 
 
-def after_accumulation(parameter: nn.Parameter, see: Callable[[Any], None]) -> None:
-    """Call see(parameter) when a backward has written `parameter.grad`; the parameter holds what is called."""
+def after_accumulation(
+    parameter: nn.Parameter,
+    see: Callable[[Any], None],
+) -> None:
+    """Call see(parameter) when a backward has written `parameter.grad`; the parameter holds the function."""
     parameter.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
 
 
 def is_watched(parameter: nn.Parameter) -> bool:
-    """Return whether somebody takes part in the backwards that reach a parameter, by `after_accumulation`."""
+    """Return whether a hook of `after_accumulation` takes part in the backwards that reach a parameter."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward makes the call that is running; also in the threads that autograd has for devices."""
+    """Return whether a backward makes the call that is running, also in autograd's threads for devices."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
-#: Operations of torch that a gradient held in shares answers: to zero it, and to unscale it.
+#: Operations of torch that a sharded gradient supports: to zero it, and to unscale it.
 ZEROING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 T = TypeVar("T", bound=Tensor)
 
 
-def unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+def unscale(
+    gradients: list[Tensor],
+    found_inf: Tensor,
+    inverse_scale: Tensor,
+) -> None:
     """Multiply gradients by the inverse scale of a GradScaler; write 1 to `found_inf` if one is infinite or NaN."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def n_holders(tensor: Tensor) -> int:
-    """Return how many objects hold a tensor's memory: tensors, and the storage object that is asked."""
-    # alive while it counts, so that it is counted in every release of torch
+    """Return the number of objects that hold a tensor's memory: tensors, and the storage object that counts them."""
+    # a local variable, so that the object is counted in every release of torch
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))
 
@@ -502,19 +547,30 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def move_means(means: list[Tensor], values: list[Tensor], factor: float) -> None:
+def move_means(
+    means: list[Tensor],
+    values: list[Tensor],
+    factor: float,
+) -> None:
     """Replace each mean by factor * mean + (1 - factor) * value."""
     torch._foreach_lerp_(means, values, 1 - factor)
 
 
-def move_mean_squares(means: list[Tensor], values: list[Tensor], factor: float) -> None:
+def move_mean_squares(
+    means: list[Tensor],
+    values: list[Tensor],
+    factor: float,
+) -> None:
     """Replace each mean by factor * mean + (1 - factor) * value²."""
     torch._foreach_mul_(means, factor)
     torch._foreach_addcmul_(means, values, values, 1 - factor)
 
 
 def move_maxima(
-    maxima: list[Tensor], values: list[Tensor], factor: float, epsilon: float
+    maxima: list[Tensor],
+    values: list[Tensor],
+    factor: float,
+    epsilon: float,
 ) -> list[Tensor]:
     """Replace each maximum by the larger of factor * maximum and the absolute value; return them plus epsilon."""
     torch._foreach_mul_(maxima, factor)
@@ -530,7 +586,10 @@ def roots_of(values: list[Tensor], epsilon: float) -> list[Tensor]:
 
 
 def subtract_quotients(
-    targets: list[Any], dividends: list[Tensor], divisors: list[Tensor], factor: float
+    targets: list[Any],
+    dividends: list[Tensor],
+    divisors: list[Tensor],
+    factor: float,
 ) -> None:
     """Subtract factor * dividend / divisor from each target."""
     torch._foreach_addcdiv_(targets, dividends, divisors, -factor)
@@ -545,7 +604,7 @@ def make_memoryless(kind: type[T], like: Tensor) -> T:
 
 
 def is_step_of_scaler() -> bool:
-    """Return whether an enabled GradScaler makes the step that is running: it skips those whose gradients overflow."""
+    """Return whether an enabled GradScaler makes the step that is running. It skips steps whose gradients overflow."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back
@@ -563,38 +622,44 @@ def is_compiled() -> bool:
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Let torch's learning rate schedules know that an optimizer steps, elsewhere: they warn of one that never does."""
+    """Let torch's learning rate schedules know that an optimizer steps elsewhere: they warn if one never steps."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-#: What a step may be given: it computes a loss and its gradients, and returns the loss.
+#: The optional argument of a step: it computes a loss and its gradients, and returns the loss.
 Closure = Callable[[], Any]
+#: A function that sees the closure of an optimizer's step, and may return another closure.
+SeeStep = Callable[[Optimizer, Closure | None], Closure | None]
 
 
-#: Who sees the steps of all optimizers, before and after them, by number. torch is given one hook for each, for good:
-#: the garbage collector takes strategies while torch goes through its own hooks, which must not change meanwhile.
-_before_steps: dict[int, Callable[[Optimizer, Closure | None], Closure | None]] = {}
+#: Functions that see the steps of all optimizers, before and after them, by number. torch gets one hook for each of the
+#: two tables, once and for all: strategies may be freed while torch runs its hooks, whose list must not change then.
+_before_steps: dict[int, SeeStep] = {}
 _after_steps: dict[int, Callable[[Optimizer], None]] = {}
 _step_numbers = itertools.count()
 
 
 class _StepHandle:
-    """Takes one out again who sees steps."""
+    """Removes a function that sees steps."""
 
     def __init__(self, table: dict[int, Any], number: int) -> None:
         self._table = table
         self._number = number
 
     def remove(self) -> None:
-        """Stop showing steps."""
+        """Stop showing steps to the function."""
         self._table.pop(self._number, None)
 
 
-#: Optimizers that are a part of another one: no strategy sees how they are built, and their steps.
+#: Optimizers that are a part of another optimizer: no strategy sees how they are built, nor their steps.
 _parts: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
-def make_part(kind: type[Optimizer], parameters: Any, **options: Any) -> Optimizer:
+def make_part(
+    kind: type[Optimizer],
+    parameters: Any,
+    **options: Any,
+) -> Optimizer:
     """Return an optimizer that no strategy sees."""
     part_optimizer = kind.__new__(kind)
     _parts.add(part_optimizer)
@@ -605,40 +670,61 @@ def make_part(kind: type[Optimizer], parameters: Any, **options: Any) -> Optimiz
 def bare_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """Return the step of a class as it is written, without the hooks and the profiler's range that torch adds."""
     step: Callable[[Optimizer], Any] = kind.step
-    return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+    if hasattr(step, "hooked"):
+        step = getattr(step, "__wrapped__", step)
+    return step
 
 
-def before_any_step(see: Callable[[Optimizer, Closure | None], Closure | None]) -> Handle:
-    """Call see(optimizer, closure), a method, before the step of every optimizer of the process.
+def before_any_step(see: SeeStep) -> Handle:
+    """Call the method see(optimizer, closure) before the step of every optimizer of the process.
 
-    The step is made with the closure that it returns; None: with its own.
+    The step is made with the closure that the method returns. If it returns None, the step keeps its closure.
     """
     return _register(_before_steps, _weakly(see))
 
 
 def after_any_step(see: Callable[[Optimizer], None]) -> Handle:
-    """Call see(optimizer), a method, after the step of every optimizer of the process."""
+    """Call the method see(optimizer) after the step of every optimizer of the process."""
     return _register(_after_steps, _weakly(see))
 
 
-def _register(table: dict[int, Any], see: Callable[..., Any]) -> _StepHandle:
+def _register(
+    table: dict[int, Any],
+    see: Callable[..., Any],
+) -> _StepHandle:
     number = next(_step_numbers)
     table[number] = see
     return _StepHandle(table, number)
 
 
-def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if optimizer in _parts:  # whose step is written with that of its base class
+def _show_before_step(
+    optimizer: Optimizer,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Return the step's arguments with another closure; None to leave them as they are."""
+    if optimizer in _parts:  # its step is made with the step of the optimizer that it is a part of
         return None
-    original_closure = closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    positional_closure = args[1] if len(args) > 1 else None
+    original_closure = kwargs.get("closure", positional_closure)
+    closure = original_closure
     for see in list(_before_steps.values()):
         replacement = see(optimizer, closure)
-        closure = closure if replacement is None else replacement
-    return None if closure is original_closure else (args[:1], {**kwargs, "closure": closure})
+        if replacement is not None:
+            closure = replacement
+    if closure is original_closure:
+        return None
+    return args[:1], {**kwargs, "closure": closure}
 
 
-def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for see in () if optimizer in _parts else list(_after_steps.values()):
+def _show_after_step(
+    optimizer: Optimizer,
+    args: Any,
+    kwargs: Any,
+) -> None:
+    if optimizer in _parts:
+        return
+    for see in list(_after_steps.values()):
         see(optimizer)
 
 
@@ -650,7 +736,7 @@ class LoaderWatcher(Protocol):
     """Sees the DataLoaders that the main thread iterates over."""
 
     def before_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
-        """See that a pass is about to begin; return in what its iterator is to be made."""
+        """See that a pass is about to begin; return a context in which its iterator is made."""
 
     def before_draw(self, loader: "DataLoader[Any]") -> None:
         """See that a batch is about to be drawn."""
@@ -662,13 +748,13 @@ class LoaderWatcher(Protocol):
         """See that there were no more batches."""
 
 
-#: Who sees DataLoaders, by number, held weakly.
+#: Watchers that see DataLoaders, by number, held weakly.
 _loader_watchers: "dict[int, weakref.ref[LoaderWatcher]]" = {}
-#: The loader of each of their iterators.
+#: The loader of each iterator.
 _loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]" = (
     weakref.WeakKeyDictionary()
 )
-#: Iterators of loaders whose class has an `__iter__` of its own, before the first batch of a pass.
+#: Iterators of loaders whose class overrides `__iter__`, before the first batch of a pass.
 _unseen: "weakref.WeakSet[_BaseDataLoaderIter]" = weakref.WeakSet()
 _call_of_module = nn.Module._call_impl.__code__
 _make_iterator = DataLoader.__iter__
@@ -679,8 +765,8 @@ _next_batch = _BaseDataLoaderIter.__next__
 def around_loaders(watcher: LoaderWatcher) -> None:
     """Show the DataLoaders of the main thread to a watcher, which is held weakly.
 
-    Not those of a class with `is_shown = False`, which read for others. torch has no hook for that: the methods that
-    make an iterator and draw from it are wrapped.
+    Loaders of a class with `is_shown = False`, which read for other loaders, are not shown. torch has no hook for
+    loaders, so the methods that make an iterator and draw from it are wrapped.
     """
     _loader_watchers[next(_watcher_numbers)] = weakref.ref(watcher)
     DataLoader.__iter__ = _watched_iterator  # type: ignore[method-assign]
@@ -702,11 +788,14 @@ def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
             stack.enter_context(beginning)
         iterator = _make_iterator(loader)
     _loaders[iterator] = weakref.ref(loader)
-    _unseen.discard(iterator)  # the class has an __iter__ of its own, which calls this one
+    _unseen.discard(iterator)  # a class that overrides __iter__ has called this one
     return iterator
 
 
-def _watched_init(iterator: _BaseDataLoaderIter, loader: "DataLoader[Any]") -> None:
+def _watched_init(
+    iterator: _BaseDataLoaderIter,
+    loader: "DataLoader[Any]",
+) -> None:
     _init_iterator(iterator, loader)
     if type(loader).__iter__ is not _watched_iterator:  # as torchdata's StatefulDataLoader
         _loaders[iterator] = weakref.ref(loader)
@@ -715,7 +804,8 @@ def _watched_init(iterator: _BaseDataLoaderIter, loader: "DataLoader[Any]") -> N
 
 def _is_shown() -> bool:
     """Return whether this is the main thread, and no worker process of a loader."""
-    return threading.current_thread() is threading.main_thread() and get_worker_info() is None
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    return is_main_thread and get_worker_info() is None
 
 
 def _watched_next(iterator: _BaseDataLoaderIter) -> Any:

@@ -70,7 +70,7 @@ class HostStorage:
     ) -> None:
         """Move parameters, equal on all ranks, to the shared memory; those on devices are copied there.
 
-        Collective where there are new ones: the group, with the same parameters in the same order.
+        Collective over the group where there are new ones, with the same parameters in the same order.
 
         Raises:
             CollectiveFailed: when a host has too little memory; on its ranks.
@@ -112,7 +112,7 @@ class HostStorage:
     def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Wait until nobody reads the parameters; hide gradients on ranks whose step the chief makes.
 
-        Collective: the ranks of the host.
+        Collective over the ranks of the host.
 
         Raises:
             GradientError: when a parameter was moved; on this rank only.
@@ -122,7 +122,7 @@ class HostStorage:
             self._hidden = hide_gradients(parameters)
 
     def begin_change(self) -> None:
-        """Wait until nobody reads the parameters. Collective: the ranks of the host.
+        """Wait until nobody reads the parameters. Collective over the ranks of the host.
 
         Raises:
             GradientError: when a parameter was moved; on this rank only.
@@ -131,7 +131,7 @@ class HostStorage:
         self._wait()
 
     def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Return when all ranks have written. Collective: the ranks of the host.
+        """Return when all ranks have written. Collective over the ranks of the host.
 
         Raises:
             GradientError: when a step whose gradients were hidden has made gradients in a closure; on this rank only.
@@ -144,7 +144,7 @@ class HostStorage:
 
     @torch.no_grad()
     def end_change(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Return when all ranks have written. Collective: the ranks of the host.
+        """Return when all ranks have written. Collective over the ranks of the host.
 
         Args:
             parameters: those that may have changed; torch's version counters do not see what other ranks write, so
@@ -172,7 +172,7 @@ class HostStorage:
     def changing(self) -> Iterator[bool]:
         """Let one rank of each host change parameters in the block: yield whether it is this one.
 
-        Collective: the ranks of the host.
+        Collective over the ranks of the host.
         """
         self.begin_change()
         yield self._is_first
@@ -212,7 +212,7 @@ def _moved(shared: Shared) -> GradientError:
 def allocate(group: Group, nbytes: int) -> Tensor:
     """Return bytes that the ranks of this host share, zero at first, spread over their NUMA domains.
 
-    Collective: the ranks of the host.
+    Collective over the ranks of the host.
 
     Raises:
         CollectiveFailed: when the host has too little memory; on all of them.

@@ -32,7 +32,11 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def __new__(
-        cls, parameter: Tensor, share: Tensor, name: str, group: Group
+        cls,
+        parameter: Tensor,
+        share: Tensor,
+        name: str,
+        group: Group,
     ) -> "ShardedGradient":
         """Return the gradient of a parameter by its name."""
         gradient: ShardedGradient = torch_hooks.make_memoryless(cls, parameter)
@@ -50,7 +54,11 @@ class ShardedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         """Zero it or unscale it; raise GradientError for all else."""
         first = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
@@ -94,7 +102,7 @@ def _zero(gradient: Tensor) -> None:
 
 
 def _unscale(gradients: list[ShardedGradient], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Unscale shares, and let all ranks know whether any has found infinity or NaN. Collective: the group."""
+    """Unscale shares, and let all ranks know whether any has found infinity or NaN. Collective over the group."""
     torch_hooks.unscale([gradient.share for gradient in gradients], found_inf, inverse_scale)
     group = gradients[0]._group
     is_infinite = np.array([float(found_inf)], np.float32)

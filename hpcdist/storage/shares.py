@@ -157,7 +157,11 @@ class Shares:
         return make(inner_groups)
 
     def _keys_of(
-        self, run: Run, groups: Groups, make: Callable[[Groups], Optimizer], states: States
+        self,
+        run: Run,
+        groups: Groups,
+        make: Callable[[Groups], Optimizer],
+        states: States,
     ) -> list[StateKey]:
         """Return what the optimizer keeps of a run."""
         first = self._parameters[run.members[0]]

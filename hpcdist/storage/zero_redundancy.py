@@ -98,7 +98,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return torch_hooks.make_part(self.optimizer_class, groups, **self._defaults)
 
     def shard(self, slots: Sequence[OwnedShare], group: Group) -> None:
-        """Divide the parameters of these slots; the strategy calls it when it plans. Collective: the group."""
+        """Divide the parameters of these slots; the strategy calls it when it plans. Collective over the group."""
         loaded = self._loaded
         if self._shares is not None:
             loaded = _copied(self.state_dict())
@@ -139,7 +139,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's share. Collective: chief and workers.
+        """Step this rank's share. Collective over chief and workers.
 
         Args:
             closure: computes a loss and its gradients, and returns the loss; or None.
@@ -203,7 +203,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     ) -> Tensor:
         """Scale the gradients so that the norm of all of them is at most `max_norm`; return the norm before, float64.
 
-        Same norm, and same bits, on any number of ranks. Collective: chief and workers.
+        Same norm, and same bits, on any number of ranks. Collective over chief and workers.
 
         Args:
             max_norm: largest norm of all gradients together.
@@ -253,7 +253,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of `optimizer_class` or of this class, from any number of ranks. Collective: chief and workers.
+        """Take a state of `optimizer_class` or of this class, from any number of ranks.
+
+        Collective over chief and workers.
 
         Raises:
             ValueError: for other groups, or a state of other shapes.

@@ -28,9 +28,9 @@ class DeviceArray:
 
     Attributes:
         array: (n_elements,) cupy array that shares the buffer's memory.
-        dtype: what the elements are. "bfloat16", which cupy has no arithmetic for, lies in `array` as int16.
-        ready: an event, behind what its producer had queued, for another thread to wait for; None: `array` is used in
-            the thread that made it.
+        dtype: name of the elements' dtype. "bfloat16", for which cupy has no arithmetic, lies in `array` as int16.
+        ready: event behind the work that the producer had queued, for another thread to wait for. None if `array` is
+            used in the thread that made it.
     """
 
     array: Any
@@ -42,7 +42,7 @@ class DeviceArray:
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return int(self.array.size)
 
     @property
@@ -52,7 +52,7 @@ class DeviceArray:
 
     @property
     def address(self) -> int:
-        """Where the buffer is in device memory."""
+        """Address of the buffer in device memory."""
         return int(self.array.data.ptr)
 
 
@@ -65,8 +65,9 @@ def load_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
+        reason = " ".join(str(error).split())
         raise ConfigurationError(
-            f"nccl: expected cupy for buffers on a GPU, got none ({' '.join(str(error).split())}); "
+            f"nccl: expected cupy for buffers on a GPU, got none ({reason}); "
             f"pip install 'hpcdist[cuda]' ('hpcdist[cuda12]' beside a torch for CUDA 12)."
         ) from error
     return cupy
@@ -94,14 +95,15 @@ def load_nccl() -> Any:
 
 
 def visible_devices() -> list[str]:
-    """Return what identifies each device that this rank sees, in the order of their indices.
+    """Return the identity of each device that this rank sees, in the order of their indices.
 
     Raises:
         ConfigurationError: without cupy, driver or device; on this rank only.
     """
     cupy = load_cupy()
     try:
-        devices = [_identity(cupy, index) for index in range(cupy.cuda.runtime.getDeviceCount())]
+        n_devices = cupy.cuda.runtime.getDeviceCount()
+        devices = [_identity(cupy, index) for index in range(n_devices)]
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigurationError(
             f"nccl: expected a GPU and its driver, got {error}; run on a node with a GPU (look at nvidia-smi)."
@@ -115,10 +117,13 @@ def visible_devices() -> list[str]:
 
 
 def _identity(cupy: Any, index: int) -> str:
-    """Return bus id and UUID: parts of one GPU (MIG) have the first in common, so both are needed."""
-    uuid = cupy.cuda.runtime.getDeviceProperties(index).get("uuid", b"")
+    """Return bus id and UUID. Both are needed, as parts of one GPU (MIG) have the same bus id."""
+    properties = cupy.cuda.runtime.getDeviceProperties(index)
+    uuid = properties.get("uuid", b"")
     bus_id = cupy.cuda.Device(index).pci_bus_id
-    return f"{bus_id} (UUID {uuid.hex()})" if uuid else str(bus_id)
+    if not uuid:
+        return str(bus_id)
+    return f"{bus_id} (UUID {uuid.hex()})"
 
 
 def use_device(index: int) -> None:
@@ -154,9 +159,9 @@ def is_device_buffer(buffer: Any) -> bool:
 def device_array(buffer: Any) -> DeviceArray:
     """Return a flat view of a device buffer.
 
-    What is queued on the producer's stream is done before what is queued next on cupy's current stream: torch's current
-    stream by the stream protocol of DLPack, others by that of __cuda_array_interface__. The way back is the caller's:
-    wait for cupy's stream before the producer uses the buffer again.
+    Work queued on the producer's stream is done before work that is queued next on cupy's current stream. For torch's
+    current stream DLPack's stream protocol ensures this, for other libraries that of __cuda_array_interface__. The
+    caller ensures the other direction: it waits for cupy's stream before the producer uses the buffer again.
 
     Args:
         buffer: cupy array, torch tensor or anything with __cuda_array_interface__; contiguous, any shape. A DeviceArray
@@ -211,11 +216,11 @@ def in_float32(buffer: Any) -> Iterator[Any]:
 def handed_over(buffer: Any, stream: Any) -> DeviceArray:
     """Return a flat view of a device buffer that another thread may use; see `DeviceArray.ready`.
 
-    Called in the producer's thread: the streams of other threads know nothing of what it has queued.
+    Called in the producer's thread: the streams of other threads do not know the work that it has queued.
 
     Args:
         buffer: as `device_array`.
-        stream: of the buffer's device, for such events alone.
+        stream: stream of the buffer's device, used only for such events.
     """
     with stream:
         array = device_array(buffer)
@@ -223,11 +228,11 @@ def handed_over(buffer: Any, stream: Any) -> DeviceArray:
 
 
 def behind_producers(buffers: Sequence[Any], call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that makes a call in another thread, behind what this thread has queued for device buffers.
+    """Return a function that makes a call in another thread, behind the work this thread has queued for device buffers.
 
-    Streams of another thread do not wait for this one's. The function also waits until the results are in device
-    memory, so that any stream may read them. Where all buffers are on the host, `call` itself is returned. Without
-    cupy, this thread waits for what is queued for torch tensors.
+    Streams of another thread do not wait for streams of this thread. The function also waits until the results are in
+    device memory, so that any stream may read them. Where all buffers are on the host, `call` itself is returned.
+    Without cupy, this thread waits for the work queued for torch tensors.
 
     Args:
         buffers: arrays and tensors that the call reads or writes.
@@ -253,7 +258,7 @@ def behind_producers(buffers: Sequence[Any], call: Callable[[], Any]) -> Callabl
 
 
 class _WaitByEvent:
-    """Waits, in another thread, for an event behind what a buffer's producer had queued."""
+    """Waits, in another thread, for an event behind the work that a buffer's producer had queued."""
 
     def __init__(self, event: Any, device_id: int) -> None:
         self._event = event
@@ -271,7 +276,7 @@ class _WaitByEvent:
 
 
 class _WaitByReading:
-    """Waits by reading a torch tensor's first element: it arrives behind all that is queued on the current stream."""
+    """Waits by reading a torch tensor's first element, which arrives behind all work queued on the current stream."""
 
     def __init__(self, tensor: Any) -> None:
         self._first = tensor.detach().reshape(-1)[:1]
@@ -309,22 +314,23 @@ def _wait_by_event(buffer: Any) -> _WaitByEvent:
 
 @contextmanager
 def queued_on(stream: Any, array: DeviceArray) -> Iterator[None]:
-    """Queue what the block queues on a stream, behind what made the array."""
+    """Queue the work of the block on a stream, behind the work that made the array."""
     with on_device(array.device), stream:
         stream.wait_event(array.ready)
         yield
 
 
 def make_stream() -> Any:
-    """Return a stream of the current device that waits for no other one."""
+    """Return a stream of the current device that waits for no other stream."""
     return load_cupy().cuda.Stream(non_blocking=True)
 
 
 def padded(buffer: DeviceArray, n_elements: int) -> DeviceArray:
-    """Return `buffer` itself if it has `n_elements`, else a copy with zeros behind it."""
+    """Return `buffer` itself if it has `n_elements`, else a copy with zeros appended."""
     if buffer.size == n_elements:
         return buffer
-    copy = DeviceArray(load_cupy().zeros(n_elements, buffer.array.dtype), buffer.dtype)
+    zeros = load_cupy().zeros(n_elements, buffer.array.dtype)
+    copy = DeviceArray(zeros, buffer.dtype)
     copy_into(copy[: buffer.size], buffer)
     return copy
 
@@ -332,7 +338,7 @@ def padded(buffer: DeviceArray, n_elements: int) -> DeviceArray:
 def copy_into(target: DeviceArray, source: DeviceArray) -> None:
     """Copy `source` over `target`, of the same size and dtype. Queued on cupy's current stream, not waited for.
 
-    By the copy engine: an assignment would have cupy compile a kernel, which takes a CUDA compiler on the node.
+    The copy engine copies: an assignment would have cupy compile a kernel, which takes a CUDA compiler on the node.
     """
     stream = load_cupy().cuda.get_current_stream()
     target.array.data.copy_from_device_async(source.array.data, source.array.nbytes, stream)
@@ -341,15 +347,15 @@ def copy_into(target: DeviceArray, source: DeviceArray) -> None:
 def staged_all_reduce(buffer: DeviceArray, host_all_reduce: Callable[[HostArray], None]) -> None:
     """Replace `buffer` by its reduction over ranks that no NCCL joins, through pinned memory of the host.
 
-    Collective: what `host_all_reduce` is. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over the ranks of `host_all_reduce`. Blocking. Same shape and dtype required on every rank: yes.
 
-    Device memory is never handed to MPI, CUDA-aware or not: NCCL and CUDA-aware MPI may wait for each other for ever.
-    Waits for what is queued on cupy's current stream, and returns when the result is in device memory.
+    Device memory is never passed to MPI, CUDA-aware or not: NCCL and CUDA-aware MPI may wait for each other for ever.
+    Waits for the work queued on cupy's current stream, and returns when the result is in device memory.
 
     Args:
-        buffer: overwritten.
-        host_all_reduce: reduces a (n_piece,) numpy array in place; called once per piece, in order. Half precision
-            arrives as float32.
+        buffer: array in device memory; overwritten.
+        host_all_reduce: function that reduces a (n_piece,) numpy array in place; called once per piece, in order. Half
+            precision arrives as float32.
 
     Cost: n elements to the host and back; the next piece is fetched and the last one returned while a piece is reduced.
         Two pieces of pinned memory, from cupy's pool.
@@ -357,7 +363,8 @@ def staged_all_reduce(buffer: DeviceArray, host_all_reduce: Callable[[HostArray]
     cupy = load_cupy()
     n_piece = max(1, PIECE_BYTES // buffer.array.itemsize)
     pieces = piece_bounds(buffer.size, n_piece)
-    staging = [_pinned(min(n_piece, buffer.size), buffer.array.dtype) for _ in pieces[:2]]
+    n_staged = min(n_piece, buffer.size)
+    staging = [_pinned(n_staged, buffer.array.dtype) for _ in pieces[:2]]
     stream = cupy.cuda.Stream(non_blocking=True)
     stream.wait_event(cupy.cuda.get_current_stream().record())
 
@@ -387,7 +394,9 @@ def _pinned(n_elements: int, dtype: Any) -> HostArray:
 
 
 def _reduce_on_host(
-    host: HostArray, dtype: str, host_all_reduce: Callable[[HostArray], None]
+    host: HostArray,
+    dtype: str,
+    host_all_reduce: Callable[[HostArray], None],
 ) -> None:
     """Reduce a piece. MPI has no half precision; widening on the host, not the device, halves the bytes copied."""
     if dtype == "bfloat16":

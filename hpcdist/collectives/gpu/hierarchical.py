@@ -32,16 +32,17 @@ def all_reduce(
 ) -> None:
     """Replace `buffer` by its sum over the group.
 
-    Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `group.comm`. Blocking. Same shape and dtype required on every rank: yes.
 
     NCCL reduce-scatter in the host, all-reduce of each part in its lane, NCCL all-gather in the host. NCCL has
     finished before the lane starts, so it never runs together with MPI. On one host this is `nccl.all_reduce`.
 
     Args:
         buffer: as `nccl.all_reduce`; overwritten.
-        op: the sum; lanes carry nothing else.
+        op: the sum; lanes carry no other reduction.
         group: any size >= 1, with the same number of ranks on every host.
-        lane_all_reduce: sums a (n_piece,) numpy array over group.lane_comm in place; default: MPI's own.
+        lane_all_reduce: function that sums a (n_piece,) numpy array over `group.lane_comm` in place; default: MPI's
+            sum.
 
     Raises:
         CollectiveError: for a buffer that NCCL cannot carry; on this rank only. For hosts with different numbers of
@@ -71,11 +72,15 @@ def all_reduce(
 
 
 def _reduce_in_steps(
-    array: DeviceArray, node: NcclCommunicator, lane: Callable[[HostArray], None]
+    array: DeviceArray,
+    node: NcclCommunicator,
+    lane: Callable[[HostArray], None],
 ) -> None:
-    part = equal_part(array.size, node.size, max(1, _ALIGNMENT_BYTES // array.array.itemsize))
-    whole = padded(array, part * node.size)
-    owned_slice = whole[node.rank * part : (node.rank + 1) * part]
+    n_aligned = max(1, _ALIGNMENT_BYTES // array.array.itemsize)
+    n_part = equal_part(array.size, node.size, n_aligned)
+    whole = padded(array, n_part * node.size)
+    start = node.rank * n_part
+    owned_slice = whole[start : start + n_part]
     node.reduce_scatter(whole, owned_slice)
     node.wait()  # bounded, and reports a failed peer; the copies below would wait silently
     staged_all_reduce(owned_slice, lane)

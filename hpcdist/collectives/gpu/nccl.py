@@ -1,7 +1,7 @@
 """All-reduce by NCCL, through cupy: its calls, and the wait for them. nccl_setup.py makes the communicators.
 
-NCCL binds a communicator to the device that is current when it is made: so it is made when the first buffer shows which
-device that is. Device memory never goes to MPI here: NCCL and CUDA-aware MPI may wait for each other for ever.
+NCCL binds a communicator to the device that is current when the communicator is made, so it is made when the first
+buffer shows the device. Device memory never goes to MPI here: NCCL and CUDA-aware MPI may wait for each other for ever.
 """
 
 from contextlib import AbstractContextManager
@@ -48,10 +48,10 @@ _CHECK_S = 0.1
 def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
     """Replace `buffer` by its reduction over the group.
 
-    Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
+    Collective over `group.comm`. Blocking. Same shape and dtype required on every rank: yes.
 
-    Waits for what is queued on the producer's stream (`cupy_door.device_array`) and returns when the result is there.
-    A buffer that was handed over (`hand_over`) is reduced on a stream of the group's own: beside what is queued later.
+    Waits for the work queued on the producer's stream (`cupy_door.device_array`) and returns when the result is ready.
+    A buffer that was handed over (`hand_over`) is reduced on a stream of the group, beside work that is queued later.
 
     Args:
         buffer: cupy array or torch CUDA tensor of one of `DTYPES`, contiguous; overwritten.
@@ -61,7 +61,7 @@ def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
     Raises:
         CollectiveError: for a buffer or op that NCCL cannot carry; on this rank only.
         CollectiveFailed: when a peer fails; on every rank that NCCL reports it to.
-        CollectiveTimeoutError: when a rank does not arrive; on those that did.
+        CollectiveTimeoutError: when a rank does not arrive; on the ranks that arrived.
         ConfigurationError: as `communicator_of`; on every rank alike.
 
     Cost: chosen by NCCL; 2(P-1)/P * n elements sent per rank, or less where switches add. One wait of the host.
@@ -78,18 +78,21 @@ def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
 
 
 def hand_over(buffer: Any, group: Group) -> DeviceArray:
-    """Return a device buffer as a background thread may reduce it, behind what is queued now. Not collective.
+    """Return a device buffer for a background thread to reduce, behind the work queued now. Not collective.
 
     Args:
-        buffer: as `all_reduce`; this thread leaves it alone until the sum is there.
-        group: of this thread.
+        buffer: as `all_reduce`; this thread must not use it until the sum is ready.
+        group: group of this thread.
     """
-    with on_device(buffer.device.index if hasattr(buffer, "new_tensor") else buffer.device.id):
-        return handed_over(buffer, group.keep("stream of events", make_stream))
+    is_tensor = hasattr(buffer, "new_tensor")
+    device_index = buffer.device.index if is_tensor else buffer.device.id
+    with on_device(device_index):
+        stream = group.keep("stream of events", make_stream)
+        return handed_over(buffer, stream)
 
 
 def queue_for(array: DeviceArray, group: Group) -> AbstractContextManager[None]:
-    """Choose the stream for calls on an array: cupy's current one, or one of the group's if it was handed over."""
+    """Choose the stream for calls on an array: cupy's current one, or a stream of the group if it was handed over."""
     if array.ready is None:
         return on_device(array.device)
     with on_device(array.device):
@@ -109,14 +112,18 @@ def check(array: DeviceArray, op: str) -> None:
         )
 
 
-def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunicator":
+def communicator_of(
+    group: Group,
+    comm: MPI.Comm,
+    device: int,
+) -> "NcclCommunicator":
     """Return the NCCL communicator over `comm`, making it at first use; it lives as long as the group.
 
-    Collective where it is made: group.comm.
+    Collective over `group.comm` when it is made.
 
     Args:
-        group: keeps the communicator.
-        comm: group.comm or group.node_comm.
+        group: group that keeps the communicator.
+        comm: the ranks: `group.comm` or `group.node_comm`.
         device: index of the device that this rank's buffers are on.
 
     Raises:
@@ -130,7 +137,8 @@ def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunica
     def make() -> NcclCommunicator:
         limit_s = group.timeout_s
         yields = 0 if group.is_background else YIELDS
-        return NcclCommunicator(comm, device, join(group, comm, device, limit_s), limit_s, yields)
+        inner = join(group, comm, device, limit_s)
+        return NcclCommunicator(comm, device, inner, limit_s, yields)
 
     return group.keep(key, make, NcclCommunicator.free)
 
@@ -150,7 +158,12 @@ class NcclCommunicator:
     """
 
     def __init__(
-        self, comm: MPI.Comm, device: int, inner: Any, limit_s: float, yields: int = YIELDS
+        self,
+        comm: MPI.Comm,
+        device: int,
+        inner: Any,
+        limit_s: float,
+        yields: int = YIELDS,
     ) -> None:
         self.rank = comm.rank
         self.size = comm.size
@@ -161,17 +174,22 @@ class NcclCommunicator:
         self._nccl = load_nccl()
 
     def all_reduce(self, array: DeviceArray, op: str = "sum") -> None:
-        """Replace `array` by its reduction. Collective: its ranks. Queued, not waited for."""
+        """Replace `array` by its reduction. Collective over its ranks. Queued, not waited for."""
         dtype = self._prepare(array, op)
         self._inner.allReduce(
             array.address, array.address, array.size, dtype, self._op(op), _stream()
         )
 
-    def reduce_scatter(self, source: DeviceArray, target: DeviceArray, op: str = "sum") -> None:
-        """Put this rank's part of the reduction into `target`. Collective: its ranks. Queued, not waited for.
+    def reduce_scatter(
+        self,
+        source: DeviceArray,
+        target: DeviceArray,
+        op: str = "sum",
+    ) -> None:
+        """Put this rank's part of the reduction into `target`. Collective over its ranks. Queued, not waited for.
 
         Args:
-            source: (size * n,) on every rank; part r is what rank r gets.
+            source: (size * n,) on every rank; part r is for rank r.
             target: (n,) of the same dtype; may be this rank's part of `source`.
             op: as `all_reduce`.
         """
@@ -182,7 +200,7 @@ class NcclCommunicator:
         )
 
     def all_gather(self, source: DeviceArray, target: DeviceArray) -> None:
-        """Put the `source` of all ranks into `target`, in order. Collective: its ranks. Queued, not waited for.
+        """Put the `source` of all ranks into `target`, in order. Collective over its ranks. Queued, not waited for.
 
         Args:
             source: (n,); may be this rank's part of `target`.
@@ -193,11 +211,11 @@ class NcclCommunicator:
         self._inner.allGather(source.address, target.address, source.size, dtype, _stream())
 
     def wait(self) -> None:
-        """Wait until what is queued on cupy's current stream is done.
+        """Wait until the work queued on cupy's current stream is done.
 
         Raises:
-            CollectiveFailed: when NCCL reports that a peer failed; the communicator is then of no more use.
-            CollectiveTimeoutError: when the others do not arrive within the limit.
+            CollectiveFailed: when NCCL reports that a peer failed; the communicator cannot be used any more.
+            CollectiveTimeoutError: when the other ranks do not arrive within the limit.
         """
         stream = load_cupy().cuda.get_current_stream()
         waited_s = 0.0
@@ -206,7 +224,7 @@ class NcclCommunicator:
             self._check_peers(waited_s)
 
     def free(self) -> None:
-        """Free the communicator. Collective: its ranks."""
+        """Free the communicator. Collective over its ranks."""
         self._inner.destroy()
 
     def _check_peers(self, waited_s: float) -> None:
