@@ -167,7 +167,7 @@ def _job_of(
     n_per_node = _count(options["ntasks_per_node"], sbatch_values.get("--ntasks-per-node"))
     n_servers = options["n_servers"] + options["ps_nodes"] * n_per_node
     system_options = [*site_options, *options["more"]]
-    launcher_name = "mpirun"
+    launcher_name: str | None = "mpirun"
     if is_slurm:
         job_options = [f"--nodes={n_nodes}", f"--ntasks-per-node={n_per_node}"]
         if limit:

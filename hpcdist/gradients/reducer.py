@@ -191,7 +191,7 @@ class Reducer:
     def sum_array(self, array: Array, title: str) -> None:
         """Replace a flat host array by its exact sum over all ranks, in the order in which gradients are summed.
 
-        Collective over the group. Blocking. As with `start`, not for a rank of several replicas where sums go by subtrees.
+        Collective over the group. Blocking. As `start`, not for a rank of several replicas where sums go by subtrees.
 
         Args:
             array: of any dtype that numpy adds.
@@ -203,7 +203,7 @@ class Reducer:
             self.call(lambda group: self._reduce(array, group, PLAIN, 0, None), array, title)
 
     def gather(self, array: Array, counts: Sequence[int], title: str) -> Array:
-        """Return the flat host arrays of all ranks joined, in the order of the ranks. Collective over the group. Blocking.
+        """Return the flat host arrays of all ranks joined, in the order of ranks. Collective over the group. Blocking.
 
         Args:
             array: this rank's, of any dtype.

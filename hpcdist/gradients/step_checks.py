@@ -189,7 +189,7 @@ class StepChecks:
         """Return the loss of a closure, once the gradients that it leaves are checked.
 
         LBFGS decides by the loss, so it gets that of all replicas: each would take a way of its own otherwise. If the
-        closure has reduced something after its backward, that is taken to be the loss. Collective over all ranks in that case.
+        closure has reduced something after its backward, that is taken to be the loss. Collective over all ranks then.
         """
         loss = closure()
         self._require_summed(parameters_of(optimizer))

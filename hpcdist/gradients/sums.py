@@ -359,7 +359,7 @@ class GradientSums:
         )
 
     def _forget_freed(self, states: StateDigests) -> bool:
-        """Leave out parameters that are gone on some ranks; return whether there were any. Collective over all ranks."""
+        """Leave out parameters that are gone on some ranks; return whether any were. Collective over all ranks."""
         group = self.reducer.group
         parameters = states.hold()
         are_alive = are_there(parameters)

@@ -71,7 +71,8 @@ class Metric:
         total, weight = self._sums.read_value()
         if not weight:
             return torch.zeros_like(total)
-        return total / weight
+        mean: Tensor = total / weight
+        return mean
 
     def reset_state(self) -> None:
         """Forget all values of all replicas; inside `run` of this replica. Outside `run` all ranks call it."""
@@ -114,7 +115,8 @@ def means_of_rows(values: Array) -> Array:
     floats = to_floats(values)
     if floats.ndim < 2:
         return floats
-    return floats.mean(-1)
+    means: Array = floats.mean(-1)
+    return means
 
 
 def in_one_shape(y_true: Array, y_pred: Array) -> tuple[Array, Array]:

@@ -79,8 +79,8 @@ def _describe_sequential(sequential: nn.Sequential) -> Any:
             if is_repeated:
                 return None
             continue
-        has_weights = list(layer.parameters()) or list(layer.buffers())
-        if is_repeated and has_weights:
+        weights = [*layer.parameters(), *layer.buffers()]
+        if is_repeated and weights:
             return None
         part = describe_layers(layer)
         if part is None:

@@ -578,7 +578,8 @@ def model_to_estimator(
 
     def copy_model() -> Model:
         model = Model(copy.deepcopy(source_model.net), source_model.name)
-        make_optimizer = functools.partial(type(source_model.optimizer), **options)
+        optimizer_class: Any = type(source_model.optimizer)
+        make_optimizer = functools.partial(optimizer_class, **options)
         compile_arguments = dict(source_model.compiled_with)
         compile_options = compile_arguments.pop("options")
         model.compile(make_optimizer, **compile_arguments, **compile_options)
