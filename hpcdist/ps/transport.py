@@ -104,9 +104,8 @@ class Mailbox:
         while self._comm.Iprobe(tag=_ENVELOPE, status=status):
             n_bytes = status.Get_count(MPI.BYTE)
             envelope = np.empty(n_bytes, np.uint8)
-            rank = status.Get_source()
-            self._comm.Recv(envelope, rank, _ENVELOPE)
-            self._begin(rank, envelope)
+            self._comm.Recv(envelope, status.Get_source(), _ENVELOPE)
+            self._begin(status.Get_source(), envelope)
         coming = self._coming
         self._coming = []
         done = []
