@@ -16,7 +16,7 @@ class BackgroundThread:
     """A daemon thread that starts at the first submit, or at `start`, and ends with this object, or at `stop`.
 
     Args:
-        name: of the thread, as debuggers show it.
+        name: name of the thread, as debuggers show it.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,7 +27,7 @@ class BackgroundThread:
         self._starting = make_lock()  # several threads may submit
 
     def submit(self, call: Callable[[], Any]) -> "Future[Any]":
-        """Make `call` after all that were submitted before; return the future of its result.
+        """Make `call` after all calls that were submitted before; return the future of its result.
 
         Raises:
             RuntimeError: after `stop`.
@@ -42,7 +42,7 @@ class BackgroundThread:
         return future
 
     def start(self) -> None:
-        """Start the thread, if that is not done: from Python 3.12 on a program that exits can start none."""
+        """Start the thread, if that is not done: from Python 3.12 on a program that exits can start no threads."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -53,7 +53,7 @@ class BackgroundThread:
                 weakref.finalize(self, self._queue.put, None).atexit = False
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after what was submitted, and wait for it, at most `timeout_s`."""
+        """End the thread after the submitted calls, and wait for it, at most `timeout_s`."""
         self._is_stopped = True
         if self._thread is not None:
             self._queue.put(None)
@@ -69,7 +69,7 @@ def _run(submitted: _Queue) -> None:
             result = call()
         except BaseException as error:  # noqa: BLE001  raised where the result is awaited
             failure = error
-        # before whoever waits goes on: what they refer to must be free by then, on all ranks alike
+        # before the waiting thread continues: objects of the call must be free by then, on all ranks alike
         del item, call
         if failure is None:
             future.set_result(result)

@@ -19,7 +19,7 @@ def signals_held_back() -> Iterator[None]:
     """Hold back stop signals from this thread, and from processes that are started inside the block, until its end.
 
     A process that is being started does not ignore them yet, and Python's helpers for it, which live on, never do. The
-    price: what a fork server that is started here starts later holds them back too, unless it calls `obey_only`.
+    price: later processes of a fork server that is started here hold them back too, unless they call `obey_only`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -31,7 +31,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def obey_only(owner: int) -> None:
-    """End this process on a stop signal that process `owner` sends, as to end it, and ignore those of others.
+    """End this process on a stop signal from process `owner`, and ignore stop signals from further processes.
 
     For the main thread of a child process.
     """

@@ -29,22 +29,22 @@ _END_S = 30.0
 def notebook_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> list[Any]:
-    """Call a function on several ranks of this machine, each a new process; return what it returns on each, by rank.
+    """Call a function on several ranks of this machine, each a new process; return its results, by rank.
 
-    What the ranks print appears below the cell, as it comes. A cell may be run again: its ranks are gone. Interrupting
-    the cell asks them to save and to end, as a stop request does. The notebook itself starts no MPI.
+    The output of the ranks appears below the cell, as it comes. A cell may be run again: its ranks are gone.
+    Interrupting the cell asks them to save and to end, as a stop request does. The notebook itself starts no MPI.
 
     >>> hpcdist.notebook_launcher(train, (3,), num_processes=4)
 
     Args:
-        function: of the notebook or of a module. It goes by value, with what it refers to; it makes its strategy,
-            model and data itself.
+        function: function of the notebook or of a module. It goes by value, with the objects that it refers to; it
+            makes its strategy, model and data itself.
         args: its positional arguments.
-        num_processes: how many ranks.
+        num_processes: number of ranks.
 
     Raises:
         UsageError: for a number below 1, and in a rank of another launcher.
-        HpcdistError: when a rank fails; what it reported stands below the cell.
+        HpcdistError: when a rank fails; its report stands below the cell.
 
     Source: the name and the arguments of accelerate's notebook_launcher.
     """
@@ -67,7 +67,7 @@ def notebook_launcher(
 
 
 def _launch(folder: Path, n_ranks: int, environ: Mapping[str, str]) -> int:
-    """Run the ranks, and print what they print; return the launcher's exit code."""
+    """Run the ranks, and print their output; return the launcher's exit code."""
     launcher = find_launcher(mpi_library(), environ)
     program = (sys.executable, "-u", "-m", "hpcdist.notebook", str(folder))
     line, added = launch_command(launcher, request_here(n_ranks, program, environ), environ)
@@ -89,7 +89,8 @@ def _launch(folder: Path, n_ranks: int, environ: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         process.send_signal(launcher.save_signal)
         try:
-            print(process.communicate(timeout=_END_S)[0], end="", flush=True)
+            output, _ = process.communicate(timeout=_END_S)
+            print(output, end="", flush=True)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(_END_S)

@@ -1,4 +1,4 @@
-"""What fails beside training is logged and tried again, after longer and longer pauses; training goes on."""
+"""A failure beside training is logged, and its cause tried again after longer and longer pauses; training continues."""
 
 import logging
 import time
@@ -16,11 +16,11 @@ class Retries:
 
     Args:
         name: name of the thing in the log, such as "TensorBoard runs/mnist/events".
-        clock: monotonic seconds.
+        clock: function that returns monotonic seconds.
 
     Attributes:
-        failure: the last error; None once a try has succeeded.
-        n_failures: failures in a row.
+        failure: last error. None once a try has succeeded.
+        n_failures: number of failures in a row.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class Retries:
         return max(0.0, self._retry_at_s - self._clock())
 
     def failed(self, error: Exception | str) -> None:
-        """Log a failure, and let the next try wait twice as long as the last one."""
+        """Log a failure, and let the next try wait twice as long as the last try."""
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self.n_failures, 20), LONGEST_PAUSE_S)
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         self.failure = f"{self._name}: {' '.join(reason.split())}"

@@ -28,7 +28,7 @@ class FileWriter:
     """Writes event files, on the chief alone, and on an evaluator. `create_file_writer` makes one.
 
     Args:
-        logdir: the folder.
+        logdir: folder of the event files.
     """
 
     def __init__(self, logdir: Any) -> None:
@@ -37,7 +37,7 @@ class FileWriter:
 
     @contextmanager
     def as_default(self, step: int | None = None) -> Iterator["FileWriter"]:
-        """Let `scalar` write here in the block; with `step`, for that step where none is given."""
+        """Let `scalar` write here in the block; for `step`, where a call has no step."""
         token = _entered.set((*_entered.get(), (self, step)))
         try:
             yield self
@@ -72,11 +72,11 @@ class FileWriter:
 def create_file_writer(logdir: Any) -> FileWriter:
     """Return a writer of event files. Every rank makes one: the chief writes, and an evaluator.
 
-    The first number that it writes purges those of its and later steps that are there: where a run resumes from a
+    The first number that it writes purges older numbers of its step and later ones: where a run resumes from a
     checkpoint, a reader sees each step once.
 
     Args:
-        logdir: the folder.
+        logdir: folder of the event files.
     """
     return FileWriter(logdir)
 
@@ -84,25 +84,26 @@ def create_file_writer(logdir: Any) -> FileWriter:
 def scalar(name: str, data: Any, step: int | None = None) -> bool:
     """Write a number for TensorBoard; return whether there is a writer. Not collective: call it on all ranks.
 
-    Inside `strategy.run` that of the first replica is written.
+    Inside `strategy.run` the number of the first replica is written.
 
     Args:
-        name: of the curve.
+        name: name of the curve.
         data: a number, or a tensor or variable with one element.
-        step: its step; default: that of `as_default`.
+        step: step of the number. Default: step of `as_default`.
 
     Raises:
         UsageError: without a step; for more than one number, or for values of several replicas.
         ConfigurationError: without the package tensorboard, on the chief.
 
-    Where the folder cannot be written, that is logged and tried again later.
+    A folder that cannot be written is logged and tried again later.
 
     Cost: about 0.1 ms on the chief; a tensor on a GPU is waited for.
     """
     if not _entered.get():
         return False
     writer, default_step = _entered.get()[-1]
-    step = default_step if step is None else step
+    if step is None:
+        step = default_step
     if step is None:
         raise UsageError(
             f"scalar: expected a step for {name!r}, got none; write scalar(name, value, step=step)."

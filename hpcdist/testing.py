@@ -6,7 +6,7 @@ import hpcdist.testing
 def test_my_step(make_strategy):
     strategy = make_strategy()
 
-Run such tests by `mpirun -n 2 python -m pytest --with-mpi`, and on one rank. What a collective raises, it raises on all
+Run such tests by `mpirun -n 2 python -m pytest --with-mpi`, and on one rank. A collective raises its errors on all
 ranks alike; a rank that fails alone ends the job after its report.
 """
 

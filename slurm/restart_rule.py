@@ -1,7 +1,6 @@
 """The one rule of restarts: what follows the end of a launch. job.py and `hpcdist run` obey it; nobody else decides.
 
-The first row that fits counts. A launch has "died" if it neither stopped on request nor ended with an error that the
-program reports.
+The first row that fits counts. "Died" is a launch that neither stopped on request nor ended with its own error.
 
 | decision of the launch | exit code | besides | then | exit code afterwards |
 |---|---|---|---|---|
@@ -76,7 +75,7 @@ class Launch(NamedTuple):
 
     @property
     def has_died(self) -> bool:
-        """Whether the launch died: it neither stopped on request nor ended with an error that the program reports."""
+        """Whether the launch died: it neither stopped on request nor ended with its own error."""
         if self.code in (*FINAL_CODES, CHECKPOINT_IO, RUN_AGAIN):
             return False
         if self.decision == "requeue":
