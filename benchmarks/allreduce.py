@@ -39,27 +39,34 @@ BASELINES = [MPI_IN_PLACE, "MPI_Allreduce", COPY_AND_MPI, "torch gloo", "torch n
 
 @dataclass
 class Contender:
-    """One way to sum: set `number` of `sources` is summed by call(number) into the same one of `results`."""
+    """One way to sum.
+
+    Attributes:
+        call: function of the number of a set, which sums that set of `sources` into the same set of `results`.
+        sources: sets that are summed.
+        results: sets that hold the sums.
+        on_device: buffers on a GPU that are summed in place of `sources`: they are filled from `sources` before, and
+            copied to `results` after.
+    """
 
     call: Callable[[int], object]
     sources: list[np.ndarray]
     results: list[np.ndarray]
-    #: Buffers on a GPU that are summed instead of `sources`: filled from these before, and copied to `results` after.
     on_device: list[torch.Tensor] | None = None
 
     def upload(self) -> None:
-        """Copy the sources to the GPU, if that is where they are summed."""
+        """Copy the sources to the GPU, if they are summed there."""
         for tensor, array in zip(self.on_device or (), self.sources, strict=False):
             tensor.copy_(torch.from_numpy(array))
         self.synchronize()
 
     def download(self) -> None:
-        """Copy what is on the GPU to the results."""
+        """Copy the sums on the GPU to the results."""
         for tensor, array in zip(self.on_device or (), self.results, strict=False):
             torch.from_numpy(array).copy_(tensor)
 
     def synchronize(self) -> None:
-        """Wait for the GPU, if there is one at work."""
+        """Wait for the GPU, if it has been used."""
         if self.on_device:
             torch.cuda.synchronize()
 
@@ -92,7 +99,12 @@ def parse_args():
 
 
 def parse_bytes(text):
-    return int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] if text[-1] in "KM" else int(text)
+    """Return the number of bytes of a text such as 4M, 64K or 4."""
+    shifts = {"K": 10, "M": 20}
+    unit = text[-1]
+    if unit in shifts:
+        return int(text[:-1]) << shifts[unit]
+    return int(text)
 
 
 def name_bytes(nbytes):
@@ -102,12 +114,10 @@ def name_bytes(nbytes):
     return f"{nbytes} B"
 
 
-def carve(arena, n_elements, n_sets):
-    return [arena[number * n_elements : (number + 1) * n_elements] for number in range(n_sets)]
-
-
 def private_sets(n_elements, n_sets):
-    return carve(np.zeros(n_elements * n_sets, np.float32), n_elements, n_sets)
+    """Return sets of zeros, one behind the other in memory."""
+    sets = np.zeros((n_sets, n_elements), np.float32)
+    return list(sets)
 
 
 def make_contenders(comm, nbytes, n_sets, algorithms):
@@ -122,7 +132,7 @@ def make_contenders(comm, nbytes, n_sets, algorithms):
         hpcdist.all_reduce(sets[number], implementation="SHARED_MEMORY")
         parameter.grad = tensors[number]
 
-    return {
+    contenders = {
         MPI_IN_PLACE: Contender(
             lambda number: comm.Allreduce(MPI.IN_PLACE, sets[number]), sets, sets
         ),
@@ -137,11 +147,11 @@ def make_contenders(comm, nbytes, n_sets, algorithms):
             lambda number: hpcdist.all_reduce(tensors[number]), sets, sets
         ),
         "hpcdist gradient to p.grad": Contender(sum_gradient, sets, sets),
-        **{
-            f"hpcdist {name}": Contender(partial(sum_by, sets, name), sets, sets)
-            for name in algorithms
-        },
     }
+    for algorithm in algorithms:
+        call = partial(sum_by, sets, algorithm)
+        contenders[f"hpcdist {algorithm}"] = Contender(call, sets, sets)
+    return contenders
 
 
 def make_device_contenders(comm, nbytes, n_sets):
@@ -155,11 +165,10 @@ def make_device_contenders(comm, nbytes, n_sets):
         comm.Allreduce(MPI.IN_PLACE, on_host.numpy())
         tensors[number].copy_(on_host)
 
+    backend = torch.distributed.get_backend()
     calls = {
         COPY_AND_MPI: sum_on_host,
-        f"torch {torch.distributed.get_backend()}": lambda number: torch.distributed.all_reduce(
-            tensors[number]
-        ),
+        f"torch {backend}": lambda number: torch.distributed.all_reduce(tensors[number]),
         "hpcdist AUTO": lambda number: hpcdist.all_reduce(tensors[number]),
     }
     return {name: Contender(call, sets, sets, tensors) for name, call in calls.items()}
@@ -170,7 +179,7 @@ def sum_by(sets, algorithm, number):
 
 
 def run_block(comm, contender, values, numbers):
-    """Fill all sets, time a call on those of `numbers`, check their results; return what `timed_block` does."""
+    """Fill all sets, time a call on each set of `numbers`, and check the results; return the times of `timed_block`."""
     values.fill(contender.sources)
     contender.upload()
     call = contender.call
@@ -188,9 +197,9 @@ def run_block(comm, contender, values, numbers):
 
 
 def calls_per_block(comm, contender, values, n_sets, limit_s):
-    """Return the numbers of the sets that a block uses: all, or evenly spread ones where calls are slow.
+    """Return the numbers of the sets that a block uses: all, or evenly spread ones if calls are slow.
 
-    Also the warm-up. Collective: `comm`; all ranks get the same.
+    It runs two blocks, which are the warm-up. All ranks get the same numbers. Collective over `comm`.
     """
     run_block(comm, contender, values, range(min(3, n_sets)))
     wall, _ = run_block(comm, contender, values, range(min(10, n_sets)))
@@ -199,7 +208,7 @@ def calls_per_block(comm, contender, values, n_sets, limit_s):
 
 
 def time_size(comm, nbytes, args):
-    """Return the case of one size. Collective: `comm`."""
+    """Return the case of one size. Collective over `comm`."""
     n_sets = max(3, 2 * last_cache_bytes() // nbytes + 1)
     n_sets = min(n_sets, 64 if args.quick else 4096)
     if args.device == "cuda":
@@ -231,20 +240,16 @@ def time_all(args):
     is_nccl = args.device == "cuda" and torch.cuda.device_count() >= comm.size
     if args.device == "cuda":
         torch.cuda.set_device(comm.rank % torch.cuda.device_count())
+    sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
     with start_gloo(comm, "nccl" if is_nccl else "gloo"):
-        sizes = [
-            parse_bytes(text)
-            for text in (args.sizes or (QUICK_SIZES if args.quick else SIZES)).split(",")
-        ]
-        cases = [time_size(comm, nbytes, args) for nbytes in sizes]
+        cases = [time_size(comm, parse_bytes(size), args) for size in sizes.split(",")]
     record = environment.record()
     if comm.rank == 0:
-        stem = "allreduce" if args.device == "cpu" else f"allreduce-{args.device}"
-        publish(
-            {"label": args.label or record["mpi"], "environment": record, "cases": cases},
-            args.out,
-            stem,
-        )
+        stem = "allreduce"
+        if args.device != "cpu":
+            stem += f"-{args.device}"
+        label = args.label or record["mpi"]
+        publish({"label": label, "environment": record, "cases": cases}, args.out, stem)
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Train with 8 replicas and print what bits come out: the same on any number of ranks.
+"""Train with 8 replicas and print digests of the results, which are the same on any number of ranks.
 
 python benchmarks/bits.py                     on 1, 2, 3, 4 and 8 ranks, with the mpirun beside this python, one table
 mpirun -n 3 python benchmarks/bits.py --one   on these ranks
@@ -82,23 +82,25 @@ def train(strategy, name, kind, n_steps=10):
     losses = []
     for number in range(n_steps):
         parts = strategy.experimental_distribute_values_from_function(
-            lambda of: part_of(of.replica_id_in_sync_group)
+            lambda context: part_of(context.replica_id_in_sync_group)
         )
-        local_parts = parts.values
-        x, y = (
-            hpcdist.PerReplica([rows[number][part] for part in local_parts])
-            for rows in (images, labels)
-        )
-        losses.append(float(strategy.reduce("sum", strategy.run(step, args=(x, y)), axis=None)))
+        x = hpcdist.PerReplica([images[number][part] for part in parts.values])
+        y = hpcdist.PerReplica([labels[number][part] for part in parts.values])
+        loss = strategy.run(step, args=(x, y))
+        losses.append(float(strategy.reduce("sum", loss, axis=None)))
     return digest(model.state_dict().values()), digest([torch.tensor(losses)])
 
 
 def part_of(replica):
-    return slice(*ceiling_bounds(GLOBAL_BATCH, N_REPLICAS, replica))
+    """Return the rows of a replica in each global batch."""
+    start, stop = ceiling_bounds(GLOBAL_BATCH, N_REPLICAS, replica)
+    return slice(start, stop)
 
 
 def digest(tensors):
-    return xxhash.xxh3_64_hexdigest(b"".join(tensor.numpy().tobytes() for tensor in tensors))
+    """Return a digest of the bytes of tensors."""
+    content = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 def train_all():
@@ -121,15 +123,14 @@ def print_table():
         command = [mpirun, "-n", str(n_ranks), sys.executable, __file__, "--one"]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         rows[n_ranks] = json.loads(done.stdout.strip().splitlines()[-1])
-    for case in rows[RANKS[0]]:
-        print(f"{case:18} weights {rows[1][case][0]} losses {rows[1][case][1]}", end="  ")
-        print(
-            *(
-                f"{n} ranks: {'same' if rows[n][case] == rows[1][case] else 'DIFFERENT'}"
-                for n in RANKS[1:]
-            ),
-            sep=", ",
-        )
+    for case, digests in rows[1].items():
+        weights, losses = digests
+        verdicts = []
+        for n_ranks in RANKS[1:]:
+            is_same = rows[n_ranks][case] == digests
+            verdicts.append(f"{n_ranks} ranks: {'same' if is_same else 'DIFFERENT'}")
+        print(f"{case:18} weights {weights} losses {losses}", end="  ")
+        print(*verdicts, sep=", ")
     return all(row == rows[1] for row in rows.values())
 
 

@@ -3,9 +3,9 @@
 python benchmarks/checkpoint.py --out out/checkpoint
 python benchmarks/checkpoint.py --training --out out/checkpoint     (what a save every 10 s costs a training)
 
-Every contender writes a new file of the same float32 values into --folder, which should be on the disk that counts,
-and forces it to the disk. Removing the file, and what goes on in the background, is not timed; the file of every block
-of hpcdist is verified.
+Every contender writes a new file of the same float32 values into --folder, which should be on the disk of interest,
+and forces it to the disk. Removing the file, and work in the background, is not timed. The file of every block of
+hpcdist is verified.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import hpcdist
 from hpcdist.runtime.process import make_world
 
 RAW = "write and fsync"
-#: Elements of the layers of the model that is saved, as parts of the whole: large and small ones.
+#: Sizes of the layers of the model that is saved, as parts of the whole: large and small layers.
 SHARES = (0.4, 0.2, 0.1, 0.1, 0.05, 0.05, *[0.1 / 50] * 50)
 
 
@@ -56,15 +56,18 @@ def parse_args():
 
 
 def make_model(megabytes):
-    """Return a module of so many bytes of random float32 parameters."""
+    """Return a module of random float32 parameters of this size."""
     generator = torch.Generator().manual_seed(0)
-    sizes = [int(share * megabytes * 250_000) for share in SHARES]
-    return nn.ParameterList(
-        [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
-    )
+    parameters = nn.ParameterList()
+    for share in SHARES:
+        n_elements = int(share * megabytes * 250_000)
+        values = torch.randn(n_elements, generator=generator)
+        parameters.append(nn.Parameter(values))
+    return parameters
 
 
 def sync(path):
+    """Force a file to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -90,7 +93,7 @@ def write_safetensors(model, path):
 
 
 class Files:
-    """Names for new files, and blocks that write one each."""
+    """Names for new files, and blocks that write one file each."""
 
     def __init__(self, folder):
         self._names = (folder / f"file-{number}" for number in itertools.count())
@@ -104,6 +107,7 @@ class Files:
 
 
 def timed(act):
+    """Return wall seconds and CPU-seconds of a function."""
     cpu_before = cpu_s()
     started = time.perf_counter()
     act()
@@ -120,7 +124,7 @@ class Saves:
         self._steps = itertools.count(1)
 
     def block(self, blocking):
-        """Return what the training thread waits for; then let the file be written, verified, and the last one go."""
+        """Return the time that the training thread waits; then wait until the file is written and verified."""
         step = next(self._steps)
         seconds = timed(lambda: self._manager.save(step, blocking=blocking))
         self._manager.wait()
@@ -128,7 +132,7 @@ class Saves:
 
 
 def async_save(model, folder):
-    """Return what the training thread waits for in torch's async_save; then let it end, and remove the file."""
+    """Return the time that the training thread waits in torch's async_save; then await its end, and remove the file."""
     path = folder / "dcp"
     pending = []
     seconds = timed(lambda: pending.append(dcp.async_save(model.state_dict(), checkpoint_id=path)))
@@ -138,11 +142,15 @@ def async_save(model, folder):
 
 
 class Copies:
-    """Plain copies of a model's parameters in memory, by as many threads as there are cores: the least stall."""
+    """Plain copies of a model's parameters in memory, by one thread for each core: the least stall."""
 
     def __init__(self, model):
-        self._arrays = [parameter.detach().numpy() for parameter in model]
-        self._copies = [array.copy() for array in self._arrays]
+        self._arrays = []
+        self._copies = []
+        for parameter in model:
+            array = parameter.detach().numpy()
+            self._arrays.append(array)
+            self._copies.append(array.copy())
         self._n_threads = len(os.sched_getaffinity(0))
         self._threads = ThreadPoolExecutor(self._n_threads)
 
@@ -151,6 +159,7 @@ class Copies:
         return timed(lambda: [*self._threads.map(self._copy, range(self._n_threads))])
 
     def _copy(self, number):
+        """Copy the share of a thread."""
         for copy, array in zip(self._copies, self._arrays, strict=True):
             share = -(-array.size // self._n_threads)
             part = slice(number * share, (number + 1) * share)
@@ -158,6 +167,7 @@ class Copies:
 
 
 def is_installed(name):
+    """Return whether a module can be imported; print a line if not."""
     try:
         __import__(name)
     except ImportError:
@@ -198,7 +208,7 @@ def time_stalls(model, folder, n_rounds):
 
 
 class Training:
-    """Blocks of training steps of one model, with a save at the start of each or without."""
+    """Blocks of training steps of one model, with or without a save at the start of each block."""
 
     def __init__(self, folder, seconds):
         self._model = build("wide")
@@ -208,7 +218,8 @@ class Training:
         self._manager = hpcdist.CheckpointManager(checkpoint, folder, max_to_keep=1)
         self._steps = itertools.count(1)
         self._train(20)
-        self._n_steps = int(seconds / timed(lambda: self._train(50))[0] * 50)
+        wall_s, _ = timed(lambda: self._train(50))
+        self._n_steps = int(seconds / wall_s * 50)
 
     def _train(self, n_steps):
         for number in range(n_steps):
@@ -256,11 +267,8 @@ def main():
                 ]
     finally:
         shutil.rmtree(folder)
-    publish(
-        {"label": "checkpoint", "environment": environment.record(), "cases": cases},
-        args.out,
-        "checkpoint",
-    )
+    record = environment.record()
+    publish({"label": "checkpoint", "environment": record, "cases": cases}, args.out, "checkpoint")
 
 
 if __name__ == "__main__":

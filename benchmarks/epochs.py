@@ -31,7 +31,7 @@ def parse_args():
 
 
 def train(args):
-    """Print the seconds of each epoch; the job of a launch."""
+    """Train in this process, as a rank of a launch, and print the seconds of each epoch."""
     import torch
     from models import adam, build
 
@@ -60,19 +60,12 @@ def train(args):
 
 def launch(args, model, n_ranks):
     """Return the seconds of each epoch of one launch."""
+    mpirun = Path(sys.executable).with_name("mpirun")
     options = ["--job", model, "--epochs", args.epochs, "--steps", args.steps]
-    command = [
-        Path(sys.executable).with_name("mpirun"),
-        "-n",
-        n_ranks,
-        sys.executable,
-        __file__,
-        *options,
-    ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [mpirun, "-n", n_ranks, sys.executable, __file__, *options]
     done = subprocess.run(
-        [str(argument) for argument in command],
-        env=environ,
+        list(map(str, command)),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
@@ -89,19 +82,21 @@ def main():
     if args.job:
         train(args)
         return
-    counts = [int(text) for text in args.ranks.split(",")]
+    counts = list(map(int, args.ranks.split(",")))
     epoch_times = {}
     for model in args.models.split(","):
-        times = {n_ranks: [] for n_ranks in counts}
+        times_of = {n_ranks: [] for n_ranks in counts}
         for number in range(args.rounds):
-            for n_ranks in counts[:: 1 if number % 2 else -1]:
-                times[n_ranks] += launch(args, model, n_ranks)
-        epoch_times[model] = times
-        medians = {n_ranks: statistics.median(values) for n_ranks, values in times.items()}
-        for n_ranks, median in medians.items():
-            spread = f"{min(times[n_ranks]):.3f} .. {max(times[n_ranks]):.3f}"
+            for n_ranks in counts if number % 2 else reversed(counts):
+                times_of[n_ranks] += launch(args, model, n_ranks)
+        epoch_times[model] = times_of
+        first_median = statistics.median(times_of[counts[0]])
+        for n_ranks, times in times_of.items():
+            median = statistics.median(times)
+            spread = f"{min(times):.3f} .. {max(times):.3f}"
+            factor = first_median / median
             print(
-                f"{model}, {n_ranks} ranks: {median:.3f} s an epoch ({spread}), {medians[counts[0]] / median:.2f} times"
+                f"{model}, {n_ranks} ranks: {median:.3f} s an epoch ({spread}), {factor:.2f} times"
             )
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What synchronization costs at least in Python on this machine: one host, one replica a rank, and not a single check.
+"""The least cost of synchronization in Python on this machine: one host, one replica for each rank, and no checks.
 
-Gradients are copied to memory that the ranks share; one barrier later each rank adds what it needs. A contender that is
-as fast as its floor has nothing left to gain but in the barrier and the additions themselves.
+Gradients are copied to memory that the ranks share; after one barrier each rank adds the gradients that it needs. A
+contender that is as fast as its floor can gain only in the barrier and the additions.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ _ALIGNED_ELEMENTS = 16
 
 
 class SharedRows:
-    """A row of floats for each rank, which all ranks of the host read. Collective: `comm`.
+    """A row of floats for each rank, which all ranks of the host read. Collective over `comm`.
 
     Args:
-        comm: the ranks, all of one host.
+        comm: ranks of one host.
         n_elements: length of a row.
     """
 
@@ -36,25 +36,31 @@ class SharedRows:
         self.rows = [torch.frombuffer(piece, dtype=torch.float32)[:n_elements] for piece in pieces]
 
     def wait(self) -> None:
-        """Wait for the other ranks. Collective."""
+        """Wait for the other ranks. Collective over the ranks of the host."""
         self._barrier.wait()
 
 
 def padded_length(parameters: Sequence[nn.Parameter], n_ranks: int) -> int:
     """Return how many elements parameters have, in shares of whole cache lines."""
     n_elements = sum(parameter.numel() for parameter in parameters)
-    return -(-n_elements // (_ALIGNED_ELEMENTS * n_ranks)) * _ALIGNED_ELEMENTS * n_ranks
+    block = _ALIGNED_ELEMENTS * n_ranks
+    n_blocks = -(-n_elements // block)
+    return n_blocks * block
 
 
 def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return parts of flat memory in the shapes of parameters, one after the other."""
-    lengths = [parameter.numel() for parameter in parameters]
-    parts = torch.split(flat[: sum(lengths)], lengths)
-    return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+    views = []
+    start = 0
+    for parameter in parameters:
+        stop = start + parameter.numel()
+        views.append(flat[start:stop].view(parameter.shape))
+        start = stop
+    return views
 
 
 def add_rows(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Write the mean of rows, one of each rank."""
+    """Write the mean of the ranks' rows to `out`."""
     out.copy_(rows[0])
     for row in rows[1:]:
         out.add_(row)
@@ -65,8 +71,8 @@ class Arrivals:
     """Counts the gradients of a backward; with the last one, copies all of them to their slots in one call.
 
     Args:
-        parameters: all of a model; each backward reaches every one of them.
-        finish: called when all gradients are in the slots.
+        parameters: all parameters of a model; each backward reaches every one of them.
+        finish: function that is called when all gradients are in the slots.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
@@ -78,7 +84,7 @@ class Arrivals:
             parameter.register_post_accumulate_grad_hook(self._count)
 
     def use(self, slots: list[Tensor]) -> None:
-        """Copy the next backward's gradients to these."""
+        """Have the next backward's gradients copied to these slots."""
         self._slots = slots
 
     def _count(self, parameter: Tensor) -> None:
@@ -91,7 +97,7 @@ class Arrivals:
 
 
 def whole_sums(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
-    """Return a model of whose gradients every rank adds all: one barrier, two sets of slots used in turn."""
+    """Return a model all of whose gradients every rank adds: one barrier, and two sets of slots used in turn."""
     model = build(name, device)
     parameters = list(model.parameters())
     n_elements = padded_length(parameters, comm.size)
@@ -116,7 +122,7 @@ def whole_sums(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optim
 
 
 class _SharedAdam(Adam):
-    """Steps this rank's share of a model whose parameters all ranks share, and waits until all have."""
+    """Steps this rank's share of a model whose parameters all ranks share, and waits for the other ranks."""
 
     def __init__(self, share: nn.Parameter, wait: Callable[[], None]) -> None:
         super().__init__([share], lr=1e-3, fused=True)
@@ -126,13 +132,13 @@ class _SharedAdam(Adam):
         """Leave the share's gradient: every backward overwrites it."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step this rank's share. Collective: all ranks."""
+        """Step this rank's share. Collective over all ranks."""
         super().step()
         self._wait()
 
 
 def shares(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
-    """Return a model of which each rank adds and steps its share, in memory that all ranks share: two barriers."""
+    """Return a model whose shares the ranks add and step, in memory that all ranks share: two barriers."""
     model = build(name, device)
     parameters = list(model.parameters())
     n_elements = padded_length(parameters, comm.size)

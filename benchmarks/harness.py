@@ -11,12 +11,14 @@ import numpy as np
 #: The same code on both sides must come out within these, else nothing of the case may be quoted.
 GATE_LOW = 0.97
 GATE_HIGH = 1.03
-#: Seconds after which it is said how far the rounds are, and again.
+#: Seconds between two lines that say how far the rounds are.
 SILENCE_S = 10.0
-#: What the second side of the gate is called: the name of the first and this.
+#: Ending of the name of the gate's second side; before it is the name of the first side.
 AGAIN = " (A/A)"
 
-#: contender -> its two samples of every round, in the order in which they were taken.
+#: The two samples of a contender in every round, in the order in which they were taken.
+Pairs = list[tuple[float, float]]
+#: contender -> its two samples in every round.
 Samples = Mapping[str, Sequence[tuple[float, float]]]
 
 
@@ -30,40 +32,48 @@ class Interval:
 
 
 def block_order(names: Sequence[str], round_number: int) -> list[str]:
-    """Return the blocks of one round: everyone once, then everyone in the opposite order (A B B A).
+    """Return the names of one round's blocks: each name once, then each in the opposite order (A B B A).
 
     A drift that is linear in time cancels out of every pair. Each round starts with another contender.
     """
     start = round_number % len(names)
-    forth = [*names[start:], *names[:start]]
-    return forth + forth[::-1]
+    forward = [*names[start:], *names[:start]]
+    backward = forward[::-1]
+    return forward + backward
 
 
 def run_rounds(
     contenders: Mapping[str, Callable[[], tuple[float, float]]], n_rounds: int
-) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[tuple[float, float]]]]:
+) -> tuple[dict[str, Pairs], dict[str, Pairs]]:
     """Run every contender twice a round; return wall seconds and CPU-seconds of both blocks of every round.
 
-    Collective where the contenders are: every rank runs the same blocks in the same order.
+    Collective if the contenders are: every rank runs the same blocks in the same order.
+
+    Args:
+        contenders: name -> function that runs a block, and returns its wall seconds and CPU-seconds.
+        n_rounds: number of rounds.
     """
-    began_at = said_at = time.monotonic()
-    wall: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    cpu: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    began_at = time.monotonic()
+    said_at = began_at
+    wall: dict[str, Pairs] = {name: [] for name in contenders}
+    cpu: dict[str, Pairs] = {name: [] for name in contenders}
     for number in range(n_rounds):
-        round_times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+        blocks: dict[str, Pairs] = {}
         for name in block_order(list(contenders), number):
             if time.monotonic() - said_at > SILENCE_S:
                 said_at = time.monotonic()
-                say(f"round {number + 1} of {n_rounds}, {name}; {said_at - began_at:.0f} s so far")
-            round_times[name].append(contenders[name]())
-        for name, ((wall_1, cpu_1), (wall_2, cpu_2)) in round_times.items():
+                elapsed_s = said_at - began_at
+                say(f"round {number + 1} of {n_rounds}, {name}; {elapsed_s:.0f} s so far")
+            block = contenders[name]()
+            blocks.setdefault(name, []).append(block)
+        for name, ((wall_1, cpu_1), (wall_2, cpu_2)) in blocks.items():
             wall[name].append((wall_1, wall_2))
             cpu[name].append((cpu_1, cpu_2))
     return wall, cpu
 
 
 def say(text: str) -> None:
-    """Print a line for whoever waits, on one rank, between blocks, where no time is taken."""
+    """Print a line for the person who waits, on one rank. Called between blocks, where no time is taken."""
     rank = (
         os.environ.get("PMI_RANK")
         or os.environ.get("OMPI_COMM_WORLD_RANK")
@@ -76,7 +86,13 @@ def say(text: str) -> None:
 
 def per_round(samples: Sequence[tuple[float, float]]) -> np.ndarray:
     """Return one value per round: the mean of its two blocks, in which a linear drift cancels."""
-    return np.asarray(samples, dtype=np.float64).mean(axis=1)
+    pairs = np.asarray(samples, dtype=np.float64)
+    return pairs.mean(axis=1)
+
+
+def median_of_rounds(samples: Sequence[tuple[float, float]]) -> float:
+    """Return the median over the rounds."""
+    return float(np.median(per_round(samples)))
 
 
 def paired_ratios(
@@ -95,17 +111,23 @@ def bootstrap_interval(values: np.ndarray, n_draws: int = 4000, seed: int = 0) -
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
-    draws = np.random.default_rng(seed).integers(0, len(values), (n_draws, len(values)))
-    low, high = np.percentile(np.median(values[draws], axis=1), [2.5, 97.5])
+    n_values = len(values)
+    draws = np.random.default_rng(seed).integers(0, n_values, (n_draws, n_values))
+    medians = np.median(values[draws], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
     return Interval(float(np.median(values)), float(low), float(high))
 
 
 def gate_ratio(samples: Samples) -> float | None:
-    """Return the median ratio of what ran under two names, the one farthest from 1 if several did; None if none did."""
-    pairs = [name for name in samples if name + AGAIN in samples]
-    ratios = [
-        float(np.median(paired_ratios(samples[name], samples[name + AGAIN]))) for name in pairs
-    ]
+    """Return the median ratio of the two sides of the gate; None without a gate.
+
+    If several contenders ran under two names, the ratio is the one that is farthest from 1.
+    """
+    ratios = []
+    for name in samples:
+        if name + AGAIN in samples:
+            ratios_of_rounds = paired_ratios(samples[name], samples[name + AGAIN])
+            ratios.append(float(np.median(ratios_of_rounds)))
     return max(ratios, key=lambda ratio: abs(np.log(ratio)), default=None)
 
 
@@ -116,7 +138,5 @@ def passes_gate(ratio: float | None) -> bool:
 
 def strongest(samples: Samples, baselines: Sequence[str]) -> str:
     """Return the baseline with the lowest median time."""
-    return min(
-        (name for name in baselines if name in samples),
-        key=lambda name: float(np.median(per_round(samples[name]))),
-    )
+    timed_baselines = [name for name in baselines if name in samples]
+    return min(timed_baselines, key=lambda name: median_of_rounds(samples[name]))

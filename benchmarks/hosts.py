@@ -3,8 +3,8 @@
 python benchmarks/hosts.py --out out/hosts                        four hosts of 2 ranks, 1 Gbit/s
 python benchmarks/hosts.py --out out/hosts-3x3 --hosts 3 --ranks 3 --sizes 16M
 
-Takes root, namespaces and tc. The bound is 2(m-1)/m * n bytes per host over the rate that a plain TCP stream reached in
-the same run; the bytes are those that the kernel counted on the links.
+It needs root, namespaces and tc. The bound is 2(m-1)/m * n bytes per host over the rate that a plain TCP stream reached
+in the same run; the kernel counts the bytes on the links.
 """
 
 import argparse
@@ -33,31 +33,48 @@ def parse_args():
 
 
 def show(row, usable, n_hosts):
-    bound_s = 2 * (n_hosts - 1) / n_hosts * row["nbytes"] / usable
+    """Print a row, with its time and bytes as multiples of the bounds, and add the multiples to it.
+
+    Args:
+        row: times and bytes of one way to sum.
+        usable: bytes per second that the links carry.
+        n_hosts: number of hosts.
+    """
     bound_bytes = 2 * (n_hosts - 1) / n_hosts * row["nbytes"]
+    bound_s = bound_bytes / usable
     times = sorted(row["seconds"])
-    row["times_bound"] = times[len(times) // 2] / bound_s
+    median_s = times[len(times) // 2]
+    row["times_bound"] = median_s / bound_s
     row["times_bytes"] = max(row["sent"]) / bound_bytes
+    way = f"{row['nbytes'] >> 20:5} MiB  {row['name']:24}"
+    factor = f"{row['times_bound']:.3f} of the bound"
     spread = f"({times[0] / bound_s:.3f} .. {times[-1] / bound_s:.3f})"
-    time_text = (
-        f"{1000 * times[len(times) // 2]:8.1f} ms  {row['times_bound']:.3f} of the bound {spread}"
-    )
-    print(
-        f"{row['nbytes'] >> 20:5} MiB  {row['name']:24} {time_text}  bytes {row['times_bytes']:.3f}"
-    )
+    sent = f"bytes {row['times_bytes']:.3f}"
+    print(f"{way} {1000 * median_s:8.1f} ms  {factor} {spread}  {sent}")
+
+
+def parse_bytes(text):
+    """Return the number of bytes of a text such as 4M or 64K."""
+    number = int(text[:-1])
+    shifts = {"K": 10, "M": 20}
+    return number << shifts[text[-1]]
 
 
 def main():
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    sizes = [int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] for text in args.sizes.split(",")]
-    command = [sys.executable, ROOT / "benchmarks" / "hosts_job.py", args.repeats, *sizes]
+    sizes = [parse_bytes(text) for text in args.sizes.split(",")]
+    job = ROOT / "benchmarks" / "hosts_job.py"
+    command = [sys.executable, job, args.repeats, *sizes]
+    environ = {"OMP_NUM_THREADS": "1"}
     with VirtualHosts(args.hosts, args.rate, burst_bytes=args.burst) as hosts:
         before = hosts.calibrate()
-        outcome = hosts.run(command, args.ranks, environ={"OMP_NUM_THREADS": "1"}, timeout_s=1800)
+        outcome = hosts.run(command, args.ranks, environ=environ, timeout_s=1800)
         after = hosts.calibrate()
     usable = max(before, after)
-    rates = f"{before / 1e6:.1f} and {after / 1e6:.1f} MB/s before and after"
+    before_mb = before / 1e6
+    after_mb = after / 1e6
+    rates = f"{before_mb:.1f} and {after_mb:.1f} MB/s before and after"
     print(f"{args.hosts} hosts x {args.ranks} ranks, usable rate {rates}")
     for row in outcome.result["rows"]:
         show(row, usable, args.hosts)

@@ -18,40 +18,41 @@ from hpcdist.runtime.process import make_world
 
 
 def bytes_sent():
-    (line,) = (
-        line
-        for line in Path("/proc/net/dev").read_text().splitlines()
-        if line.strip().startswith("eth0:")
-    )
-    return int(line.split(":")[1].split()[8])
+    """Return the bytes that this host has sent."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == "eth0":
+            return int(counters.split()[8])
+    raise SystemExit("hosts_job: expected a device eth0 in /proc/net/dev, got none")
 
 
 def contenders(group):
     """Return the ways to sum: name -> (call, largest error of an element in units of the largest sum)."""
+
+    def ordered(array):
+        hierarchical.all_reduce(array, group, SUM, True)
+
+    def unordered(array):
+        hierarchical.all_reduce(array, group, SUM, False)
+
+    def on_half_wire(array):
+        hierarchical.all_reduce(array, group, wire=HalfWire("bfloat16"))
+
     return {
         "MPI_Allreduce in place": (partial(library.all_reduce, group=group), 1e-6),
         "hpcdist AUTO": (partial(hpcdist.all_reduce, comm=group.comm), 1e-6),
-        "HIERARCHICAL ordered": (
-            lambda array: hierarchical.all_reduce(array, group, SUM, True),
-            1e-6,
-        ),
-        "HIERARCHICAL unordered": (
-            lambda array: hierarchical.all_reduce(array, group, SUM, False),
-            1e-6,
-        ),
-        "HIERARCHICAL bf16 wire": (
-            lambda array: hierarchical.all_reduce(array, group, wire=HalfWire("bfloat16")),
-            2e-2,
-        ),
+        "HIERARCHICAL ordered": (ordered, 1e-6),
+        "HIERARCHICAL unordered": (unordered, 1e-6),
+        "HIERARCHICAL bf16 wire": (on_half_wire, 2e-2),
     }
 
 
 def time_one(group, call, tolerance, nbytes, seed):
-    """Return seconds of the slowest rank, and the bytes that each host sent. Collective: `group.comm`."""
-    rows = [
-        np.random.default_rng([seed, rank]).random(nbytes // 4, np.float32)
-        for rank in range(group.size)
-    ]
+    """Return seconds of the slowest rank, and the bytes that each host sent. Collective over `group.comm`."""
+    rows = []
+    for rank in range(group.size):
+        generator = np.random.default_rng([seed, rank])
+        rows.append(generator.random(nbytes // 4, np.float32))
     array = rows[group.rank].copy()
     total = np.sum(rows, axis=0, dtype=np.float64)
     group.comm.Barrier()
@@ -62,9 +63,10 @@ def time_one(group, call, tolerance, nbytes, seed):
     group.comm.Barrier()
     sent = bytes_sent() - sent
     assert np.abs(array - total).max() <= tolerance * total.max(), "a wrong sum"
-    per_host = [
-        n_sent for place, n_sent in group.comm.allgather((group.node_comm.rank, sent)) if place == 0
-    ]
+    per_host = []
+    for local_rank, n_sent in group.comm.allgather((group.node_comm.rank, sent)):
+        if local_rank == 0:
+            per_host.append(n_sent)
     return group.comm.allreduce(taken_s, MPI.MAX), per_host
 
 
@@ -76,17 +78,20 @@ def main():
     for nbytes in sizes:
         ways = contenders(group)
         measured = {name: [] for name in ways}
-        # the first makes connections and measures, and does not count
+        # the first repeat makes connections and measures them, and does not count
         for repeat in range(-1, repeats):
-            for name, (call, tolerance) in list(ways.items())[:: 1 if repeat % 2 else -1]:
+            names = list(ways)
+            if repeat % 2 == 0:
+                names.reverse()
+            for name in names:
+                call, tolerance = ways[name]
                 result = time_one(group, call, tolerance, nbytes, repeat + 1)
                 if repeat >= 0:
                     measured[name].append(result)
         for name, results in measured.items():
             seconds = [slowest_s for slowest_s, _ in results]
-            rows.append(
-                {"nbytes": nbytes, "name": name, "seconds": seconds, "sent": results[-1][1]}
-            )
+            _, sent = results[-1]
+            rows.append({"nbytes": nbytes, "name": name, "seconds": seconds, "sent": sent})
     if group.rank == 0:
         print(json.dumps({"n_hosts": len(group.placement.hosts), "rows": rows}), flush=True)
 

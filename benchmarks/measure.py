@@ -1,4 +1,4 @@
-"""Timing of blocks on all ranks together, and what is to be known of the machine and the libraries meanwhile."""
+"""Timing of blocks on all ranks together, and facts about the machine and the libraries meanwhile."""
 
 import os
 import platform
@@ -30,7 +30,12 @@ _TELLING = (
 def timed_block(comm: MPI.Comm, run: Callable[[], None], n_calls: int) -> tuple[float, float]:
     """Return wall seconds (of the slowest rank) and CPU-seconds (of all ranks and their threads) per call.
 
-    Collective: `comm`. `run` makes `n_calls` calls; all ranks enter it together.
+    All ranks enter `run` together. Collective over `comm`.
+
+    Args:
+        comm: the ranks.
+        run: function that makes the calls.
+        n_calls: number of its calls.
     """
     comm.Barrier()
     cpu_before = cpu_s()
@@ -52,19 +57,19 @@ def cpu_s() -> float:
 
 
 def last_cache_bytes() -> int:
-    """Return the size of the last level cache; 32 MiB where Linux does not tell."""
-    sizes = [
-        path.read_text().strip()
-        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    ]
+    """Return the size of the last level cache; 32 MiB if Linux does not tell it."""
     factors = {"K": 1 << 10, "M": 1 << 20}
-    return max((int(size[:-1]) * factors[size[-1]] for size in sizes), default=32 << 20)
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) * factors[text[-1]])
+    return max(sizes, default=32 << 20)
 
 
 class Environment:
-    """What a figure depends on besides the code: recorded at the start, completed at the end.
+    """The facts that a figure depends on besides the code: recorded at the start, completed at the end.
 
-    Collective: `comm`, at both.
+    The constructor and `record` are collective over `comm`.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
@@ -72,9 +77,16 @@ class Environment:
         self._before = _counters()
 
     def record(self) -> dict[str, Any]:
-        """Return the record; counters are sums over the ranks, those of the machine are of rank 0."""
+        """Return the record. Switches are summed over the ranks; load and steal are rank 0's machine's.
+
+        Collective over the ranks.
+        """
         after = _counters()
         switches = self._comm.allreduce(after["switches"] - self._before["switches"])
+        variables = {}
+        for name in sorted(os.environ):
+            if name.startswith(_TELLING):
+                variables[name] = os.environ[name]
         return {
             "mpi": MPI.Get_library_version().strip(" \n\0").splitlines()[0],
             "mpi_standard": list(MPI.Get_version()),
@@ -88,9 +100,7 @@ class Environment:
             "python": platform.python_version(),
             "numpy": np.__version__,
             "torch": _torch_version(),
-            "variables": {
-                name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)
-            },
+            "variables": variables,
             "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "load_before": self._before["load"],
             "load_after": after["load"],
@@ -100,6 +110,7 @@ class Environment:
 
 
 def _counters() -> dict[str, Any]:
+    """Return counters of this process and of the machine."""
     stat = Path("/proc/stat").read_text().splitlines()[0].split()
     return {
         "switches": resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
@@ -109,11 +120,12 @@ def _counters() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    """Return the model of the processor, or the machine type if Linux does not tell the model."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            _, _, name = line.partition(":")
+            return name.strip()
+    return platform.machine()
 
 
 def _torch_version() -> str:

@@ -33,12 +33,15 @@ def parse_args():
 
 def pss_bytes():
     """Return the proportional set size of this process."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            _, kilobytes, _ = line.split()
+            return int(kilobytes) << 10
+    raise SystemExit("memory: expected Pss in /proc/self/smaps_rollup, got none")
 
 
 class Sampler:
-    """Keeps the most that was sampled in a block."""
+    """Samples the memory of this process during a block, and keeps the most."""
 
     def __init__(self):
         self.most = 0
@@ -62,9 +65,8 @@ def build(width, n_layers, is_sharded):
     """Return a model and its optimizer."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     with strategy.scope():
-        model = torch.nn.Sequential(
-            *(torch.nn.Linear(width, width, bias=False) for _ in range(n_layers))
-        )
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(n_layers)]
+        model = torch.nn.Sequential(*layers)
         kind = torch.optim.Adam
         options = {"lr": 1e-3, "fused": True}
         if is_sharded:
@@ -73,7 +75,10 @@ def build(width, n_layers, is_sharded):
 
 
 def take_step(model, optimizer, comm):
-    model(torch.full((2, model[0].in_features), 1.0 + comm.rank)).square().mean().backward()
+    """Take a training step on made-up rows. Collective over `comm`."""
+    rows = torch.full((2, model[0].in_features), 1.0 + comm.rank)
+    loss = model(rows).square().mean()
+    loss.backward()
     optimizer.step()
     comm.Barrier()
 
@@ -87,7 +92,7 @@ def main():
     model, optimizer = build(WIDTH, max(1, round(args.parameters / 10.24)), args.sharded)
     with Sampler() as sampler:
         for step in range(args.steps):
-            if step == args.steps - 1:  # earlier ones make what stays
+            if step == args.steps - 1:  # earlier steps make the memory that stays
                 comm.Barrier()
                 sampler.most = 0
             take_step(model, optimizer, comm)
@@ -100,9 +105,11 @@ def main():
     if comm.rank == 0:
         name = "ZeroRedundancyOptimizer" if args.sharded else "Adam on every rank"
         millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        peak_mb = (peak - before) / 1e6
+        after_mb = (after - before) / 1e6
         print(
-            f"{name}, {millions:g} M parameters, {comm.size} ranks: at most "
-            f"{(peak - before) / 1e6:.0f} MB in a step, {(after - before) / 1e6:.0f} MB after zero_grad"
+            f"{name}, {millions:g} M parameters, {comm.size} ranks: at most {peak_mb:.0f} MB in a step, "
+            f"{after_mb:.0f} MB after zero_grad"
         )
 
 

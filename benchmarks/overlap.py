@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tests" / "hosts"))
 from virtual_hosts import VirtualHosts  # noqa: E402  found by the line above
 
 
-def main():
+def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for overlap.json")
     parser.add_argument("--hosts", type=int, default=4)
@@ -30,19 +30,27 @@ def main():
         help="share of the computing that is before backward",
     )
     parser.add_argument("--repeats", type=int, default=7)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     job = ROOT / "benchmarks" / "overlap_job.py"
     command = [sys.executable, job, args.layers, args.features, args.repeats, args.forward]
+    environ = {"OMP_NUM_THREADS": "1"}
     with VirtualHosts(args.hosts, args.rate) as hosts:
-        times_s = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=1200).result
-    middle = {
-        name: sorted(times_s[name])[args.repeats // 2] for name in ("bare", "serial", "overlapped")
-    }
-    exposed = (middle["overlapped"] - middle["bare"]) / middle["serial"]
-    times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in middle.items())
+        times_s = hosts.run(command, 1, environ=environ, timeout_s=1200).result
+    medians = {}
+    times = []
+    for name in ("bare", "serial", "overlapped"):
+        median_s = sorted(times_s[name])[args.repeats // 2]
+        medians[name] = median_s
+        times.append(f"{name} {1000 * median_s:.0f} ms")
+    exposed = (medians["overlapped"] - medians["bare"]) / medians["serial"]
     share = f"exposed {100 * exposed:.1f} % of the serial time"
-    print(f"{args.hosts} hosts, {times_s['nbytes'] / 1e6:.1f} MB: {times}; {share}")
+    megabytes = times_s["nbytes"] / 1e6
+    print(f"{args.hosts} hosts, {megabytes:.1f} MB: {', '.join(times)}; {share}")
     (args.out / "overlap.json").write_text(json.dumps(times_s, indent=1))
 
 

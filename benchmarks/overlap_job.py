@@ -32,7 +32,7 @@ class Working(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A linear layer that works before it."""
+    """A linear layer, and work before it."""
 
     def __init__(self, n_features):
         super().__init__()
@@ -40,16 +40,18 @@ class Layer(nn.Module):
         self.seconds = 0.0, 0.0
 
     def forward(self, x):
-        """Return what the linear layer returns, later."""
+        """Return the output of the linear layer, later."""
         return self.linear(Working.apply(x, *self.seconds))
 
 
 def make(n_layers, n_features, **options):
+    """Return a strategy with some communication options, and a model."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(
         communication_options=hpcdist.CommunicationOptions(**options), gradient_op="sum"
     )
     with strategy.scope():
-        model = nn.Sequential(*(Layer(n_features) for _ in range(n_layers)))
+        layers = [Layer(n_features) for _ in range(n_layers)]
+        model = nn.Sequential(*layers)
     return strategy, model
 
 
@@ -64,7 +66,8 @@ def step_s(strategy, model, comm, syncs=True):
     else:
         with strategy.no_sync():
             model(x).sum().backward()
-    return comm.allreduce(time.perf_counter() - started, MPI.MAX)
+    taken_s = time.perf_counter() - started
+    return comm.allreduce(taken_s, MPI.MAX)
 
 
 def median(values):
@@ -72,7 +75,7 @@ def median(values):
 
 
 def main():
-    n_layers, n_features, repeats = (int(text) for text in sys.argv[1:4])
+    n_layers, n_features, repeats = map(int, sys.argv[1:4])
     share = float(sys.argv[4])
     strategy, model = make(n_layers, n_features)
     comm = strategy.world.comm
@@ -83,18 +86,18 @@ def main():
         step_s(strategy, model, comm)
         step_s(serial, whole, comm)
     communication_s = median([step_s(serial, whole, comm) for _ in range(repeats)])
+    forward_s = share * communication_s / n_layers
+    backward_s = (1 - share) * communication_s / n_layers
     for layer in [*model, *whole]:
-        layer.seconds = share * communication_s / n_layers, (1 - share) * communication_s / n_layers
+        layer.seconds = (forward_s, backward_s)
     times_s = {"bare": [], "serial": [], "overlapped": []}
     for _ in range(repeats):
         times_s["bare"].append(step_s(strategy, model, comm, syncs=False))
         times_s["serial"].append(step_s(serial, whole, comm))
         times_s["overlapped"].append(step_s(strategy, model, comm))
     if comm.rank == 0:
-        print(
-            json.dumps({"nbytes": n_bytes, "communication_s": communication_s, **times_s}),
-            flush=True,
-        )
+        result = {"nbytes": n_bytes, "communication_s": communication_s, **times_s}
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

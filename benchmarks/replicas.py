@@ -1,10 +1,10 @@
-"""Time what the same bits on any number of ranks cost: counted replicas beside plain ones, in one launch.
+"""Time the cost of the same bits on any number of ranks: counted replicas beside plain replicas, in one launch.
 
 mpirun -n 2 python benchmarks/replicas.py --out out/replicas
 
-Plain: one replica per rank, whatever sum is fastest. Counted as ranks: the same work, but sums in the order of replicas
-and random numbers keyed by replica. Eight counted: eight parts of the same global batch, shared among the ranks, which
-work on theirs one after another.
+Plain: one replica per rank, and the fastest sum. Counted as ranks: the same work, but sums in the order of replicas and
+random numbers keyed by replica. Eight counted: eight parts of the same global batch, divided over the ranks; each rank
+works on its parts one after another.
 """
 
 import argparse
@@ -49,12 +49,11 @@ class Trainer:
         with self._strategy.scope():
             self._model = build(model)
             self._optimizer = adam(self._model)
-        rows = [torch.cat(parts) for parts in zip(*batches(BATCH, 0, 1), strict=True)]
-        dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH).repeat()
-        first_batches = itertools.islice(
-            self._strategy.experimental_distribute_dataset(dataset), 16
-        )
-        self._data = itertools.cycle(list(first_batches))
+        images, labels = map(torch.cat, zip(*batches(BATCH, 0, 1), strict=True))
+        dataset = hpcdist.Dataset.from_tensor_slices((images, labels)).batch(BATCH).repeat()
+        inputs = self._strategy.experimental_distribute_dataset(dataset)
+        first_batches = list(itertools.islice(inputs, 16))
+        self._data = itertools.cycle(first_batches)
         self._watches = watches() - before
 
     def _step(self, inputs, labels):
@@ -89,16 +88,12 @@ def main():
     contenders[PLAIN + AGAIN] = contenders[PLAIN]
     for block in contenders.values():
         block()
-    measured_case = case(
-        f"{args.model}, {comm.size} ranks", *run_rounds(contenders, args.rounds), [PLAIN]
-    )
+    wall, cpu = run_rounds(contenders, args.rounds)
+    cases = [case(f"{args.model}, {comm.size} ranks", wall, cpu, [PLAIN])]
     record = environment.record()
     if comm.rank == 0:
-        publish(
-            {"label": "replicas", "environment": record, "cases": [measured_case]},
-            args.out,
-            "replicas",
-        )
+        report = {"label": "replicas", "environment": record, "cases": cases}
+        publish(report, args.out, "replicas")
 
 
 if __name__ == "__main__":

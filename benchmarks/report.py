@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table on the screen, raw samples as JSON, a log-log picture."""
+"""The report of a benchmark: a table on the screen, raw samples as JSON, a log-log picture."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from harness import (
     Samples,
     bootstrap_interval,
     gate_ratio,
+    median_of_rounds,
     paired_ratios,
     passes_gate,
     per_round,
@@ -18,32 +19,46 @@ from harness import (
 
 
 def case(
-    name: str, samples: Samples, cpu: Samples, baselines: list[str], nbytes: int | None = None
+    name: str,
+    samples: Samples,
+    cpu: Samples,
+    baselines: list[str],
+    nbytes: int | None = None,
 ) -> dict[str, Any]:
-    """Return one case of a report: what was timed, in seconds per call or step, round by round."""
+    """Return one case of a report.
+
+    Args:
+        name: name of the case.
+        samples: contender -> wall seconds per call or step, round by round.
+        cpu: contender -> CPU-seconds per call or step, round by round.
+        baselines: names of the contenders that others are compared with.
+        nbytes: bytes that a call sums; None if calls do not differ by bytes.
+    """
     return {"case": name, "bytes": nbytes, "baselines": baselines, "samples": samples, "cpu": cpu}
 
 
 def table(measured_case: dict[str, Any]) -> str:
     """Return the rows of a case, the strongest baseline first, then by time.
 
-    The factor is how many times faster than the strongest baseline, with its 95 % interval; the difference is in time.
-    Where the gate is not passed there is no factor.
+    The factor tells how many times faster a contender is than the strongest baseline, with its 95 % interval; the
+    difference is in time. There are no factors if the gate is not passed.
     """
     samples = measured_case["samples"]
-    first = strongest(measured_case["samples"], measured_case["baselines"])
+    first = strongest(samples, measured_case["baselines"])
     ratio = gate_ratio(samples)
-    shown = [name for name in samples if not name.endswith(AGAIN)]
-    shown.sort(key=lambda name: (name != first, float(np.median(per_round(samples[name])))))
-    lines = [f"{measured_case['case']}: {_verdict(ratio)}"]
-    lines.append(
-        f"  {'':44s} {'wall':>10s} {'CPU':>10s}  {'factor':>6s} {'95 % interval':14s} {'difference':>10s}"
-    )
-    lines += [_row(name, measured_case, first, passes_gate(ratio)) for name in shown]
+    names = [name for name in samples if not name.endswith(AGAIN)]
+    names.sort(key=lambda name: (name != first, median_of_rounds(samples[name])))
+    lines = [
+        f"{measured_case['case']}: {_verdict(ratio)}",
+        f"  {'':44s} {'wall':>10s} {'CPU':>10s}  {'factor':>6s} {'95 % interval':14s} {'difference':>10s}",
+    ]
+    for name in names:
+        lines.append(_row(name, measured_case, first, passes_gate(ratio)))
     return "\n".join(lines)
 
 
 def _verdict(ratio: float | None) -> str:
+    """Return whether the gate is passed, as text."""
     if ratio is None:
         return "NOISY? the same code was not run on both sides: no factors"
     verdict = "passed" if passes_gate(ratio) else "DISCARDED, the machine was too noisy: no factors"
@@ -51,31 +66,39 @@ def _verdict(ratio: float | None) -> str:
 
 
 def _row(name: str, measured_case: dict[str, Any], first: str, is_quotable: bool) -> str:
+    """Return the row of a contender.
+
+    Args:
+        name: name of the contender.
+        measured_case: case of a report.
+        first: name of the strongest baseline.
+        is_quotable: whether the gate is passed, so that a factor may be shown.
+    """
     samples = measured_case["samples"]
-    wall, cpu = (
-        float(np.median(per_round(values[name]))) for values in (samples, measured_case["cpu"])
-    )
-    row = f"  {name:44s} {duration(wall):>10s} {duration(cpu):>10s}"
+    wall = duration(median_of_rounds(samples[name]))
+    cpu = duration(median_of_rounds(measured_case["cpu"][name]))
+    row = f"  {name:44s} {wall:>10s} {cpu:>10s}"
     if not is_quotable:
         return row
     if name == first:
         return f"{row}  {'1.00':>6s} strongest baseline"
     interval = bootstrap_interval(paired_ratios(samples[first], samples[name]))
-    difference = float(np.median(per_round(samples[name]) - per_round(samples[first])))
     bounds = f"{interval.low:.2f} .. {interval.high:.2f}"
+    differences = per_round(samples[name]) - per_round(samples[first])
+    difference = float(np.median(differences))
     sign = "+" if difference > 0 else "-"
-    return f"{row}  {interval.median:6.2f} {bounds:14s} {sign + duration(abs(difference)):>10s}"
+    difference_text = sign + duration(abs(difference))
+    return f"{row}  {interval.median:6.2f} {bounds:14s} {difference_text:>10s}"
 
 
 def duration(seconds: float) -> str:
     """Return a time with three digits and its unit."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1 or unit == "us":
-            return (
-                f"{seconds * factor:.3g} {unit}"
-                if seconds * factor < 1000
-                else f"{seconds * factor:.0f} {unit}"
-            )
+        value = seconds * factor
+        if value >= 1000:
+            return f"{value:.0f} {unit}"
+        if value >= 1 or unit == "us":
+            return f"{value:.3g} {unit}"
     raise AssertionError("the last unit takes everything")
 
 
@@ -83,42 +106,46 @@ def merge(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the cases of several launches side by side, as if they had been one.
 
     Rounds of launches with the same label follow each other. A name that two labels share gets its label added. Rounds
-    are paired by their number, so launches should take turns. Of a case, the baselines of all launches count.
+    are paired by their number, so launches should take turns. A merged case has the baselines of all launches.
     """
-    labels_of: dict[tuple[str, str], list[str]] = {}
-    for report in reports:
-        for measured_case in report["cases"]:
-            for name in measured_case["samples"]:
-                labels = labels_of.setdefault((measured_case["case"], name), [])
-                labels += [report["label"]] if report["label"] not in labels else []
+    labels_of = _labels_of_names(reports)
     merged: dict[str, dict[str, Any]] = {}
     for report in reports:
         for measured_case in report["cases"]:
-            target = merged.setdefault(
-                measured_case["case"],
-                case(measured_case["case"], {}, {}, [], measured_case["bytes"]),
-            )
+            title = measured_case["case"]
+            if title not in merged:
+                merged[title] = case(title, {}, {}, [], measured_case["bytes"])
             for name in measured_case["samples"]:
-                _add(
-                    target,
-                    measured_case,
-                    name,
-                    _labelled(name, report["label"], labels_of[measured_case["case"], name]),
-                )
+                new_name = _labelled(name, report["label"], labels_of[title, name])
+                _add(merged[title], measured_case, name, new_name)
     for measured_case in merged.values():
         _cut_to_shortest(measured_case)
     return list(merged.values())
 
 
-def _labelled(name: str, label: str, labels: list[str]) -> str:
+def _labels_of_names(reports: list[dict[str, Any]]) -> dict[tuple[str, str], set[str]]:
+    """Return (case, contender) -> labels of the launches that timed it."""
+    labels_of: dict[tuple[str, str], set[str]] = {}
+    for report in reports:
+        for measured_case in report["cases"]:
+            for name in measured_case["samples"]:
+                labels = labels_of.setdefault((measured_case["case"], name), set())
+                labels.add(report["label"])
+    return labels_of
+
+
+def _labelled(name: str, label: str, labels: set[str]) -> str:
+    """Return the name of a contender in a merged case, with its label if there are several."""
     if len(labels) == 1:
         return name
-    return (
-        f"{name[: -len(AGAIN)]} [{label}]{AGAIN}" if name.endswith(AGAIN) else f"{name} [{label}]"
-    )
+    if name.endswith(AGAIN):
+        first_name = name.removesuffix(AGAIN)
+        return f"{first_name} [{label}]{AGAIN}"
+    return f"{name} [{label}]"
 
 
 def _add(target: dict[str, Any], source: dict[str, Any], name: str, new_name: str) -> None:
+    """Add the samples of a contender to a merged case."""
     for kind in ("samples", "cpu"):
         target[kind].setdefault(new_name, []).extend(source[kind][name])
     if name in source["baselines"] and new_name not in target["baselines"]:
@@ -126,24 +153,26 @@ def _add(target: dict[str, Any], source: dict[str, Any], name: str, new_name: st
 
 
 def _cut_to_shortest(measured_case: dict[str, Any]) -> None:
-    n_rounds = min(len(values) for values in measured_case["samples"].values())
+    """Drop the last rounds of contenders that have more rounds than others."""
+    n_rounds = min(map(len, measured_case["samples"].values()))
     for kind in ("samples", "cpu"):
-        measured_case[kind] = {
-            name: values[:n_rounds] for name, values in measured_case[kind].items()
-        }
+        for name, values in measured_case[kind].items():
+            measured_case[kind][name] = values[:n_rounds]
 
 
 def publish(report: dict[str, Any], folder: Path, stem: str) -> None:
-    """Print the tables and write `stem`.json and `stem`.png to the folder. Rank 0 only."""
+    """Print the tables and write `stem`.json and `stem`.png to the folder. On rank 0 only."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.json"
     path.write_text(json.dumps(report, indent=1))
-    print("\n\n".join(table(measured_case) for measured_case in report["cases"]), flush=True)
-    print(f"raw samples: {path}; {picture(report, folder / f'{stem}.png')}", flush=True)
+    tables = [table(measured_case) for measured_case in report["cases"]]
+    print("\n\n".join(tables), flush=True)
+    outcome = picture(report, folder / f"{stem}.png")
+    print(f"raw samples: {path}; {outcome}", flush=True)
 
 
 def picture(report: dict[str, Any], path: Path) -> str:
-    """Draw time against bytes (or, without bytes, one bar per contender), log-log; return what became of it."""
+    """Draw time against bytes, or without bytes against cases, log-log; return a text about the outcome."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -152,31 +181,27 @@ def picture(report: dict[str, Any], path: Path) -> str:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 6), layout="constrained")
-    contenders: dict[str, int] = {}
-    labels: dict[str, int] = {}
-    names = dict.fromkeys(
-        name
-        for measured_case in report["cases"]
-        for name in measured_case["samples"]
-        if not name.endswith(AGAIN)
-    )
-    for name in names:
-        cases = [
-            measured_case for measured_case in report["cases"] if name in measured_case["samples"]
-        ]
+    cases_of: dict[str, list[dict[str, Any]]] = {}
+    for measured_case in report["cases"]:
+        for name in measured_case["samples"]:
+            if not name.endswith(AGAIN):
+                cases_of.setdefault(name, []).append(measured_case)
+    colors: dict[str, int] = {}
+    styles: dict[str, int] = {}
+    for name, cases in cases_of.items():
         places = [measured_case["bytes"] or measured_case["case"] for measured_case in cases]
-        times = [np.median(per_round(measured_case["samples"][name])) for measured_case in cases]
-        contender, _, label = name.partition(" [")  # of merged reports: the launch
-        color = f"C{contenders.setdefault(contender, len(contenders))}"
-        style = ("o-", "s--", "^:")[labels.setdefault(label, len(labels)) % 3]
-        axes.plot(places, times, style, color=color, label=name, markersize=4)
+        times = [median_of_rounds(measured_case["samples"][name]) for measured_case in cases]
+        contender, _, label = name.partition(" [")  # the label of the launch, in merged reports
+        color = colors.setdefault(contender, len(colors))
+        style = styles.setdefault(label, len(styles))
+        line = ("o-", "s--", "^:")[style % 3]
+        axes.plot(places, times, line, color=f"C{color}", label=name, markersize=4)
     axes.set_yscale("log")
     if all(measured_case["bytes"] for measured_case in report["cases"]):
         axes.set_xscale("log", base=2)
-    axes.set(
-        xlabel="bytes per rank" if report["cases"][0]["bytes"] else "",
-        ylabel="seconds (slowest rank, median)",
-    )
+    first_case = report["cases"][0]
+    axes.set_xlabel("bytes per rank" if first_case["bytes"] else "")
+    axes.set_ylabel("seconds (slowest rank, median)")
     axes.legend(fontsize="small")
     axes.grid(True, which="both", alpha=0.3)
     figure.savefig(path, dpi=120)

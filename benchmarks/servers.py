@@ -1,10 +1,10 @@
-"""Time parameter servers beside the all-reduce, TensorFlow's, and what workers that stall and links allow.
+"""Time parameter servers beside the all-reduce and TensorFlow's, with workers that stall, and over slow links.
 
 python benchmarks/servers.py speed --peers-python .venv-tensorflow/bin/python     two workers, a server, an MLP
 python benchmarks/servers.py stalls                           (four workers, some of whose steps take longer)
-python benchmarks/servers.py links --workers 4 --servers 2    (over links of 1 Gbit/s; takes root, namespaces and tc)
+python benchmarks/servers.py links --workers 4 --servers 2    (over links of 1 Gbit/s; needs root, namespaces and tc)
 
-Each round runs every contender once; figures are medians over rounds, ratios those of the runs of one round.
+Each round runs every contender once. Figures are medians over rounds; a ratio compares two runs of the same round.
 """
 
 import argparse
@@ -43,37 +43,49 @@ def parse_args():
 
 def run(command, environ=None):
     """Return the JSON line that a command prints."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
     done = subprocess.run(
-        [str(part) for part in command], env=environ, capture_output=True, text=True, timeout=300
+        list(map(str, command)),
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    json_lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(json_lines[-1])
 
 
 def job(args, n_ranks, *options, servers=1, chief=""):
-    """Return what a job of our ranks prints; `servers` of them serve."""
-    environ = {"HPCDIST_ROLES": f"ps:{servers},{chief}worker:*"} if servers else {}
+    """Return the result that a job of our ranks prints.
+
+    Args:
+        args: the command line.
+        n_ranks: number of ranks.
+        options: options of the job.
+        servers: number of ranks that are parameter servers.
+        chief: "chief:1," for a job with a coordinator.
+    """
+    environ = {}
+    if servers:
+        environ["HPCDIST_ROLES"] = f"ps:{servers},{chief}worker:*"
     return run([args.mpirun, "-n", n_ranks, sys.executable, JOB, *options], environ)
 
 
 def compare(contenders, args, baseline):
-    """Run contenders in turn, and print steps per second, and how many times those of the baseline."""
+    """Run contenders in turn; print the steps per second of each, and how many times the baseline's they are."""
     rates_of = {name: [] for name in contenders}
     for number in range(args.rounds):
         for name, contender in contenders.items():
             say(f"round {number + 1} of {args.rounds}, {name}")
             rates_of[name].append(contender()["steps_per_s"])
     for name, rates in rates_of.items():
-        ratios = [
-            rate / baseline_rate
-            for rate, baseline_rate in zip(rates, rates_of[baseline], strict=True)
-        ]
+        pairs = zip(rates, rates_of[baseline], strict=True)
+        ratios = [rate / baseline_rate for rate, baseline_rate in pairs]
+        rate = statistics.median(rates)
+        ratio = statistics.median(ratios)
         spread = f"({min(ratios):.2f} .. {max(ratios):.2f})"
-        print(
-            f"{name:24} {statistics.median(rates):8.1f} steps/s  {statistics.median(ratios):.2f} {spread}"
-        )
+        print(f"{name:24} {rate:8.1f} steps/s  {ratio:.2f} {spread}")
     if args.out is not None:
         publish(rates_of, args)
 
@@ -82,15 +94,13 @@ def publish(rates_of, args):
     """Write steps per second of all rounds, and a picture of seconds per step."""
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"servers-{args.part}"
-    path.with_suffix(".json").write_text(
-        json.dumps({"part": args.part, "steps_per_s": rates_of}, indent=1)
-    )
-    samples = {name: [(1 / rate, 1 / rate) for rate in rates] for name, rates in rates_of.items()}
-    print(
-        picture(
-            {"cases": [case(f"servers {args.part}", samples, {}, [])]}, path.with_suffix(".png")
-        )
-    )
+    record = {"part": args.part, "steps_per_s": rates_of}
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1))
+    samples = {}
+    for name, rates in rates_of.items():
+        samples[name] = [(1 / rate, 1 / rate) for rate in rates]
+    report = {"cases": [case(f"servers {args.part}", samples, {}, [])]}
+    print(picture(report, path.with_suffix(".png")))
 
 
 def speed(args):
@@ -100,11 +110,12 @@ def speed(args):
         "synchronous": lambda: job(args, 3, "--kind", "sync"),
         "coordinator": lambda: job(args, 4, "--kind", "coordinator", chief="chief:1,"),
     }
+    baseline = "all-reduce"
     if args.peers_python is not None:
-        contenders["TensorFlow"] = lambda: run(
-            [args.peers_python, HERE / "peers" / "tensorflow_ps.py"]
-        )
-    compare(contenders, args, "TensorFlow" if args.peers_python is not None else "all-reduce")
+        baseline = "TensorFlow"
+        peer = [args.peers_python, HERE / "peers" / "tensorflow_ps.py"]
+        contenders[baseline] = lambda: run(peer)
+    compare(contenders, args, baseline)
 
 
 def stalls(args):
@@ -123,27 +134,17 @@ def links(args):
 
     with VirtualHosts(args.workers + args.servers, 1e9) as hosts:
         usable = hosts.calibrate()
-        options = [
-            "--kind",
-            "sync",
-            "--elements",
-            args.elements,
-            "--shards",
-            args.servers,
-            "--steps",
-            10,
-        ]
-        command = [sys.executable, JOB, *options, "--warm-up", 3]
+        options = ["--kind", "sync", "--elements", args.elements, "--shards", args.servers]
+        command = [sys.executable, JOB, *options, "--steps", 10, "--warm-up", 3]
         environ = {"HPCDIST_ROLES": f"ps:{args.servers},worker:*", "OMP_NUM_THREADS": "1"}
         outcome = hosts.run(command, 1, environ=environ, timeout_s=280)
     bound_s = args.workers * 4 * args.elements / args.servers / usable
     step_s = outcome.result["step_s"]
-    print(
-        f"{args.workers} workers, {args.servers} servers, {4 * args.elements >> 20} MiB: {1000 * step_s:.0f} ms a step"
-    )
-    print(
-        f"{step_s / bound_s:.3f} of w * M / (s * B) = {1000 * bound_s:.0f} ms, at {usable / 1e6:.1f} MB/s"
-    )
+    n_mib = 4 * args.elements >> 20
+    step = f"{1000 * step_s:.0f} ms a step"
+    print(f"{args.workers} workers, {args.servers} servers, {n_mib} MiB: {step}")
+    bound = f"w * M / (s * B) = {1000 * bound_s:.0f} ms"
+    print(f"{step_s / bound_s:.3f} of {bound}, at {usable / 1e6:.1f} MB/s")
 
 
 if __name__ == "__main__":

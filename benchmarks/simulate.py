@@ -4,20 +4,22 @@ python benchmarks/simulate.py --out out/simulate                  measures betwe
 python benchmarks/simulate.py --out out/simulate --link out/simulate/measured.json --gigabits 100
 
 The model is LogGP (Alexandrov et al., SPAA 1995): a message costs its sender and its receiver `message_s` each, and the
-wire `latency_s` and `byte_s` per byte; a host has one link, which its ranks share. All ranks of a schedule do alike, so
-one of them is followed through its rounds or chunks. What a message costs a processor is measured. Latency and bytes
-are fitted, for each algorithm, to sums of some sizes on some numbers of hosts; the error is that of the others. What a
-byte costs inside a host is assumed. What the tables say beyond measured hosts is predicted, not measured.
+wire `latency_s` and `byte_s` per byte; a host has one link, which its ranks share. All ranks of a schedule do the same,
+so one rank is followed through its rounds or chunks. The time that a message takes a processor is measured. Latency and
+the time of a byte are fitted, for each algorithm, to sums of some sizes on some numbers of hosts; other sums tell the
+error. The time of a byte inside a host is assumed. Figures for more hosts than measured are predictions.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,22 +31,25 @@ from hpcdist.plan.schedules import plan_halving, plan_ring
 
 ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ("RING", "HALVING", "HIERARCHICAL")
-#: (hosts, bytes) that the costs are fitted to, and those that only tell the error.
-FITTED = [(hosts, nbytes) for hosts in (2, 4) for nbytes in (256 << 10, 1 << 20, 4 << 20)]
-HELD_OUT = [(hosts, nbytes) for hosts in (2, 3, 4) for nbytes in (512 << 10, 2 << 20, 8 << 20)]
-#: Predicted numbers of ranks: powers of two, and others whose halving is uneven.
-RANK_COUNTS = sorted([*(2**power for power in range(1, 17)), 200, 1000, 8200, 60000])
+#: (hosts, bytes) of the sums that costs are fitted to, and of the sums that only tell the error.
+FITTED = list(itertools.product((2, 4), (256 << 10, 1 << 20, 4 << 20)))
+HELD_OUT = list(itertools.product((2, 3, 4), (512 << 10, 2 << 20, 8 << 20)))
+#: Predicted numbers of ranks: powers of two, and numbers whose halving is uneven.
+POWERS_OF_TWO = [2**power for power in range(1, 17)]
+RANK_COUNTS = sorted([*POWERS_OF_TWO, 200, 1000, 8200, 60000])
 
 
 @dataclass(frozen=True)
 class Link:
-    """What messages cost; see the top.
+    """The costs of messages.
 
     Attributes:
-        latency_s, message_s, byte_s: see there.
+        latency_s: seconds that a message is on the wire, beside the time of its bytes.
+        message_s: seconds that a message takes its sender, and its receiver.
+        byte_s: seconds that a byte is on the wire.
         local_byte_s: seconds that a byte takes to be copied or summed inside a host; assumed.
-        pod: hosts below one switch.
-        oversubscription: how many times less the links above that switch carry than those below it.
+        pod: number of hosts below one switch.
+        oversubscription: how many times less the links above that switch carry than the links below it.
     """
 
     latency_s: float
@@ -55,20 +60,45 @@ class Link:
     oversubscription: float = 1.0
 
 
+class Round(NamedTuple):
+    """The messages that a rank sends, or receives, in one round of a schedule.
+
+    Attributes:
+        peer_distance: distance of the farthest peer, in ranks.
+        nbytes: bytes of all messages.
+        n_messages: number of messages.
+    """
+
+    peer_distance: int
+    nbytes: int
+    n_messages: int
+
+
 def spread(link, n_hosts, distance=None):
-    """Return how many times longer bytes take on links above the switches: at one distance, or to all other hosts."""
+    """Return how many times longer bytes take on links above the switches.
+
+    Args:
+        link: the costs of messages.
+        n_hosts: number of hosts.
+        distance: distance of the host that the bytes go to, in hosts; None if they go to all other hosts.
+    """
     if n_hosts <= link.pod:
         return 1.0
-    leaving = (
-        (n_hosts - link.pod) / (n_hosts - 1) if distance is None else float(distance >= link.pod)
-    )
+    leaving = (n_hosts - link.pod) / (n_hosts - 1)
+    if distance is not None:
+        leaving = float(distance >= link.pod)
     return max(1.0, link.oversubscription * leaving)
 
 
 def rounds_s(rounds, link, n_hosts, n_ranks, n_flows):
-    """Return the seconds of one rank's rounds, of (distance of the peer in ranks, bytes, messages).
+    """Return the seconds of one rank's rounds.
 
-    Of each host `n_flows` ranks send to other hosts at a time.
+    Args:
+        rounds: rounds of the rank.
+        link: the costs of messages.
+        n_hosts: number of hosts.
+        n_ranks: number of ranks on each host.
+        n_flows: number of ranks on each host that send to other hosts at the same time.
     """
     total_s = 0.0
     for peer_distance, nbytes, n_messages in rounds:
@@ -76,53 +106,57 @@ def rounds_s(rounds, link, n_hosts, n_ranks, n_flows):
             total_s += nbytes * link.local_byte_s
             continue
         n_segments = max(n_messages, -(-nbytes // SEGMENT_BYTES))
-        wire_s = n_flows * nbytes * link.byte_s * spread(link, n_hosts, peer_distance // n_ranks)
+        factor = spread(link, n_hosts, peer_distance // n_ranks)
+        wire_s = n_flows * nbytes * link.byte_s * factor
         total_s += link.latency_s + 2 * n_segments * link.message_s + wire_s
     return total_s
 
 
+def n_elements_of(messages):
+    """Return the number of elements in messages."""
+    return sum(message.stop - message.start for message in messages)
+
+
 def ring_s(n_hosts, n_ranks, nbytes, links):
-    """Follow the rank at the end of a host, which sends to the next one: a ring leaves each host by one link."""
+    """Follow the rank at the end of a host, which sends to the next host: a ring leaves each host by one link."""
     size = n_hosts * n_ranks
     rank = n_ranks - 1
-    sent = (
-        (n_ranks, 4 * sum(message.stop - message.start for message in turn.sends), 1)
-        for turn in plan_ring(size, rank, nbytes // 4)
-    )
-    return rounds_s(sent, links["RING"], n_hosts, n_ranks, n_flows=1)
+    rounds = []
+    for turn in plan_ring(size, rank, nbytes // 4):
+        sent_bytes = 4 * n_elements_of(turn.sends)
+        rounds.append(Round(n_ranks, sent_bytes, n_messages=1))
+    return rounds_s(rounds, links["RING"], n_hosts, n_ranks, n_flows=1)
 
 
 def halving_s(n_hosts, n_ranks, nbytes, links):
-    """Follow the slower one of the first and the last rank; beyond a host all its ranks send at a time."""
+    """Follow the slower one of the first and the last rank; all ranks of a host send beyond it at the same time."""
     size = n_hosts * n_ranks
-    schedules = [halving_of(size, rank, nbytes) for rank in (0, size - 1)]
-    return max(
-        rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks)
-        for rounds in schedules
-    )
+    times = []
+    for rank in (0, size - 1):
+        rounds = halving_of(size, rank, nbytes)
+        times.append(rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks))
+    return max(times)
 
 
 def halving_of(size, rank, nbytes, distance=1):
     """Return the rounds of a rank among ranks that are `distance` apart."""
-    return [
-        (
-            distance * max(abs(message.peer - rank) for message in turn.sends or turn.receives),
-            4
-            * max(
-                sum(message.stop - message.start for message in messages)
-                for messages in (turn.sends, turn.receives)
-            ),
-            max(len(turn.sends), len(turn.receives)),
-        )
-        for turn in plan_halving(size, rank, nbytes // 4)
-    ]
+    rounds = []
+    for turn in plan_halving(size, rank, nbytes // 4):
+        messages = turn.sends or turn.receives
+        peer_distance = max(abs(message.peer - rank) for message in messages)
+        n_elements = max(n_elements_of(turn.sends), n_elements_of(turn.receives))
+        n_messages = max(len(turn.sends), len(turn.receives))
+        rounds.append(Round(distance * peer_distance, 4 * n_elements, n_messages))
+    return rounds
 
 
 @functools.cache
 def placed(n_hosts, n_ranks):
-    return Placement(
-        tuple(tuple(range(host * n_ranks, (host + 1) * n_ranks)) for host in range(n_hosts))
-    )
+    hosts = []
+    for host in range(n_hosts):
+        first_rank = host * n_ranks
+        hosts.append(tuple(range(first_rank, first_rank + n_ranks)))
+    return Placement(tuple(hosts))
 
 
 @functools.cache
@@ -131,37 +165,35 @@ def rows_sent(n_hosts, n_ranks, is_ordered):
     placement = placed(n_hosts, n_ranks)
     if not is_ordered or placement.is_aligned:
         return 1
-    return max(
-        len(plan_lanes(placement, host, True).retained_rows)
-        for host in {0, n_hosts // 2, n_hosts - 1}
-    )
+    n_rows = 0
+    for host in (0, n_hosts // 2, n_hosts - 1):
+        lanes = plan_lanes(placement, host, True)
+        n_rows = max(n_rows, len(lanes.retained_rows))
+    return n_rows
 
 
 def hierarchical_s(n_hosts, n_ranks, nbytes, links, is_ordered=False):
-    """Follow what HIERARCHICAL does: lanes, whose ranks exchange directly, or on many hosts by halving."""
+    """Follow HIERARCHICAL: lanes, whose ranks exchange directly, or on many hosts by halving."""
     placement = placed(n_hosts, n_ranks)
-    if goes_by_halving(placement) and (placement.is_aligned or not is_ordered):
-        schedules = [
-            halving_of(n_hosts, host, nbytes // n_ranks, distance=n_ranks)
-            for host in (0, n_hosts - 1)
-        ]
-        local_s = 3 * nbytes * links["HALVING"].local_byte_s
-        times = [
-            rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks)
-            for rounds in schedules
-        ]
-        return local_s + max(times)
-    return lanes_s(n_hosts, n_ranks, nbytes, links["HIERARCHICAL"], is_ordered)
+    may_halve = placement.is_aligned or not is_ordered
+    if not may_halve or not goes_by_halving(placement):
+        return lanes_s(n_hosts, n_ranks, nbytes, links["HIERARCHICAL"], is_ordered)
+    link = links["HALVING"]
+    local_s = 3 * nbytes * link.local_byte_s
+    times = []
+    for host in (0, n_hosts - 1):
+        rounds = halving_of(n_hosts, host, nbytes // n_ranks, distance=n_ranks)
+        times.append(rounds_s(rounds, link, n_hosts, n_ranks, n_flows=n_ranks))
+    return local_s + max(times)
 
 
 def lanes_s(n_hosts, n_ranks, nbytes, link, is_ordered=False, chunk=None):
     """Follow a host through the pipeline of `collectives/hierarchical.py`: begin, combine and finish each chunk."""
     if chunk is None:
-        small, large = (
-            lanes_s(n_hosts, n_ranks, probe_bytes, link, chunk=1 << 20)
-            for probe_bytes in (16 << 10, 256 << 10)
-        )
-        chunk = chunk_bytes(nbytes, max(1e-12, (large - small) / (240 << 10)))
+        small_s = lanes_s(n_hosts, n_ranks, 16 << 10, link, chunk=1 << 20)
+        large_s = lanes_s(n_hosts, n_ranks, 256 << 10, link, chunk=1 << 20)
+        byte_s = (large_s - small_s) / (240 << 10)
+        chunk = chunk_bytes(nbytes, max(1e-12, byte_s))
     n_rows = rows_sent(n_hosts, n_ranks, is_ordered)
     n_other_hosts = n_hosts - 1
     sizes = [min(chunk, nbytes - start) for start in range(0, nbytes, chunk)]
@@ -179,7 +211,8 @@ def lanes_s(n_hosts, n_ranks, nbytes, link, is_ordered=False, chunk=None):
             if phase < 2:
                 n_sent = n_rows if phase == 0 else 1
                 cpu_s += 2 * n_other_hosts * n_sent * link.message_s
-                wire_s = max(wire_s, cpu_s) + n_sent * part * link.byte_s * spread(link, n_hosts)
+                sending_s = n_sent * part * link.byte_s * spread(link, n_hosts)
+                wire_s = max(wire_s, cpu_s) + sending_s
                 arrives[number, phase] = wire_s + link.latency_s
     return cpu_s
 
@@ -191,42 +224,53 @@ def fit(rows, message_s):
     """Return the link whose predictions have the smallest mean square of the logarithm of their error."""
 
     def badness(values):
-        link = Link(values[0], message_s, values[1])
-        errors = [math.log(predict(row, link) / row["seconds"]) for row in rows]
-        return sum(error * error for error in errors)
+        latency_s, byte_s = values
+        link = Link(latency_s, message_s, byte_s)
+        total = 0.0
+        for row in rows:
+            error = math.log(predict(row, link) / row["seconds"])
+            total += error * error
+        return total
 
     best = [2e-4, 1e-8]
     factor = 2.0
     while factor > 1.002:
-        tried = [
-            [value * (scale if place == index else 1) for place, value in enumerate(best)]
-            for index in range(2)
-            for scale in (factor, 1 / factor)
-        ]
-        candidate = min(tried, key=badness)
-        if badness(candidate) < badness(best):
-            best = candidate
+        candidates = []
+        for index in range(2):
+            for scale in (factor, 1 / factor):
+                candidate = list(best)
+                candidate[index] *= scale
+                candidates.append(candidate)
+        best_candidate = min(candidates, key=badness)
+        if badness(best_candidate) < badness(best):
+            best = best_candidate
         else:
             factor = math.sqrt(factor)
     return Link(best[0], message_s, best[1])
 
 
 def predict(row, link):
-    return SIMULATED[row["algorithm"]](row["hosts"], 1, row["nbytes"], {row["algorithm"]: link})
+    """Return the seconds of a sum between hosts of one rank each."""
+    algorithm = row["algorithm"]
+    simulated_s = SIMULATED[algorithm]
+    return simulated_s(row["hosts"], 1, row["nbytes"], {algorithm: link})
 
 
 def measure(args):
-    """Return the seconds of sums between virtual hosts, of one rank each."""
+    """Return the measured seconds of sums between virtual hosts of one rank each."""
     sys.path.insert(0, str(ROOT / "tests" / "hosts"))
     from virtual_hosts import VirtualHosts
 
+    sizes_of = {}
+    for n_hosts, nbytes in sorted(FITTED + HELD_OUT):
+        sizes_of.setdefault(n_hosts, []).append(nbytes)
     rows = []
-    for n_hosts in sorted({hosts for hosts, _ in FITTED + HELD_OUT}):
-        sizes = sorted({nbytes for hosts, nbytes in FITTED + HELD_OUT if hosts == n_hosts})
+    for n_hosts, sizes in sizes_of.items():
         command = [sys.executable, Path(__file__), "--job", *sizes]
         with VirtualHosts(n_hosts, args.rate) as hosts:
             result = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=600).result
-        rows += [{"hosts": n_hosts, **row} for row in result["rows"]]
+        for row in result["rows"]:
+            rows.append({"hosts": n_hosts, **row})
     return {"message_s": result["message_s"], "rows": rows}
 
 
@@ -246,86 +290,92 @@ def run_job(sizes, repeats=7):
                 comm.Barrier()
                 started = time.perf_counter()
                 hpcdist.all_reduce(array, implementation=algorithm)
-                times.append(comm.allreduce(time.perf_counter() - started, MPI.MAX))
+                taken_s = time.perf_counter() - started
+                times.append(comm.allreduce(taken_s, MPI.MAX))
                 assert array[-1] == comm.size, "a wrong sum"
-            rows.append(
-                {
-                    "algorithm": algorithm,
-                    "nbytes": nbytes,
-                    "seconds": sorted(times[1:])[repeats // 2],
-                }
-            )
+            median_s = sorted(times[1:])[repeats // 2]
+            rows.append({"algorithm": algorithm, "nbytes": nbytes, "seconds": median_s})
     message_s = time_messages(comm)
     if comm.rank == 0:
         print(json.dumps({"rows": rows, "message_s": message_s}), flush=True)
 
 
 def time_messages(comm, n_messages=2000):
-    """Return the CPU-seconds that sending and receiving a small message takes rank 0. Collective: `comm`."""
+    """Return the CPU-seconds that sending and receiving a small message takes rank 0. Collective over `comm`."""
     sent, received = np.zeros((2, n_messages, 16), np.uint8)
     after = (comm.rank + 1) % comm.size
     before = (comm.rank - 1) % comm.size
     comm.Barrier()
     started = time.process_time()
-    requests = [comm.Irecv(row, before) for row in received] + [
-        comm.Isend(row, after) for row in sent
-    ]
+    receives = [comm.Irecv(row, before) for row in received]
+    sends = [comm.Isend(row, after) for row in sent]
+    requests = receives + sends
     while not all(request.Test() for request in requests):
         time.sleep(0.001)
     return (time.process_time() - started) / (2 * n_messages)
 
 
 def show_errors(rows, links):
-    """Print predictions beside what was measured, and the largest error of held-out rows."""
-    worst = {}
+    """Print predictions beside measured times, and the largest error of held-out rows."""
+    errors_of = {}
     for row in rows:
-        is_fitted = (row["hosts"], row["nbytes"]) in FITTED
-        row["predicted_s"] = predict(row, links[row["algorithm"]])
-        error = row["predicted_s"] / row["seconds"] - 1
-        times = (
-            f"{1000 * row['seconds']:8.1f} ms measured {1000 * row['predicted_s']:8.1f} predicted"
-        )
-        held_out = "" if is_fitted else "  held out"
-        print(
-            f"{row['hosts']} hosts {row['nbytes'] >> 10:6} KiB {row['algorithm']:13} {times} {error:+7.1%}{held_out}"
-        )
-        if not is_fitted:
-            worst.setdefault(row["algorithm"], []).append(abs(error))
-    for algorithm, errors in worst.items():
-        print(
-            f"{algorithm}: held out, largest error {max(errors):.1%}, median {sorted(errors)[len(errors) // 2]:.1%}"
-        )
+        algorithm = row["algorithm"]
+        predicted_s = predict(row, links[algorithm])
+        row["predicted_s"] = predicted_s
+        error = predicted_s / row["seconds"] - 1
+        case = f"{row['hosts']} hosts {row['nbytes'] >> 10:6} KiB {algorithm:13}"
+        measured = f"{1000 * row['seconds']:8.1f} ms measured"
+        predicted = f"{1000 * predicted_s:8.1f} predicted"
+        note = ""
+        if not is_fitted(row):
+            note = "  held out"
+            errors_of.setdefault(algorithm, []).append(abs(error))
+        print(f"{case} {measured} {predicted} {error:+7.1%}{note}")
+    for algorithm, errors in errors_of.items():
+        median = sorted(errors)[len(errors) // 2]
+        print(f"{algorithm}: held out, largest error {max(errors):.1%}, median {median:.1%}")
+
+
+def is_fitted(row):
+    """Return whether costs are fitted to a row."""
+    return (row["hosts"], row["nbytes"]) in FITTED
 
 
 def predictions(links, n_ranks, nbytes, compute_s):
     """Return rows of predicted seconds for every number of ranks: all-reduce by each algorithm, and steps.
 
-    Weak scaling: each rank computes `compute_s`. Strong: two ranks do, and more share that work.
+    Weak scaling: each rank computes `compute_s`. Strong scaling: two ranks do, and more ranks share that work.
     """
     rows = []
     for size in RANK_COUNTS:
         n_hosts = -(-size // n_ranks)
-        local = min(size, n_ranks)
         times = {}
         if n_hosts > 1:
-            times = {name: call(n_hosts, local, nbytes, links) for name, call in SIMULATED.items()}
-            times["HIERARCHICAL, never by halving"] = lanes_s(
-                n_hosts, local, nbytes, links["HIERARCHICAL"]
-            )
-            for name, is_ordered in (("ordered", True), ("unordered", False)):
-                seconds = hierarchical_s(n_hosts, 6, nbytes, links, is_ordered)
-                times[f"HIERARCHICAL, as many hosts of 6 ranks, {name}"] = seconds
+            times = predicted_sums(n_hosts, min(size, n_ranks), nbytes, links)
         taken_s = times.get("HIERARCHICAL", 2 * nbytes * links["RING"].local_byte_s)
-        weak = step_s(compute_s, taken_s)
-        strong = step_s(2 * compute_s / size, taken_s)
-        rows.append(
-            {"ranks": size, **times, "step, weak scaling": weak, "step, strong scaling": strong}
-        )
+        row = {"ranks": size, **times}
+        row["step, weak scaling"] = step_s(compute_s, taken_s)
+        row["step, strong scaling"] = step_s(2 * compute_s / size, taken_s)
+        rows.append(row)
     return rows
 
 
+def predicted_sums(n_hosts, n_ranks, nbytes, links):
+    """Return name -> seconds of an all-reduce by each algorithm."""
+    times = {name: call(n_hosts, n_ranks, nbytes, links) for name, call in SIMULATED.items()}
+    never_halving_s = lanes_s(n_hosts, n_ranks, nbytes, links["HIERARCHICAL"])
+    times["HIERARCHICAL, never by halving"] = never_halving_s
+    for name, is_ordered in (("ordered", True), ("unordered", False)):
+        seconds = hierarchical_s(n_hosts, 6, nbytes, links, is_ordered)
+        times[f"HIERARCHICAL, as many hosts of 6 ranks, {name}"] = seconds
+    return times
+
+
 def step_s(compute_s, taken_s):
-    """Return the seconds of a step whose sums begin with backward, two thirds; a sixteenth waits for its end."""
+    """Return the seconds of a step whose sums run during backward.
+
+    Backward is two thirds of the computing; a sixteenth of the sums waits for its end.
+    """
     return compute_s + max(taken_s - compute_s * 2 / 3, taken_s / 16)
 
 
@@ -337,9 +387,13 @@ def draw(tables, out):
 
     figure, axes = plt.subplots(1, len(tables), figsize=(5.5 * len(tables), 4.5), sharey=True)
     for axis, (title, rows) in zip(axes, tables.items(), strict=True):
-        for name in [name for name in rows[-1] if name != "ranks"]:
-            points = [(row["ranks"], row[name]) for row in rows if name in row]
-            axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        for name in rows[-1]:
+            if name == "ranks":
+                continue
+            rows_with_name = [row for row in rows if name in row]
+            sizes = [row["ranks"] for row in rows_with_name]
+            times = [row[name] for row in rows_with_name]
+            axis.loglog(sizes, times, marker="o", markersize=3, label=name)
         axis.set(title=f"predicted: {title}", xlabel="ranks", ylabel="seconds")
         axis.grid(True, which="major", alpha=0.3)
     axes[0].legend(fontsize=8)
@@ -347,7 +401,7 @@ def draw(tables, out):
     figure.savefig(out, dpi=110)
 
 
-def main():
+def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for measured.json, predicted.json and .png"
@@ -369,43 +423,52 @@ def main():
         default=0.1,
         help="seconds of forward and backward; of 2 ranks, if strong",
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     measured = json.loads(args.link.read_text()) if args.link else measure(args)
     (args.out / "measured.json").write_text(json.dumps(measured, indent=1))
     rows = measured["rows"]
+    fitted_rows = [row for row in rows if is_fitted(row)]
     message_s = measured["message_s"]
     links = {}
     for name in ALGORITHMS:
-        fitted = [
-            row
-            for row in rows
-            if (row["hosts"], row["nbytes"]) in FITTED and row["algorithm"] == name
-        ]
-        links[name] = link = fit(fitted, message_s)
+        link = fit([row for row in fitted_rows if row["algorithm"] == name], message_s)
+        links[name] = link
         costs = f"latency {1e6 * link.latency_s:.0f} us, message {1e6 * message_s:.1f} us"
         print(f"{name}: {costs}, byte {1e9 * link.byte_s:.2f} ns")
     show_errors(rows, links)
-    fast = {name: replace(link, byte_s=8e-9 / args.gigabits) for name, link in links.items()}
-    pods = {name: replace(link, pod=32, oversubscription=4.0) for name, link in fast.items()}
-    tables = {"full bisection": fast, "pods of 32 hosts, 4:1": pods}
-    predicted = {
-        title: predictions(table_links, args.ranks, int(1e6 * args.megabytes), args.compute)
-        for title, table_links in tables.items()
-    }
+    fast_links = {}
+    pod_links = {}
+    for name, link in links.items():
+        fast_links[name] = replace(link, byte_s=8e-9 / args.gigabits)
+        pod_links[name] = replace(fast_links[name], pod=32, oversubscription=4.0)
+    nbytes = int(1e6 * args.megabytes)
+    predicted = {}
+    for title, table_links in (
+        ("full bisection", fast_links),
+        ("pods of 32 hosts, 4:1", pod_links),
+    ):
+        predicted[title] = predictions(table_links, args.ranks, nbytes, args.compute)
     (args.out / "predicted.json").write_text(json.dumps(predicted, indent=1))
+    job = f"{args.gigabits:g} Gbit/s, {args.ranks} ranks a host, {args.megabytes:g} MB"
     for title, table in predicted.items():
-        print(
-            f"predicted, {args.gigabits:g} Gbit/s, {args.ranks} ranks a host, {args.megabytes:g} MB, {title}:"
-        )
+        print(f"predicted, {job}, {title}:")
         for row in table:
-            print(
-                "  ".join(
-                    f"{name} {value if name == 'ranks' else round(1000 * value, 1)}"
-                    for name, value in row.items()
-                )
-            )
+            print_row(row)
     draw(predicted, args.out / "predicted.png")
+
+
+def print_row(row):
+    """Print one row of predictions, with times in milliseconds."""
+    entries = []
+    for name, value in row.items():
+        shown = value if name == "ranks" else round(1000 * value, 1)
+        entries.append(f"{name} {shown}")
+    print("  ".join(entries))
 
 
 if __name__ == "__main__":

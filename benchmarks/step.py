@@ -44,7 +44,7 @@ from hpcdist.runtime.process import make_world
 N_CHECKED_STEPS = 10
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
-#: Of the largest gradient.
+#: Largest error of a gradient, as a part of the largest gradient.
 GRADIENT_TOLERANCE = 0.02
 
 
@@ -78,7 +78,7 @@ def parse_args():
 
 
 class Trainer:
-    """One contender: its model, its optimizer, and where it is in the data."""
+    """One contender: its model, its optimizer, and its position in the data."""
 
     def __init__(self, name, args, comm, data):
         self.name = name
@@ -87,18 +87,17 @@ class Trainer:
         self._n_taken = 0
         before = watches()
         self.model, self._optimizer = ALL[name](args.model, args.device, comm)
-        added_watches = watches() - before
-        self._guard = (
-            partial(with_watches, added_watches) if name in (HPCDIST, SHARDED) else without_watches
-        )
+        self._guard = without_watches
+        if name in (HPCDIST, SHARDED):
+            added_watches = watches() - before
+            self._guard = partial(with_watches, added_watches)
 
     def train(self, n_steps):
         """Take steps; return the last loss."""
         with self._guard():
             for _ in range(n_steps):
-                loss = train_step(
-                    self.model, self._optimizer, self._data[self._n_taken % N_BATCHES]
-                )
+                batch = self._data[self._n_taken % N_BATCHES]
+                loss = train_step(self.model, self._optimizer, batch)
                 self._n_taken += 1
         if loss.is_cuda:
             torch.cuda.synchronize()
@@ -111,33 +110,35 @@ class Trainer:
         return times
 
     def check_equal_replicas(self):
-        """Raise AssertionError unless all ranks hold the same finite weights. Collective."""
+        """Raise AssertionError unless all ranks hold the same finite weights. Collective over the ranks."""
         weights, _ = flat(self.model)
-        chiefs = self._comm.bcast(weights)
-        if not np.isfinite(weights).all() or (
-            self.name != CEILING and not np.array_equal(weights, chiefs)
-        ):
+        chief_weights = self._comm.bcast(weights)
+        is_finite = np.isfinite(weights).all()
+        is_equal = self.name == CEILING or np.array_equal(weights, chief_weights)
+        if not is_finite or not is_equal:
             raise AssertionError(
                 f"step: expected equal finite replicas of {self.name!r}, got others; see its sums."
             )
 
 
 def check_against(reference, trainer, loss):
-    """Raise AssertionError unless a contender's loss, weights and gradients agree with those of the reference.
+    """Raise AssertionError unless a contender's loss, weights and gradients agree with the reference.
 
-    Gradients too, as Adam takes the same step for twice the gradient.
+    Gradients are compared too, as Adam takes the same step for twice the gradient.
+
+    Args:
+        reference: loss, weights and gradients of `reference_training`.
+        trainer: the contender.
+        loss: last loss of the contender.
     """
     trainer.check_equal_replicas()
-    errors = [abs(loss - reference[0])]
-    pairs = zip(flat(trainer.model), reference[1:], strict=True)
-    for values, due in pairs:
-        has_none = trainer.name in (SHARDED, SHARED_FLOOR) and not len(values)
-        errors.append(0.0 if has_none else float(np.abs(values - due).max()))
-    limits = [
-        LOSS_TOLERANCE,
-        WEIGHT_TOLERANCE,
-        GRADIENT_TOLERANCE * float(np.abs(reference[2]).max()),
-    ]
+    due_loss, due_weights, due_gradients = reference
+    weights, gradients = flat(trainer.model)
+    has_gradients = len(gradients) or trainer.name not in (SHARDED, SHARED_FLOOR)
+    gradient_error = largest_difference(gradients, due_gradients) if has_gradients else 0.0
+    errors = [abs(loss - due_loss), largest_difference(weights, due_weights), gradient_error]
+    largest_gradient = float(np.abs(due_gradients).max())
+    limits = [LOSS_TOLERANCE, WEIGHT_TOLERANCE, GRADIENT_TOLERANCE * largest_gradient]
     if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
         raise AssertionError(
             f"step: expected loss, weights and gradients of {trainer.name!r} within {limits} of plain torch, got "
@@ -145,17 +146,20 @@ def check_against(reference, trainer, loss):
         )
 
 
+def largest_difference(values, due):
+    """Return the largest difference of two arrays."""
+    return float(np.abs(values - due).max())
+
+
 def flat(model):
-    """Return all weights in one array, and all gradients; no gradients where each rank has a share of them only."""
-    parameters = list(model.parameters())
-    kinds = (
-        [p.detach() for p in parameters],
-        [p.grad for p in parameters if type(p.grad) is torch.Tensor],
-    )
-    return [
-        torch.cat([torch.empty(0), *(tensor.reshape(-1).cpu() for tensor in tensors)]).numpy()
-        for tensors in kinds
-    ]
+    """Return all weights in one array, and all gradients; no gradients if each rank has a share of them only."""
+    weights = [torch.empty(0)]
+    gradients = [torch.empty(0)]
+    for parameter in model.parameters():
+        weights.append(parameter.detach().reshape(-1).cpu())
+        if type(parameter.grad) is torch.Tensor:
+            gradients.append(parameter.grad.reshape(-1).cpu())
+    return [torch.cat(weights).numpy(), torch.cat(gradients).numpy()]
 
 
 def reference_training(args, comm, n_steps):
@@ -166,16 +170,15 @@ def reference_training(args, comm, n_steps):
     rank_rows = batches(args.batch, comm.rank, comm.size, args.device)
     with without_watches():
         for number in range(n_steps):
+            images, labels = rank_rows[number]
             with torch.no_grad():
-                loss = torch.nn.functional.cross_entropy(
-                    model(rank_rows[number][0]), rank_rows[number][1]
-                )
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
             train_step(model, optimizer, rows[number])
     return loss.item(), *flat(model)
 
 
 def time_contenders(names, baselines, args, comm):
-    """Return the case of one model. Collective: `comm`."""
+    """Return the case of one model. Collective over `comm`."""
     data = batches(args.batch, comm.rank, comm.size, args.device)
     trainers = {name: Trainer(name, args, comm, data) for name in names}
     reference = reference_training(args, comm, N_CHECKED_STEPS)
@@ -184,10 +187,7 @@ def time_contenders(names, baselines, args, comm):
         if trainer.name != CEILING:
             check_against(reference, trainer, loss)
         trainer.train(args.steps)
-    blocks = {
-        name: lambda trainer=trainer: trainer.block(args.steps)
-        for name, trainer in trainers.items()
-    }
+    blocks = {name: partial(trainer.block, args.steps) for name, trainer in trainers.items()}
     blocks[baselines[0] + AGAIN] = blocks[baselines[0]]
     wall, cpu = run_rounds(blocks, args.rounds)
     name = f"{args.model}, one rank" if args.single else args.model
@@ -213,15 +213,14 @@ def time_all(args):
     else:
         with start_gloo(comm):
             names = args.only or (ON_GPUS if args.device == "cuda" else CONTENDERS)
-            cases = [
-                time_contenders(
-                    names, [name for name in BASELINES if name in names] or names[:1], args, comm
-                )
-            ]
+            baselines = [name for name in BASELINES if name in names] or names[:1]
+            cases = [time_contenders(names, baselines, args, comm)]
     record = environment.record()
     if comm.rank == 0:
         label = args.label or record["mpi"]
-        stem = f"step-{args.model}" if args.device == "cpu" else f"step-{args.model}-{args.device}"
+        stem = f"step-{args.model}"
+        if args.device != "cpu":
+            stem += f"-{args.device}"
         publish({"label": label, "environment": record, "cases": cases}, args.out, stem)
 
 

@@ -3,7 +3,7 @@
 mpirun -n 2 python benchmarks/walks.py             (rank 0 prints)
 mpirun -n 2 python benchmarks/walks.py --names     (also each function entered, with how often)
 
-A reader has to hold these frames in the head, and each costs a training step about a tenth of a microsecond.
+A reader has to keep these frames in mind, and each frame takes about a tenth of a microsecond of a training step.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from hpcdist.runtime.mpi import MPI
 
 PACKAGE = str(Path(hpcdist.__file__).parent)
 N_STEPS = 5
-#: Looks at another rank's cell while this one waits: as many as the machine is slow.
+#: Looks at another rank's cell while this rank waits. They are not counted: the slower the machine, the more there are.
 POLL = "runtime/node_memory.py:<lambda>"
 
 
@@ -71,7 +71,7 @@ def mlp(n_hidden):
 
 
 def frames_of_steps(strategy, n_hidden):
-    """Return (walk, parameters) of training steps whose plan stands."""
+    """Return (walk, parameters) of training steps after the plan has been made."""
     with strategy.scope():
         model = mlp(n_hidden)
         optimizer = torch.optim.Adam(model.parameters())
@@ -92,12 +92,14 @@ def frames_of_steps(strategy, n_hidden):
 
 
 def walk_a_gradient():
-    """Return (walk, frames a further parameter adds to a step, frames of a step, parameters)."""
+    """Return (walk, frames that a further parameter adds to a step, frames of a step, parameters)."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
     small, n_small = frames_of_steps(strategy, 1)
     large, n_large = frames_of_steps(strategy, 9)
-    totals = [sum(walk.entered.values()) / N_STEPS for walk in (small, large)]
-    return small, (totals[1] - totals[0]) / (n_large - n_small), totals[0], n_small
+    small_total = small.entered.total() / N_STEPS
+    large_total = large.entered.total() / N_STEPS
+    per_parameter = (large_total - small_total) / (n_large - n_small)
+    return small, per_parameter, small_total, n_small
 
 
 def walk_a_batch():
@@ -122,9 +124,9 @@ def walk_a_save():
     with strategy.scope():
         model = mlp(1)
         optimizer = torch.optim.Adam(model.parameters())
-    nn.functional.cross_entropy(
-        model(torch.randn(8, 784)), torch.zeros(8, dtype=torch.int64)
-    ).backward()
+    labels = torch.zeros(8, dtype=torch.int64)
+    loss = nn.functional.cross_entropy(model(torch.randn(8, 784)), labels)
+    loss.backward()
     optimizer.step()
     with tempfile.TemporaryDirectory() as name:
         folder = MPI.COMM_WORLD.bcast(name)
@@ -142,8 +144,15 @@ def walk_a_save():
 
 
 def report(title, walk, per, with_names):
-    """Print one walk."""
-    n_frames = sum(walk.entered.values()) / per
+    """Print one walk.
+
+    Args:
+        title: text before the numbers.
+        walk: the walk.
+        per: number of steps, batches or saves in it.
+        with_names: whether to print each function.
+    """
+    n_frames = walk.entered.total() / per
     files = {name.partition(":")[0] for name in walk.entered}
     print(f"{title}: {n_frames:.1f} frames of {len(walk.entered)} functions in {len(files)} files")
     if with_names:
@@ -162,15 +171,10 @@ def main():
     save, restore = walk_a_save()
     if MPI.COMM_WORLD.rank == 0:
         print(f"a gradient: {per_parameter:.1f} frames for each further parameter and step")
-        report(
-            f"a step of {n_parameters} parameters ({total / n_parameters:.1f} each)",
-            gradient,
-            N_STEPS,
-            args.names,
-        )
-        report(
-            f"a batch ({len(batch.deepest_iterators)} nested iterators)", batch, N_STEPS, args.names
-        )
+        each = f"{total / n_parameters:.1f} each"
+        report(f"a step of {n_parameters} parameters ({each})", gradient, N_STEPS, args.names)
+        n_iterators = len(batch.deepest_iterators)
+        report(f"a batch ({n_iterators} nested iterators)", batch, N_STEPS, args.names)
         report("a save", save, 1, args.names)
         report("a restore", restore, 1, args.names)
 

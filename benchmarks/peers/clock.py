@@ -1,4 +1,4 @@
-"""What every peer does alike: options, timing of blocks, and a report that `step.py --merge` understands."""
+"""Functions of all peers: options, timing of blocks, and a report that `step.py --merge` reads."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: A round has two blocks, as in the launches it is compared with.
+#: Wall seconds and CPU-seconds of the two blocks of each round, as in the launches that peers are compared with.
 Rounds = list[list[tuple[float, float]]]
 
 
@@ -33,9 +33,9 @@ def time_rounds(
     The CPU-seconds are this process's, times the number of processes. The last block's loss must be below the first.
 
     Args:
-        train: takes so many steps and returns the last loss.
-        args: `rounds` and `steps`, as `parser` reads them.
-        n_processes: that train together.
+        train: function that takes a number of steps and returns the last loss.
+        args: the command line, with `rounds` and `steps`.
+        n_processes: number of processes that train together.
     """
     first = train(1)
 
@@ -69,17 +69,18 @@ def write(
     is_baseline: bool,
 ) -> None:
     """Write the report of one contender."""
-    samples = {name: [[wall for wall, _ in pair] for pair in rounds]}
-    cpu = {name: [[cpu for _, cpu in pair] for pair in rounds]}
-    baselines = [name] if is_baseline else []
+    wall = []
+    cpu = []
+    for (wall_1, cpu_1), (wall_2, cpu_2) in rounds:
+        wall.append([wall_1, wall_2])
+        cpu.append([cpu_1, cpu_2])
     case = {
         "case": args.model,
         "bytes": None,
-        "baselines": baselines,
-        "samples": samples,
-        "cpu": cpu,
+        "baselines": [name] if is_baseline else [],
+        "samples": {name: wall},
+        "cpu": {name: cpu},
     }
+    report = {"label": name, "environment": environment, "cases": [case]}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({"label": name, "environment": environment, "cases": [case]}, indent=1)
-    )
+    args.out.write_text(json.dumps(report, indent=1))

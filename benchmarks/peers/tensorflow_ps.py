@@ -24,9 +24,12 @@ def parse_args():
 
 
 def free_ports(n_ports):
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
+    """Return ports that no other process uses."""
+    listeners = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
+    ports = []
+    for listener in listeners:
+        _, port = listener.getsockname()
+        ports.append(port)
         listener.close()
     return ports
 
@@ -50,9 +53,12 @@ def coordinate(args):
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     with strategy.scope():
         model = tf.keras.Sequential(
-            [tf.keras.Input((784,))]
-            + [tf.keras.layers.Dense(256, activation="relu") for _ in range(2)]
-            + [tf.keras.layers.Dense(10)]
+            [
+                tf.keras.Input((784,)),
+                tf.keras.layers.Dense(256, activation="relu"),
+                tf.keras.layers.Dense(256, activation="relu"),
+                tf.keras.layers.Dense(10),
+            ]
         )
         variables = model.trainable_variables
     images = tf.random.normal((32, 784))
@@ -75,12 +81,8 @@ def coordinate(args):
             coordinator.schedule(step)
         coordinator.join()
         steps_per_s = n_steps / (time.perf_counter() - since)
-    print(
-        json.dumps(
-            {"steps_per_s": steps_per_s, "workers": args.workers, "tensorflow": tf.__version__}
-        ),
-        flush=True,
-    )
+    result = {"steps_per_s": steps_per_s, "workers": args.workers, "tensorflow": tf.__version__}
+    print(json.dumps(result), flush=True)
 
 
 def launch(args):

@@ -15,7 +15,7 @@ N_BATCHES = 32
 LIMIT_S = 300
 
 
-#: What `models.py` builds in torch, as layer widths.
+#: Model of `models.py` -> widths of its layers.
 LAYERS = {"mlp": [784, 256, 256, 10], "wide": [784, 2048, 2048, 10]}
 
 
@@ -47,9 +47,12 @@ def start_worker(addresses, index):
 
 
 def free_ports(n_ports):
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
+    """Return ports that no other process uses."""
+    listeners = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
+    ports = []
+    for listener in listeners:
+        _, port = listener.getsockname()
+        ports.append(port)
         listener.close()
     return ports
 
@@ -67,9 +70,9 @@ def make_train(args):
     tf.keras.utils.set_random_seed(1)
     with strategy.scope():
         hidden = [tf.keras.layers.Dense(size, activation="relu") for size in sizes[1:-1]]
-        model = tf.keras.Sequential(
-            [tf.keras.Input((sizes[0],)), *hidden, tf.keras.layers.Dense(sizes[-1])]
-        )
+        inputs = tf.keras.Input((sizes[0],))
+        outputs = tf.keras.layers.Dense(sizes[-1])
+        model = tf.keras.Sequential([inputs, *hidden, outputs])
         optimizer = tf.keras.optimizers.Adam(1e-3)
         optimizer.build(model.trainable_variables)
 
@@ -89,10 +92,11 @@ def make_train(args):
 
     rows = args.batch // args.workers
     tf.random.set_seed(2 + task_index())
-    data = [
-        (tf.random.normal((rows, sizes[0])), tf.random.uniform((rows,), 0, sizes[-1], tf.int32))
-        for _ in range(N_BATCHES)
-    ]
+    data = []
+    for _ in range(N_BATCHES):
+        images = tf.random.normal((rows, sizes[0]))
+        labels = tf.random.uniform((rows,), 0, sizes[-1], tf.int32)
+        data.append((images, labels))
 
     def train(n_steps):
         for number in range(n_steps):
