@@ -479,11 +479,12 @@ def _kind_of(array: NamedArray) -> str:
 
 def _distance(first: _Array, second: _Array) -> str:
     """Return how many elements of two arrays of one shape and dtype differ, and by how much."""
-    is_different = first != second
-    n_different = int(is_different.sum())
+    is_different = _bits_of(first) != _bits_of(second)
+    n_different = int(is_different.any(axis=1).sum())
     with np.errstate(invalid="ignore", over="ignore"):
         distances = np.abs(first - second)
-        largest = float(np.nanmax(distances, initial=0))
+    distances = distances[~np.isnan(distances)]
+    largest = float(distances.max(initial=0))
     text = f"{n_different} of {first.size} elements, at most by {largest:.3g}"
     if first.dtype.kind in "fc":
         is_nan = np.isnan(first) | np.isnan(second)
@@ -491,6 +492,12 @@ def _distance(first: _Array, second: _Array) -> str:
         if n_nan:
             text += f", {n_nan} NaN"
     return text
+
+
+def _bits_of(array: _Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the (elements, bytes) uint8 of an array: by them -0.0 differs from 0.0, and a NaN equals itself."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8).reshape(flat.size, array.dtype.itemsize)
 
 
 def _as_numbers(array: NamedArray) -> _Array:

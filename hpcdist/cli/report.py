@@ -147,11 +147,13 @@ def _tiles_of_attempt(attempt: AttemptRecords) -> list[_Tile]:
     chief = attempt.chief
     if chief is None or not chief.n_steps:
         return []
-    last_step = max(window.steps.last for window in chief.windows if window.steps)
+    last_steps = [window.steps.last for window in chief.windows if window.steps]
+    if not last_steps:  # a damaged file counts steps that it does not name
+        return []
     sums = sums_of(chief.windows)
     mean_s = sums.step_s / sums.n_steps
     tiles = [
-        _Tile(f"{last_step}", "last step"),
+        _Tile(f"{max(last_steps)}", "last step"),
         _Tile(f"{len(attempt.ranks)}", "ranks with records"),
         _Tile(_seconds(mean_s), "a step"),
     ]

@@ -377,7 +377,7 @@ def _find_ledgers(folder: Path) -> dict[int, Path]:
     """Return the ledger of each attempt that has one, by the number of the attempt."""
     ledgers: dict[int, Path] = {}
     for ledger_path in (folder / "checkpoints" / "attempts").glob("*.jsonl"):
-        if _is_number(ledger_path):
+        if _is_number(ledger_path.stem):
             ledgers[int(ledger_path.stem)] = ledger_path
     return ledgers
 
@@ -386,13 +386,13 @@ def _find_traces(folder: Path) -> dict[int, Path]:
     """Return the folder of the ranks' records of each attempt that has one, by the number of the attempt."""
     traces: dict[int, Path] = {}
     for trace_folder in (folder / "trace").glob("*"):
-        if _is_number(trace_folder) and trace_folder.is_dir():
+        if _is_number(trace_folder.name) and trace_folder.is_dir():
             traces[int(trace_folder.name)] = trace_folder
     return traces
 
 
-def _is_number(path: Path) -> bool:
-    return path.stem.isascii() and path.stem.isdecimal()
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal()
 
 
 def _read_ranks(trace_folder: Path, has_steps: bool) -> list[RankRecords]:

@@ -217,6 +217,11 @@ def _numbered(type_: str, addresses: Addresses) -> _Tasks:
             )
         # a cluster that was read from JSON has texts as indices
         tasks.append((int(index), address))
+    for index, n_tasks in Counter(index for index, _ in tasks).items():
+        if n_tasks > 1:
+            raise ConfigurationError(
+                f"cluster: expected every index once in cluster.{type_}, got {index} {n_tasks} times; number the tasks."
+            )
     return tuple(sorted(tasks))
 
 

@@ -209,7 +209,7 @@ def scatter_dataset(
             evenly.
 
     Raises:
-        CollectiveError: when root's dataset has no length or no items; on every rank.
+        CollectiveError: when root's dataset has no length or no items, or ranks name different roots; on every rank.
 
     Cost: root reads all items and pickles those of all ranks at once.
     """
@@ -218,6 +218,7 @@ def scatter_dataset(
     with group.recorded("scatter_dataset", None):
         is_root = group.rank == root
         error = None
+        group.require_same_call("scatter_dataset", f"root {root}")
         if is_root and not _has_items(dataset):
             error = CollectiveError(
                 f"scatter_dataset: expected items by number on root, got {type(dataset).__name__} without any; pass a "

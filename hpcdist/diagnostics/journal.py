@@ -179,7 +179,8 @@ class Journal:
             return {}
         numbers = self.board.tolist()
         codes = self._codes.tolist()
-        names = {code: op for op, code in _codes.items()}
+        # a copy, as the program's thread may meet an operation for the first time
+        names = {code: op for op, code in list(_codes.items())}
         operations = {}
         for rank, (number, code) in enumerate(zip(numbers, codes, strict=False)):
             if number == self.n_entered and code not in (0, local_code):

@@ -148,7 +148,7 @@ def best_bucket_bytes(
     k a + n b / k, which is least for k = sqrt(n b / a).
 
     >>> best_bucket_bytes(100_000_000, 1e-3, 8e-9)
-    3571428
+    3571429
     """
     n_buckets = max(1, int(math.sqrt(total_bytes * seconds_per_byte / latency_s)))
     return -(-total_bytes // n_buckets)

@@ -137,13 +137,15 @@ def _is_scheduler(holder: Any) -> bool:
 def members_of(scheduler: Any) -> list[Any]:
     """Return the schedulers at any depth inside another one, such as a SequentialLR or a wrapper."""
     members: list[Any] = []
-    for value in vars(scheduler).values():
-        values = value if isinstance(value, (list, tuple)) else [value]
-        for member in values:
-            is_visited = any(member is visited for visited in [scheduler, *members])
-            if not is_visited and _is_scheduler(member):
-                members.append(member)
-                members += members_of(member)
+    to_visit = [scheduler]
+    while to_visit:
+        for value in vars(to_visit.pop()).values():
+            values = value if isinstance(value, (list, tuple)) else [value]
+            for member in values:
+                is_visited = any(member is visited for visited in [scheduler, *members])
+                if not is_visited and _is_scheduler(member):
+                    members.append(member)
+                    to_visit.append(member)
     return members
 
 

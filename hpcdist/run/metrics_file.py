@@ -359,7 +359,7 @@ class MetricsFile:
         """Copy the file if records of this and later steps are about to be dropped although nothing was restored."""
         content = _content_in(file)
         steps = map(_step_of, _lines_in(content))
-        n_going = sum((old_step or -1) >= step for old_step in steps)
+        n_going = sum(old_step is not None and old_step >= step for old_step in steps)
         if n_going:
             now = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
             backup_path = self.path.with_name(f"{self.path.name}.{now}")

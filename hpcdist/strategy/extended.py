@@ -237,7 +237,10 @@ def _are_equal(first: Any, second: Any) -> bool:
         return first.shape == second.shape and torch.allclose(
             first, second.to(first), rtol=0, atol=0, equal_nan=True
         )
-    return bool(np.all(np.equal(first, second)))
+    first_array = np.asarray(first)
+    second_array = np.asarray(second)
+    may_be_nan = first_array.dtype.kind in "fc" and second_array.dtype.kind in "fc"
+    return bool(np.array_equal(first_array, second_array, equal_nan=may_be_nan))
 
 
 def _short(value: Any) -> str:

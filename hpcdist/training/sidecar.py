@@ -249,8 +249,9 @@ class SidecarEvaluator:
 
     def _is_best(self, loss: float) -> bool:
         """Return whether a loss is finite, and smaller than the losses of all evaluations so far."""
-        losses = [record.get("loss", math.nan) for record in self.evaluations]
-        smallest = min(filter(math.isfinite, losses), default=math.inf)
+        losses = [record.get("loss") for record in self.evaluations]
+        numbers = [earlier for earlier in losses if isinstance(earlier, (int, float))]
+        smallest = min(filter(math.isfinite, numbers), default=math.inf)
         return math.isfinite(loss) and loss < smallest
 
     def _write(

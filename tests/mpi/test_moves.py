@@ -439,6 +439,7 @@ def test_a_tensor_with_a_graph_is_refused_where_no_gradient_flows(comm, call):
         "broadcast_object, root",
         "gather_objects, root",
         "scatter_objects, root",
+        "scatter_dataset, root",
         "grouped_all_reduce, number",
     ],
 )
@@ -461,6 +462,7 @@ def test_calls_that_do_not_fit_together_raise_on_all_ranks(comm, name, is_tensor
         "broadcast_object": lambda: hpcdist.broadcast_object(1, root),
         "gather_objects": lambda: hpcdist.gather_objects(1, root),
         "scatter_objects": lambda: hpcdist.scatter_objects([0] * comm.size, root),
+        "scatter_dataset": lambda: hpcdist.scatter_dataset(list(range(9)), root),
         "grouped_all_reduce": lambda: hpcdist.grouped_all_reduce(pieces),
     }
     with pytest.raises(CollectiveError, match=f"{call}: expected .* as on rank 0, got"):

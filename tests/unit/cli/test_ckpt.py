@@ -102,6 +102,25 @@ def test_diff(run_dir, call):
     assert "half" not in out
 
 
+def test_diff_counts_elements_whose_bits_differ(call, tmp_path):
+    """-0.0 equals 0.0 and NaN does not equal itself, but a restart is exact by bits."""
+    paths = [tmp_path / name for name in ("first.h5", "second.h5")]
+    hpcdist.Checkpoint(values=np.array([0.0, np.nan, 1.0])).write(paths[0])
+    hpcdist.Checkpoint(values=np.array([-0.0, np.nan, 1.5])).write(paths[1])
+    code, out, _ = call("diff", *paths)
+    assert code == 1
+    assert "values: 2 of 3 elements, at most by 0.5, 1 NaN" in out
+
+
+def test_diff_where_all_elements_became_nan(call, tmp_path):
+    paths = [tmp_path / name for name in ("first.h5", "second.h5")]
+    hpcdist.Checkpoint(values=np.zeros(3, np.float32)).write(paths[0])
+    hpcdist.Checkpoint(values=np.full(3, np.nan, np.float32)).write(paths[1])
+    code, out, error = call("diff", *paths)
+    assert (code, error) == (1, "")
+    assert "values: 3 of 3 elements, at most by 0, 3 NaN" in out
+
+
 def test_diff_of_other_arrays(run_dir, call, tmp_path):
     other = hpcdist.Checkpoint(model=torch.nn.Linear(3, 4), more=np.ones(2))
     other.write(tmp_path / "other.h5")

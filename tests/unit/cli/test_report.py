@@ -173,6 +173,19 @@ def test_an_attempt_that_starts_hides_nothing(run_dir, hpcdist):
     assert said.count("runs, or died without notice") == 1
 
 
+def test_steps_that_a_damaged_file_does_not_name(run_dir, hpcdist):
+    for path in (run_dir / "trace" / "0002").glob("rank-*"):
+        header, *windows = map(json.loads, path.read_text().splitlines())
+        write(path, header, *({**window, "steps": None} for window in windows))
+    assert hpcdist("report", run_dir)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["0003.old", "0003.jsonl", "x", "\u0663"])
+def test_other_folders_beside_the_records(run_dir, hpcdist, name):
+    shutil.copytree(run_dir / "trace" / "0002", run_dir / "trace" / name)
+    assert hpcdist("report", run_dir)[0] == 0
+
+
 def test_staleness_of_parameter_servers(tmp_path, hpcdist):
     for rank in range(2):
         record_rank(tmp_path, 1, rank, 0, 20, 1000.0, 0.5)

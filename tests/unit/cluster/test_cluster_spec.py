@@ -57,6 +57,8 @@ def test_is_frozen_and_equal_by_value():
         ({"worker": {"first": "a:1"}}, "got 'first'"),
         ({"worker": {-1: "a:1"}}, "got -1"),
         ({"worker": {0: "a:1", 2: "a:1"}}, "'a:1' 2 times"),
+        ({"worker": {"1": "a:1", "01": "b:1"}}, "every index once in cluster.worker, got 1 2 times"),
+        ({"worker": {1: "a:1", "1": "b:1"}}, "got 1 2 times"),
         ({"worker": 3}, "list of addresses"),
         ({"worker": [""]}, "got ''"),
         ({"worker": [None]}, "got None"),

@@ -242,6 +242,16 @@ def test_the_records_of_a_run_whose_checkpoints_are_gone_are_kept(path, caplog):
     assert len(list(path.parent.glob(f"{path.name}.2*"))) == 1, "nothing is dropped"
 
 
+def test_a_record_of_step_0_is_a_record(path, caplog):
+    """A run that begins again drops it, so it is copied first, as any other."""
+    written(path, [0])
+    before = path.read_bytes()
+    written(path, [0])
+    (backup_path,) = path.parent.glob(f"{path.name}.2*")
+    assert backup_path.read_bytes() == before
+    assert "no checkpoint of its 1 later records" in caplog.text
+
+
 def test_records_are_durable_before_a_checkpoint_counts_them(path, monkeypatch):
     synced = []
     file = written(path, [1])

@@ -1,0 +1,31 @@
+"""Which schedulers drive an optimizer, also where one holds others."""
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR, SequentialLR
+
+from hpcdist.program.optimizer_drivers import members_of
+
+
+def make_optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+def test_members_at_any_depth():
+    optimizer = make_optimizer()
+    schedules = [ConstantLR(optimizer) for _ in range(3)]
+    inner = SequentialLR(optimizer, schedules[:2], milestones=[2])
+    outer = SequentialLR(optimizer, [inner, schedules[2]], milestones=[4])
+    members = members_of(outer)
+    assert {id(member) for member in members} == {id(member) for member in [inner, *schedules]}
+    assert len(members) == 4
+
+
+def test_schedulers_that_hold_each_other():
+    optimizer = make_optimizer()
+    first = ConstantLR(optimizer)
+    second = ConstantLR(optimizer)
+    first.partner = second
+    second.partner = first
+    assert members_of(first) == [second]
