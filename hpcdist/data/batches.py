@@ -28,13 +28,17 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in training: samples yielded so far, where the pass began, and for streams the same in epochs.
+    """A position in training.
 
     Attributes:
-        position, pass_start, stream, pass_epoch: see above.
-        n_batches: of the pass so far.
+        position: samples yielded so far, over all epochs and passes.
+        pass_start: position at which the pass began.
+        stream: position in a stream.
+        pass_epoch: epoch of a stream at which the pass began.
+        n_batches: number of batches of the pass so far.
         part_rows: rows of each local part of the batch before this position, as planned.
-        first_rows: digest of the rows of the batch before this position, of the first one that a stream was asked for.
+        first_rows: digest of the rows of the batch before this position, if it is the first one that was drawn from a
+            stream; else 0.
     """
 
     position: int = 0
@@ -51,10 +55,10 @@ class PlannedBatch:
     """One global batch.
 
     Attributes:
-        cursor: after it.
+        cursor: cursor after the batch.
         rows: source rows of each local part.
         positions: position of the first row of each local part.
-        epoch: in which the batch begins.
+        epoch: epoch in which the batch begins.
     """
 
     cursor: Cursor
@@ -68,9 +72,9 @@ class Division:
     """How a batch is divided among replicas: each takes ceil(n / replicas) rows while there are any.
 
     Attributes:
-        replicas: the local ones, whose parts are wanted.
-        n_replicas: of all ranks.
-        is_whole: every replica takes the whole batch instead.
+        replicas: local replicas, whose parts are wanted.
+        n_replicas: number of replicas on all ranks.
+        is_whole: whether every replica takes the whole batch instead.
     """
 
     replicas: range = range(1)
@@ -109,7 +113,10 @@ class DividedBatches:
             bounds = self.division.bounds(stop - start)
             part_rows = self.division.rows_of_parts(stop - start)
             cursor = replace(
-                cursor, position=stop, n_batches=cursor.n_batches + 1, part_rows=part_rows
+                cursor,
+                position=stop,
+                n_batches=cursor.n_batches + 1,
+                part_rows=part_rows,
             )
             rows = [order.rows(start + low, start + high) for low, high in bounds]
             positions = [start + low for low, _ in bounds]
@@ -199,17 +206,16 @@ class EveryNthFile:
 
     @cached_property
     def _starts(self) -> tuple[Rows, Rows]:
-        """Return the first row of each file, by the numbers of the shard and by those of the source."""
-        shard_starts, source = (
-            np.cumsum([0, *rows]) for rows in (self.rows_of_files, self.rows_of_source_files)
-        )
-        return shard_starts, source[self.index :: self.n]
+        """Return the number of the first row of each file, in the shard and in the source."""
+        shard_starts = np.cumsum([0, *self.rows_of_files])
+        source_starts = np.cumsum([0, *self.rows_of_source_files])
+        return shard_starts, source_starts[self.index :: self.n]
 
     def source_rows(self, rows: Rows) -> Rows:
         """Return the numbers in the source of rows of the shard."""
-        shard_starts, source = self._starts
+        shard_starts, source_starts = self._starts
         files = np.searchsorted(shard_starts, rows, side="right") - 1
-        return rows - shard_starts[files] + source[files]
+        return rows - shard_starts[files] + source_starts[files]
 
     def describe(self) -> list[int | str]:
         """Return which rows these are, as JSON."""
@@ -223,19 +229,26 @@ class ShardedBatches:
     batch that one of them cannot fill.
 
     Args:
-        order: of the whole source, which must not be limited by take.
-        shards: one for each replica of the job.
-        replicas: the local ones.
+        order: order of the whole source, which must not be limited by take.
+        shards: shards of the source, one for each replica of the job.
+        replicas: local replicas.
     """
 
-    def __init__(self, order: SampleOrder, shards: Sequence[Shard], replicas: range) -> None:
+    def __init__(
+        self,
+        order: SampleOrder,
+        shards: Sequence[Shard],
+        replicas: range,
+    ) -> None:
         self.order = order
         self.shards = shards
         self.replicas = replicas
-        self._part_rows = -(-(order.batch_rows or 1) // len(shards))
-        self._orders = [
-            replace(order, n_rows=shard.n_rows, batch_rows=self._part_rows) for shard in shards
-        ]
+        batch_rows = order.batch_rows or 1
+        self._part_rows = -(-batch_rows // len(shards))
+        self._orders: list[SampleOrder] = []
+        for shard in shards:
+            shard_order = replace(order, n_rows=shard.n_rows, batch_rows=self._part_rows)
+            self._orders.append(shard_order)
 
     def batches(self, cursor: Cursor) -> Iterator[PlannedBatch]:
         """Yield every batch from the cursor to the end of its pass.
@@ -248,8 +261,11 @@ class ShardedBatches:
         n_batches = cursor.n_batches
         is_endless = math.isinf(run_rows)
         while position < cursor.pass_start + self.order.n_samples:
-            run = 0 if is_endless else int(position // run_rows)
-            run_start = 0 if is_endless else int(run * run_rows)
+            run = 0
+            run_start = 0
+            if not is_endless:
+                run = int(position // run_rows)
+                run_start = int(run * run_rows)
             number = self._batch_at(position - run_start)
             if not self._has_batch(0) or (is_endless and not self._has_batch(number)):
                 return
@@ -260,7 +276,10 @@ class ShardedBatches:
                 position = run_start + self._samples_before(number + 1)
                 n_batches += 1
                 after = replace(
-                    cursor, position=position, n_batches=n_batches, part_rows=tuple(map(len, rows))
+                    cursor,
+                    position=position,
+                    n_batches=n_batches,
+                    part_rows=tuple(map(len, rows)),
                 )
                 yield PlannedBatch(after, rows, positions, epoch)
                 number += 1
@@ -275,7 +294,7 @@ class ShardedBatches:
         return sum(int(min(number * self._part_rows, order.run_rows)) for order in self._orders)
 
     def _batch_at(self, n_samples: int) -> int:
-        """Return how many batches of a run precede sample `n_samples` of it."""
+        """Return how many batches of a run precede its sample number `n_samples`."""
         number = n_samples // (self._part_rows * len(self._orders))
         while self._samples_before(number) < n_samples:
             number += 1
@@ -287,13 +306,15 @@ class ShardedBatches:
         return number
 
     def _rows(self, replica: int, run: int, number: int) -> Rows:
+        """Return the source rows of a replica in a batch of a run."""
         order = self._orders[replica]
-        run_start = 0 if math.isinf(order.run_rows) else int(run * order.run_rows)
-        low, high = (
-            int(min(part_number * self._part_rows, order.run_rows))
-            for part_number in (number, number + 1)
-        )
-        return self.shards[replica].source_rows(order.rows(run_start + low, run_start + high))
+        run_start = 0
+        if not math.isinf(order.run_rows):
+            run_start = int(run * order.run_rows)
+        low = int(min(number * self._part_rows, order.run_rows))
+        high = int(min((number + 1) * self._part_rows, order.run_rows))
+        shard_rows = order.rows(run_start + low, run_start + high)
+        return self.shards[replica].source_rows(shard_rows)
 
 
 Plan = DividedBatches | ShardedBatches
@@ -307,19 +328,25 @@ def batch_sizes(order: SampleOrder) -> set[int]:
         ends = [order.run_rows, order.n_samples]
         if order.run_rows and not math.isinf(order.run_rows) and not math.isinf(order.n_samples):
             ends.append(order.n_samples % order.run_rows)
-        sizes |= {int(end % batch_rows) for end in ends if not math.isinf(end)}
+        for end in ends:
+            if not math.isinf(end):
+                sizes.add(int(end % batch_rows))
     return sizes - {0}
 
 
 def is_stream(order: SampleOrder) -> bool:
-    """Return whether rows come one by one, and nobody knows how many."""
+    """Return whether rows come one by one, and their number is unknown."""
     return order.n_rows == UNKNOWN
 
 
 def next_run(order: SampleOrder, position: StreamPosition) -> StreamPosition:
     """Return the start of the first run of a stream at or after a position; of an endless run, the next epoch."""
-    run = 1 if math.isinf(order.inner_epochs) else int(order.inner_epochs)
-    return StreamPosition(-(-(position.epoch + (position.offset > 0)) // run) * run)
+    run_epochs = 1
+    if not math.isinf(order.inner_epochs):
+        run_epochs = int(order.inner_epochs)
+    n_begun_epochs = position.epoch + (position.offset > 0)
+    n_begun_runs = -(-n_begun_epochs // run_epochs)
+    return StreamPosition(n_begun_runs * run_epochs)
 
 
 def next_pass(order: SampleOrder, cursor: Cursor) -> Cursor:
@@ -343,12 +370,15 @@ def start_of_pass(order: SampleOrder, number: int) -> Cursor:
     """Return the start of a pass by its number, when all passes before it are whole; endless ones count as an epoch."""
     if is_stream(order):
         epochs = order.inner_epochs * order.outer_epochs
-        epoch = number * (1 if math.isinf(epochs) else int(epochs))
+        epoch = number
+        if not math.isinf(epochs):
+            epoch = number * int(epochs)
         return Cursor(stream=StreamPosition(epoch), pass_epoch=epoch)
-    samples = (
-        order.epoch_rows if math.isinf(order.n_samples) else order.next_run(int(order.n_samples))
-    )
-    return Cursor(number * samples, number * samples)
+    pass_samples = order.epoch_rows
+    if not math.isinf(order.n_samples):
+        pass_samples = order.next_run(int(order.n_samples))
+    position = number * pass_samples
+    return Cursor(position, position)
 
 
 def after_batches(order: SampleOrder, cursor: Cursor, n_batches: int) -> Cursor:
@@ -363,9 +393,10 @@ def after_batches(order: SampleOrder, cursor: Cursor, n_batches: int) -> Cursor:
 
 
 def in_parts(order: SampleOrder, n_replicas: int) -> SampleOrder:
-    """Return an order whose batches are a replica's parts of the global ones; what those drop, it drops."""
+    """Return an order whose batches are a replica's parts of the global ones. It drops the rows that they drop."""
     batch_rows = order.batch_rows or 1
     limit = order.run_limit
     if order.drop_remainder and order.n_rows != UNKNOWN and not math.isinf(order.run_rows):
         limit = order.run_rows // batch_rows * batch_rows
-    return replace(order, batch_rows=-(-batch_rows // n_replicas), run_limit=limit)
+    part_rows = -(-batch_rows // n_replicas)
+    return replace(order, batch_rows=part_rows, run_limit=limit)

@@ -40,7 +40,7 @@ from hpcdist.forks import make_rlock
 from hpcdist.nest import Nest, map_nest
 from hpcdist.plan.sample_order import Rows
 
-#: What follows the filename and a dot: "a" is another cache than "a.b".
+#: End of the name of a file, behind the filename and a dot: "a" is another cache than "a.b".
 _ROW_FILE = re.compile(r"[0-9a-f]{16}\.rows")
 logger = logging.getLogger("hpcdist")
 
@@ -61,7 +61,7 @@ class CachedSource(RowSource):
         self._no_rows: Nest = None
 
     def to_compare(self, rows: Rows) -> Any:
-        """Return the rows as the source has them: nothing is kept of what is compared."""
+        """Return the rows as the source has them: rows that are compared are not kept."""
         return self._source.to_compare(rows)
 
     def describe(self) -> Description:
@@ -69,13 +69,14 @@ class CachedSource(RowSource):
         return self._source.describe()
 
     def take(self, rows: Rows) -> Nest:
-        """Return rows to look at, as the source has them: nothing is kept of them."""
+        """Return rows to look at, as the source has them: they are not kept."""
         return self._source.take(rows)
 
     def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request; missing ones are requested ahead, for a source that reads ahead.
 
-        Their random numbers are those of no epoch: after a restart, rows that are kept in memory are read in another.
+        Their random numbers do not depend on the epoch: after a restart, rows that are kept in memory are read in
+        another epoch.
         """
         self._store.refresh()
         ahead, now = tee((request, self._missing(request.rows)) for request in requests)
@@ -85,7 +86,10 @@ class CachedSource(RowSource):
         batch = next(now, None)
         while batch is not None:
             request, missing = batch
-            part = self._joined(request.rows, missing, next(fresh) if len(missing) else None)
+            fresh_rows = None
+            if len(missing):
+                fresh_rows = next(fresh)
+            part = self._joined(request.rows, missing, fresh_rows)
             batch = next(now, None)
             # before the last part, as a loop that counts its steps asks for no more
             if batch is None:
@@ -93,12 +97,15 @@ class CachedSource(RowSource):
             yield part
 
     def _missing(self, rows: Rows) -> Rows:
+        """Return the rows that are not in the store, each once, in ascending order."""
         stored = self._store.rows
-        return np.array([row for row in np.unique(rows).tolist() if row not in stored], np.int64)
+        missing = [row for row in np.unique(rows).tolist() if row not in stored]
+        return np.array(missing, np.int64)
 
-    def _joined(self, rows: Rows, missing: Rows, fresh: Nest) -> Nest:
-        if fresh is not None:
-            for number, row in zip(missing.tolist(), unstack(fresh), strict=True):
+    def _joined(self, rows: Rows, missing: Rows, fresh_rows: Nest) -> Nest:
+        """Return rows from the store, to which the missing ones are added first."""
+        if fresh_rows is not None:
+            for number, row in zip(missing.tolist(), unstack(fresh_rows), strict=True):
                 self._store.add(number, row)
         # in an endless pass: once all rows of a batch are stored, and the store has doubled since the last commit
         is_due = len(rows) > 0 and not len(missing) and self._store.has_doubled
@@ -108,7 +115,8 @@ class CachedSource(RowSource):
             return stack([self._store.get(row) for row in rows.tolist()])
         if self._no_rows is None:
             with own_random_numbers():
-                self._no_rows = no_rows(self.take(np.zeros(min(1, self.n_rows), np.int64)))
+                first_row = np.zeros(min(1, self.n_rows), np.int64)
+                self._no_rows = no_rows(self.take(first_row))
         return self._no_rows
 
 
@@ -137,9 +145,9 @@ class MemoryStore:
     """Rows by number, in the memory of this process.
 
     Attributes:
-        rows: the rows.
-        total: how many there are in all, where that is known.
-        has_doubled: whether rows should be written now; never.
+        rows: rows that are kept, by number.
+        total: number of all rows, where it is known.
+        has_doubled: whether rows should be written now; always False.
     """
 
     has_doubled = False
@@ -165,27 +173,29 @@ class MemoryStore:
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else np.array(value)
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return np.array(value)
 
 
 class FileStore:
     """Rows by number, in files whose names begin with `filename`.
 
-    New rows go to a file without a name, which is gone with the process however that ends. `commit` writes those since
-    the last commit to a new file with a unique name, so any number of processes may write side by side. Safe for use
-    by the caller's thread and the prefetch thread.
+    New rows go to a file without a name, which is gone with the process however that ends. `commit` writes the rows
+    that came since the last commit to a new file with a unique name, so any number of processes may write side by side.
+    Safe for use by the caller's thread and the prefetch thread.
 
     Args:
-        filename: what the names of the files begin with.
-        description: of the source.
-        key: the caller's.
+        filename: beginning of the names of the files.
+        description: description of the source.
+        key: text of the caller, which tells caches of one source apart.
 
     Raises:
         DataError: when there can be no file in the folder, or a file has another description or key.
 
     Attributes:
-        rows: where each row is.
-        total: how many there are in all, where that is known.
+        rows: place of each row, by number.
+        total: number of all rows, where it is known.
     """
 
     def __init__(self, filename: str, description: Description, key: str) -> None:
@@ -195,13 +205,14 @@ class FileStore:
         self.rows: dict[int, StoredRow] = {}
         self.total: int | None = None
         self._new: dict[int, StoredRow] = {}
-        self._n_committed = self._end = 0
+        self._n_committed = 0
+        self._end = 0
         self._seen: set[str] = set()
         self._lock = make_rlock()
         try:
             folder = os.path.dirname(filename) or "."
             self._spool = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed below
-            with contextlib.suppress(OSError):  # what stays is removed another time
+            with contextlib.suppress(OSError):  # leftovers are removed another time
                 sweep_abandoned(Disk(), Path(folder), f"{os.path.basename(filename)}.*")
         except OSError as error:
             raise DataError(
@@ -224,9 +235,15 @@ class FileStore:
                 write_at(self._spool, data, self._end)
             except OSError as error:
                 raise self._no_room(self._filename, error) from None
-            self.rows[number] = self._new[number] = StoredRow(
-                None, self._end, len(data), layout, xxh3_64_intdigest(data)
+            stored_row = StoredRow(
+                path=None,
+                start=self._end,
+                n_bytes=len(data),
+                layout=layout,
+                checksum=xxh3_64_intdigest(data),
             )
+            self.rows[number] = stored_row
+            self._new[number] = stored_row
             self._end += len(data)
 
     def get(self, number: int) -> Nest:
@@ -260,7 +277,8 @@ class FileStore:
             return self._spool.fileno()
         if path not in self._open:
             if len(self._open) >= _OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
+                _, oldest_descriptor = self._open.popitem(last=False)
+                os.close(oldest_descriptor)
             self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._open.move_to_end(path)
         return self._open[path]
@@ -272,7 +290,8 @@ class FileStore:
             DataError: when a file has another description or key, or cannot be read.
         """
         with self._lock:
-            for path in sorted(glob.glob(f"{glob.escape(self._filename)}.*.rows")):
+            pattern = f"{glob.escape(self._filename)}.*.rows"
+            for path in sorted(glob.glob(pattern)):
                 name = path.removeprefix(f"{self._filename}.")
                 if path not in self._seen and _ROW_FILE.fullmatch(name):
                     self._add_file(path)
@@ -295,23 +314,29 @@ class FileStore:
             )
             return
         for name, expected in (("description", self._description), ("key", self._key)):
-            if index[name] != expected:
+            actual = index[name]
+            if actual != expected:
                 raise DataError(
-                    f"cache: expected rows with the {name} {json.dumps(expected)}, got {json.dumps(index[name])} in "
+                    f"cache: expected rows with the {name} {json.dumps(expected)}, got {json.dumps(actual)} in "
                     f"{path!r}; remove the files {self._filename}.*.rows, or give another filename or key."
                 )
         for number, row in rows.items():
             self.rows.setdefault(number, row)
-        self.total = index["total"] if self.total is None else self.total
+        if self.total is None:
+            self.total = index["total"]
 
     def commit(self, total: int | None = None) -> None:
-        """Write a file of the new rows, whole or not at all; `total` says how many rows there are in all.
+        """Write a file of the new rows, whole or not at all.
+
+        Args:
+            total: number of all rows, where it is known.
 
         Raises:
             DataError: when the file system refuses.
         """
         with self._lock:
-            self.total = total if self.total is None else self.total
+            if self.total is None:
+                self.total = total
             if not self._new:
                 return
             path = f"{self._filename}.{secrets.token_hex(8)}.rows"
@@ -322,7 +347,7 @@ class FileStore:
             except OSError as error:
                 raise self._no_room(path, error) from None
             self._seen.add(path)
-            self._n_committed = self._n_committed + len(self._new)
+            self._n_committed += len(self._new)
             self._new = {}
 
     @staticmethod

@@ -12,7 +12,7 @@ from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
 from hpcdist.runtime.parts import Part
 
-#: How long a rank reads what a restart drops, before it tells the others that it still does.
+#: How long a rank reads the parts that a restart drops, before it tells the other ranks that it still reads.
 _DROP_S = 2.0
 #: A local replica's part of a step and its rows; None for a replica that is out of data.
 CountedPart = tuple[int, Nest] | None
@@ -21,20 +21,20 @@ CountedPart = tuple[int, Nest] | None
 class CountedSteps(DistributedInput):
     """Passes that end on all ranks at the same step, when all are out of data.
 
-    A replica without data gets parts with 0 rows, shaped as its others. Where parts are promised to be whole, a pass
-    ends when one replica is out of data.
+    A replica without data gets parts with 0 rows, shaped as its other parts. Where parts are promised to be whole, a
+    pass ends when one replica is out of data.
 
     A restart needs the same number of replicas, and input that gives the same parts again.
 
     Args:
-        replicas: the replicas of this rank.
+        replicas: replicas of this rank.
         n_replicas: number of replicas on all ranks.
         ends_with_first: whether a pass ends when one replica is out of data; equal on all ranks.
-        delivery: what the strategy connects.
-        options: of the input.
+        delivery: connections to the strategy.
+        options: options of the input.
 
     Attributes:
-        ends_with_first: as given.
+        ends_with_first: whether a pass ends when one replica is out of data.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class CountedSteps(DistributedInput):
         return self._n_passes
 
     def set_seed(self, seed: int) -> None:
-        """Derive what is drawn at random from a seed, so that a checkpoint stores one.
+        """Derive all random numbers from one seed, so that a checkpoint stores it alone.
 
         Args:
-            seed: equal on all ranks.
+            seed: seed that is equal on all ranks.
         """
         self._seed = seed
 
@@ -111,8 +111,8 @@ class CountedSteps(DistributedInput):
     def _drop(self, readers: list[Items], n_parts: int) -> None:
         """Read the parts of each reader that were used before a restart.
 
-        Ranks may take unequally long: they tell each other every few seconds that they still read. Collective if
-        there are any: the ranks of the strategy.
+        Ranks may take unequally long: they tell each other every few seconds that they still read. Collective over the
+        ranks of the strategy if there are such parts.
         """
         n_left = n_parts
         is_everybody_done = n_parts == 0
@@ -124,12 +124,16 @@ class CountedSteps(DistributedInput):
                     next(reader, None)
             is_done = n_left == 0
             agree_end = self._delivery.agree_end
-            is_everybody_done = is_done if agree_end is None else agree_end(is_done, False)
+            is_everybody_done = is_done
+            if agree_end is not None:
+                is_everybody_done = agree_end(is_done, False)
 
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
         local_parts = self._next_local_parts(readers)
         are_out = [part is None for part in local_parts]
-        is_out = any(are_out) if self.ends_with_first else all(are_out)
+        is_out = all(are_out)
+        if self.ends_with_first:
+            is_out = any(are_out)
         if self._delivery.agree_end is not None:
             is_out = self._delivery.agree_end(is_out, self.ends_with_first)
         if is_out:
@@ -142,7 +146,7 @@ class CountedSteps(DistributedInput):
     def _require_whole_parts(self, local_parts: list[CountedPart]) -> None:
         """Raise DataError on all ranks if a pass ends before its first step, although some rank has a part.
 
-        Collective then: the ranks of the strategy.
+        Collective over the ranks of the strategy in that case.
         """
         agree_end = self._delivery.agree_end
         if self._n_steps or not self.ends_with_first or agree_end is None:
@@ -161,7 +165,9 @@ class CountedSteps(DistributedInput):
             return part[1]
         empty_part = self._part_without_rows(local_replica)
         device = self._device()
-        return empty_part if device is None else on_device(empty_part, device)
+        if device is None:
+            return empty_part
+        return on_device(empty_part, device)
 
     def _part(self, is_for_training: bool) -> Part:
         return Part(

@@ -55,9 +55,8 @@ class Dataset(Elements):
     @classmethod
     def from_tensors(cls, tensors: Nest) -> "Dataset":
         """Return a dataset of one row: the nest of arrays itself."""
-        arrays = map_nest(
-            lambda value: as_array(value)[None], _lists_as_arrays("from_tensors", tensors)
-        )
+        values = _lists_as_arrays("from_tensors", tensors)
+        arrays = map_nest(lambda value: as_array(value)[None], values)
         return cls(ArraySource(arrays, 1), SampleOrder(1))
 
     @classmethod
@@ -82,7 +81,8 @@ class Dataset(Elements):
                 f"from_tensor_slices: expected arrays with the same number of rows, got {counts}; check the first "
                 "dimension."
             )
-        return cls(ArraySource(tensors, counts[0]), SampleOrder(counts[0]))
+        n_rows = counts[0]
+        return cls(ArraySource(tensors, n_rows), SampleOrder(n_rows))
 
     @classmethod
     def range(cls, *bounds: int) -> "Dataset":
@@ -91,25 +91,27 @@ class Dataset(Elements):
 
     @classmethod
     def list_files(
-        cls, file_pattern: str | Sequence[str], shuffle: bool | None = None, seed: int | None = None
+        cls,
+        file_pattern: str | Sequence[str],
+        shuffle: bool | None = None,
+        seed: int | None = None,
     ) -> "Dataset":
         """Return a dataset of the names of files, as numpy texts.
 
         Args:
-            file_pattern: such as "part-*.h5", or several; matches are sorted.
-            shuffle: whether they come in random order, a new one in every epoch; default True, as in tf.data.
-            seed: of that order; see `shuffle`.
+            file_pattern: pattern such as "part-*.h5", or several patterns; matches are sorted.
+            shuffle: whether the names come in random order, a new one in every epoch; default True, as in tf.data.
+            seed: seed of the random order; see `shuffle`.
 
         Raises:
             DataError: when there is no such file; on this rank only.
         """
-        patterns = (
-            [file_pattern] if isinstance(file_pattern, (str, os.PathLike)) else list(file_pattern)
-        )
-        names = sorted({name for pattern in patterns for name in glob.glob(os.fspath(pattern))})
+        names = _matching_files(file_pattern)
         _check(names, "list_files", f"files of the name {file_pattern}", "none")
         dataset = cls.from_tensor_slices(np.array(names))
-        return dataset.shuffle(len(names), seed) if shuffle or shuffle is None else dataset
+        if shuffle or shuffle is None:
+            return dataset.shuffle(len(names), seed)
+        return dataset
 
     @classmethod
     def from_hdf5(cls, paths: Paths, datasets: Nest) -> "Dataset":
@@ -120,9 +122,9 @@ class Dataset(Elements):
         shared lock.
 
         Args:
-            paths: a file, a pattern such as "part-*.h5", or a list of files, whose rows are concatenated; or an open
-                h5py file, which is read from its path.
-            datasets: names, such as "images" or ("train/images", "train/labels") or {"x": "images"}.
+            paths: path of a file, pattern such as "part-*.h5", or list of files, whose rows are concatenated; or an
+                open h5py file, which is read from its path.
+            datasets: names of the datasets, such as "images" or ("train/images", "train/labels") or {"x": "images"}.
 
         Raises:
             DataError: when a file is missing, not HDF5 or locked by a writer; when a dataset is missing, a link, or not
@@ -151,13 +153,13 @@ class Dataset(Elements):
 
         A DataLoader gives its dataset, batch_size (here the global batch), drop_last, collate_fn and worker processes;
         shuffle=True becomes `shuffle()` with a seed that is drawn as the loader itself would, from its generator or
-        torch's, so that it follows torch.manual_seed; when the dataset is distributed, the chief's counts.
+        torch's, so that it follows torch.manual_seed; when the dataset is distributed, the chief's seed counts.
         An IterableDataset is a stream: see `from_generator` for the cost.
 
         Raises:
-            DataError: for a DataLoader with a sampler or batch_sampler of its own, which
-                `experimental_distribute_dataset` takes; for an IterableDataset with workers; for anything that is
-                neither.
+            DataError: for a DataLoader with a sampler or batch_sampler of the program, which
+                `experimental_distribute_dataset` takes; for an IterableDataset with workers; for anything but a dataset
+                or DataLoader.
         """
         if isinstance(data, torch.utils.data.DataLoader):
             return cls._from_loader(data)
@@ -173,17 +175,18 @@ class Dataset(Elements):
     @classmethod
     def _from_loader(cls, loader: Any) -> "Dataset":
         check_loader(loader)
-        is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-        source = stream_of(loader.dataset) if is_stream else ItemsSource(loader.dataset, loader)
+        source: RowSource | Stream
+        if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            source = stream_of(loader.dataset)
+        else:
+            source = ItemsSource(loader.dataset, loader)
         dataset = cls(source, SampleOrder(source.n_rows))
         if isinstance(loader.sampler, torch.utils.data.RandomSampler):
             seed = torch.empty((), dtype=torch.int64).random_(generator=loader.sampler.generator)
             dataset = dataset.shuffle().with_drawn_seed(int(seed))
-        return (
-            dataset
-            if loader.batch_size is None
-            else dataset.batch(loader.batch_size, loader.drop_last)
-        )
+        if loader.batch_size is None:
+            return dataset
+        return dataset.batch(loader.batch_size, loader.drop_last)
 
     @classmethod
     def from_generator(
@@ -198,9 +201,9 @@ class Dataset(Elements):
         drawn and dropped, so the generator must yield the same rows again.
 
         Args:
-            generator: returns an iterable of rows: nests of arrays or numbers of equal shapes.
-            output_signature: what a row looks like: a nest of anything with a shape and a dtype; a dimension that
-                varies is None. Rows are converted to its dtypes. Needed only where a rank has no row at all.
+            generator: function that returns an iterable of rows: nests of arrays or numbers of equal shapes.
+            output_signature: form of a row: a nest of anything with a shape and a dtype; a dimension that varies is
+                None. Rows are converted to its dtypes. Needed only where a rank has no row at all.
             args: arguments of the generator.
 
         Raises:
@@ -216,11 +219,9 @@ class Dataset(Elements):
 
         def draw(_: int) -> Iterator[Nest]:
             rows = iter(generator(*args))
-            return (
-                rows
-                if output_signature is None
-                else (fitted(output_signature, row) for row in rows)
-            )
+            if output_signature is None:
+                return rows
+            return (fitted(output_signature, row) for row in rows)
 
         return cls(Stream(draw, output_signature), SampleOrder(UNKNOWN))
 
@@ -230,8 +231,9 @@ class Dataset(Elements):
         A tuple is passed as several arguments. Functions after `batch` are called with 0 rows for an empty part.
 
         Args:
-            function: takes a row, or a nest of (rows, ...) arrays.
-            num_parallel_calls: accepted as in tf.data; `prefetch` runs functions in parallel with the training step.
+            function: function of a row, or of a nest of (rows, ...) arrays.
+            num_parallel_calls: number that is accepted as in tf.data, and not used; `prefetch` runs functions in
+                parallel with the training step.
         """
         if self.order.batch_rows is None:
             return replace(self, row_maps=(*self.row_maps, function))
@@ -246,12 +248,13 @@ class Dataset(Elements):
         """Visit the rows in random order, a new one in every epoch.
 
         Args:
-            buffer_size: rows of a stream that are mixed at a time. Where rows can be read in any order all are mixed,
-                except rows that are read by chunks, as of compressed HDF5 files: the chunks come in random order, and
-                the rows of `buffer_size // chunk_rows` of them, at least one, are mixed at a time. Each rank keeps as
-                many rows, and reads each chunk once in an epoch; without a buffer_size it may read one for each row.
-            seed: of the order; None draws one, and ranks agree on it when the dataset is distributed.
-            reshuffle_each_iteration: False for the same random order in every epoch.
+            buffer_size: number of rows of a stream that are mixed at a time. Where rows can be read in any order all
+                are mixed, except rows that are read by chunks, as of compressed HDF5 files: the chunks come in random
+                order, and the rows of `buffer_size // chunk_rows` chunks, at least one, are mixed at a time. Each rank
+                keeps that number of rows, and reads each chunk once in an epoch; without a buffer_size it may read a
+                chunk for each row.
+            seed: seed of the order. None draws one, and ranks agree on it when the dataset is distributed.
+            reshuffle_each_iteration: whether each epoch has another random order. False gives all epochs the same one.
 
         After `batch`, `repeat` or `take` of shuffled rows, `buffer_size` elements are mixed at a time, as in tf.data: a
         stream. To mix rows before they are batched costs less, and mixes better.
@@ -260,9 +263,8 @@ class Dataset(Elements):
             DataError: for a buffer_size below 1, or for a stream without one; after another shuffle without a seed.
         """
         if not self._can_be_shuffled:
-            return self._over(self._stream("shuffle")).shuffle(
-                buffer_size, seed, reshuffle_each_iteration
-            )
+            elements = self._over(self._stream("shuffle"))
+            return elements.shuffle(buffer_size, seed, reshuffle_each_iteration)
         _check(
             buffer_size is None or buffer_size >= 1,
             "shuffle",
@@ -275,33 +277,34 @@ class Dataset(Elements):
             "a buffer_size for rows that come one by one",
             buffer_size,
         )
-        buffered = replace(self, buffer_rows=buffer_size or 0)._ordered(
-            is_reshuffled=reshuffle_each_iteration
-        )
-        buffered = buffered._mixed_by_chunks(buffer_size) if buffer_size else buffered
-        return (
-            buffered.with_drawn_seed(program_seed()) if seed is None else buffered.with_seed(seed)
-        )
+        buffered = replace(self, buffer_rows=buffer_size or 0)
+        shuffled = buffered._ordered(is_reshuffled=reshuffle_each_iteration)
+        if buffer_size:
+            shuffled = shuffled._mixed_by_chunks(buffer_size)
+        if seed is None:
+            return shuffled.with_drawn_seed(program_seed())
+        return shuffled.with_seed(seed)
 
     def _mixed_by_chunks(self, buffer_size: int) -> "Dataset":
+        """Return the dataset with rows mixed a few chunks at a time, if its rows are read by chunks."""
         source = self.source
         if isinstance(source, Stream) or source.chunk_rows == 1 or buffer_size >= source.n_rows:
             return self
         mixing = Mixing(source.chunk_rows, buffer_size)
-        return replace(self, source=source.keeping(buffer_size))._ordered(mixing=mixing)
+        kept_source = source.keeping(buffer_size)
+        return replace(self, source=kept_source)._ordered(mixing=mixing)
 
     @property
     def _can_be_shuffled(self) -> bool:
         """Whether an order of the source's rows, or of the batches that it gives, is an order of the elements."""
         order = self.order
-        is_plain = (
-            order.inner_epochs == order.outer_epochs == 1
-            and math.isinf(order.epoch_limit)
-            and not self.batch_maps
-        )
-        return is_plain and (
-            order.batch_rows is None or (self.holds_batches and self._is_unlimited)
-        )
+        if self.batch_maps or not math.isinf(order.epoch_limit):
+            return False
+        if order.inner_epochs != 1 or order.outer_epochs != 1:
+            return False
+        if order.batch_rows is None:
+            return True
+        return self.holds_batches and self._is_unlimited
 
     def with_seed(self, seed: int) -> "Dataset":
         """Return the dataset with another seed for its order."""
@@ -327,11 +330,15 @@ class Dataset(Elements):
         Raises:
             DataError: for a count of 0 or below -1, or after `take` of a repeated dataset.
         """
-        times = math.inf if count in (None, -1) else float(count or 0)
+        times = float(count or 0)
+        if count in (None, -1):
+            times = math.inf
         _check(times >= 1, "repeat", "a count of at least 1, or None", count)
         order = self.order
         is_batched = order.batch_rows is not None
-        limit = order.pass_limit if is_batched else order.run_limit
+        limit = order.run_limit
+        if is_batched:
+            limit = order.pass_limit
         _check(math.isinf(limit), "repeat", "a call before take", "one after repeat and take")
         if is_batched:
             return self._ordered(outer_epochs=order.outer_epochs * times)
@@ -390,30 +397,25 @@ class Dataset(Elements):
         _check(0 <= index < num_shards, "shard", f"an index from 0 to {num_shards - 1}", index)
         policy = self.policy
         if policy is AutoShardPolicy.AUTO:
+            policy = AutoShardPolicy.DATA
             has_files = isinstance(self.source, RowSource) and len(self.source.rows_of_files) > 0
-            policy = (
-                AutoShardPolicy.FILE
-                if has_files and self.options is not None
-                else AutoShardPolicy.DATA
-            )
+            if has_files and self.options is not None:
+                policy = AutoShardPolicy.FILE
         if policy is AutoShardPolicy.OFF:
             return self
         if isinstance(self.source, Stream) and policy is not AutoShardPolicy.FILE:
             return replace(self, source=self.source.shard(num_shards, index))
         shard = self._shard_of(policy, num_shards, index)
         assert not isinstance(self.source, Stream), "streams have no files"
-        return replace(
-            self, source=ShardSource(self.source, shard), order=SampleOrder(shard.n_rows)
-        )
+        source = ShardSource(self.source, shard)
+        return replace(self, source=source, order=SampleOrder(shard.n_rows))
 
     @property
     def policy(self) -> AutoShardPolicy:
         """How the dataset is divided among input pipelines."""
-        return (
-            self.options.experimental_distribute.auto_shard_policy
-            if self.options
-            else AutoShardPolicy.AUTO
-        )
+        if self.options:
+            return self.options.experimental_distribute.auto_shard_policy
+        return AutoShardPolicy.AUTO
 
     def check_hint(self, is_placed: bool = True) -> None:
         """Raise DataError for a marked shard that nothing replaces, and for HINT without a marked shard.
@@ -422,12 +424,17 @@ class Dataset(Elements):
             is_placed: whether the dataset is used where HINT is obeyed.
         """
         is_hint = is_placed and self.policy is AutoShardPolicy.HINT
-        if is_hint != self.has_shard_hint:
-            raise DataError(
-                "shard: expected shard(SHARD_HINT, SHARD_HINT) in a dataset with AutoShardPolicy.HINT that is given to "
-                f"experimental_distribute_dataset, got {'the policy' if is_hint else 'the shard'} alone; "
-                f"{'mark the shard, or use another policy' if is_hint else 'use both, or pass the numbers to shard'}."
-            )
+        if is_hint == self.has_shard_hint:
+            return
+        actual = "the shard"
+        advice = "use both, or pass the numbers to shard"
+        if is_hint:
+            actual = "the policy"
+            advice = "mark the shard, or use another policy"
+        raise DataError(
+            f"shard: expected shard(SHARD_HINT, SHARD_HINT) in a dataset with AutoShardPolicy.HINT that is given to "
+            f"experimental_distribute_dataset, got {actual} alone; {advice}."
+        )
 
     def shard_of(self, num_shards: int, index: int) -> Shard:
         """Return which rows belong to one shard: every n-th file with AutoShardPolicy.FILE, else every n-th row.
@@ -440,7 +447,9 @@ class Dataset(Elements):
     def _shard_of(self, policy: AutoShardPolicy, num_shards: int, index: int) -> Shard:
         if policy is not AutoShardPolicy.FILE:
             return EveryNth(self.source.n_rows, num_shards, index)
-        rows_of_files = () if isinstance(self.source, Stream) else self.source.rows_of_files
+        rows_of_files: tuple[int, ...] = ()
+        if not isinstance(self.source, Stream):
+            rows_of_files = self.source.rows_of_files
         if len(rows_of_files) < num_shards:
             raise DataError(
                 f"shard: expected at least {num_shards} files, one per input pipeline, got {len(rows_of_files)}; use "
@@ -461,18 +470,19 @@ class Dataset(Elements):
 
         A file records the description of its source and the key; files of that name with another description or key are
         refused. The description is the kind of the source and its number of rows, the shapes and dtypes of arrays, and
-        the absolute path, size and time of change of HDF5 files. **What is not noticed: a changed function of `map`, a
-        changed generator or its arguments, changed values of arrays, and what a torch dataset or a source of your own
-        reads, unless it overrides `describe`. Change the key or the filename then, or remove the files.**
-        A process that is killed while it writes may leave a hidden file behind, which the next one removes.
+        the absolute path, size and time of change of HDF5 files. **These changes are not noticed: a changed function of
+        `map`, a changed generator or its arguments, changed values of arrays, and changed data that a torch dataset or
+        a source of your own reads, unless it overrides `describe`. Change the key or the filename then, or remove the
+        files.**
+        A process that is killed while it writes may leave a hidden file behind, which the next process removes.
 
         Args:
-            filename: what the names of the files begin with; default: rows are kept in the memory of this process.
-            key: of your choice, such as a version of the mapped functions.
+            filename: beginning of the names of the files. By default, rows are kept in the memory of this process.
+            key: text of your choice, such as a version of the mapped functions.
 
         Raises:
             DataError: after a `map` that follows `batch`; when there can be no file, or files have another description
-                or key; later, for rows that no file can hold and those of a damaged file. On this rank only.
+                or key; later, for rows that no file can hold and rows of a damaged file. On this rank only.
         """
         _check(
             not self.batch_maps,
@@ -483,15 +493,17 @@ class Dataset(Elements):
         name = os.fspath(filename)
         if name:
             name = os.path.join(os.getcwd(), name)  # the program may change its folder
+        dataset = self
         if self.order.seed is not None:
-            self = self._ordered(is_reshuffled=False)
+            dataset = self._ordered(is_reshuffled=False)
+        source: RowSource | Stream
         if isinstance(self.source, Stream):
             stream = self.source.mapped(self.row_maps)
-            store = FileStore(name, stream.describe(), key) if name else MemoryStore()
-            return replace(self, source=cached_stream(stream, store), row_maps=())
-        source = mapped(self.source, self.row_maps)
-        store = FileStore(name, source.describe(), key) if name else MemoryStore()
-        return replace(self, source=CachedSource(source, store), row_maps=())
+            source = cached_stream(stream, _make_store(name, stream, key))
+        else:
+            rows = mapped(self.source, self.row_maps)
+            source = CachedSource(rows, _make_store(name, rows, key))
+        return replace(dataset, source=source, row_maps=())
 
     def prefetch(self, buffer_size: int = -1) -> "Dataset":
         """Read and map up to `buffer_size` batches ahead in a thread; -1: two. The cursor counts yielded batches only.
@@ -502,7 +514,10 @@ class Dataset(Elements):
             DataError: below -1.
         """
         _check(buffer_size >= -1, "prefetch", "a buffer_size of at least 0, or -1", buffer_size)
-        return replace(self, prefetch_batches=2 if buffer_size == -1 else buffer_size)
+        n_batches = buffer_size
+        if buffer_size == -1:
+            n_batches = 2
+        return replace(self, prefetch_batches=n_batches)
 
     def with_options(self, options: Options) -> "Dataset":
         """Return the dataset with options; see `AutoShardPolicy`."""
@@ -516,8 +531,11 @@ class Dataset(Elements):
         """
         part = self.part_without_rows()
         if self.order.batch_rows is None:
-            return map_nest(lambda array: TensorSpec(tuple(array.shape[1:]), array.dtype), part)
-        return spec_of(part, self.order.batch_rows if self.order.drop_remainder else None)
+            return map_nest(_row_spec, part)
+        n_rows: int | None = None
+        if self.order.drop_remainder:
+            n_rows = self.order.batch_rows
+        return spec_of(part, n_rows)
 
     def __iter__(self) -> Generator[Nest, None, None]:
         """Yield the batches (or single rows) of one pass on this process alone; the next pass has other epochs."""
@@ -533,7 +551,32 @@ def _check(is_right: object, operation: str, expected: str, actual: object) -> N
         raise DataError(f"{operation}: expected {expected}, got {actual}; {_CORRECT}.")
 
 
+def _row_spec(array: Any) -> TensorSpec:
+    """Return the specification of a row of an array."""
+    shape = tuple(array.shape[1:])
+    return TensorSpec(shape, array.dtype)
+
+
+def _matching_files(file_pattern: str | Sequence[str]) -> list[str]:
+    """Return the names of the files that match a pattern, or one of several patterns, each once and sorted."""
+    patterns: list[Any] = [file_pattern]
+    if not isinstance(file_pattern, (str, os.PathLike)):
+        patterns = list(file_pattern)
+    names: set[str] = set()
+    for pattern in patterns:
+        names.update(glob.glob(os.fspath(pattern)))
+    return sorted(names)
+
+
+def _make_store(name: str, source: RowSource | Stream, key: str) -> FileStore | MemoryStore:
+    """Return a store for rows in files whose names begin with `name`, or in memory if there is no name."""
+    if name:
+        return FileStore(name, source.describe(), key)
+    return MemoryStore()
+
+
 def _n_rows(array: Any) -> int:
+    """Return the number of rows of an array; raise DataError if it has no dimension."""
     shape = getattr(array, "shape", None)
     if not shape:
         raise DataError(
@@ -546,19 +589,12 @@ def _n_rows(array: Any) -> int:
 def _lists_as_arrays(call: str, nest: Nest) -> Nest:
     """Return the nest with an array in place of every list, as in tf.data; arrays of cupy come to the host."""
     if not is_nest(nest):
-        is_on_device = not isinstance(nest, torch.Tensor) and hasattr(
-            nest, "__cuda_array_interface__"
-        )
-        return nest.get() if is_on_device else nest
+        return _on_host(nest)
     if not isinstance(nest, list):
-        return with_children(nest, [_lists_as_arrays(call, child) for child in children_of(nest)])
+        children = [_lists_as_arrays(call, child) for child in children_of(nest)]
+        return with_children(nest, children)
     try:
-        is_torch = any(isinstance(element, torch.Tensor) for element in nest)
-        array = (
-            torch.stack([torch.as_tensor(element) for element in nest])
-            if is_torch
-            else np.array(nest)
-        )
+        array = _array_of(nest)
     except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(
             f"{call}: expected lists that are arrays, got one that numpy does not take ({error}); use a tuple for "
@@ -566,3 +602,17 @@ def _lists_as_arrays(call: str, nest: Nest) -> Nest:
         ) from error
     _check(array.dtype != object, call, "lists of numbers or texts", "one of other objects")
     return array
+
+
+def _on_host(value: Any) -> Any:
+    """Return an array of cupy as an array of numpy; anything else as it is."""
+    if isinstance(value, torch.Tensor) or not hasattr(value, "__cuda_array_interface__"):
+        return value
+    return value.get()
+
+
+def _array_of(elements: list[Any]) -> Any:
+    """Return a list as a tensor if it holds one, else as a numpy array."""
+    if any(isinstance(element, torch.Tensor) for element in elements):
+        return torch.stack([torch.as_tensor(element) for element in elements])
+    return np.array(elements)

@@ -35,23 +35,26 @@ from hpcdist.data.same_rows import describe_first_rows
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
+from hpcdist.plan.sample_order import Mixing
 from hpcdist.runtime.parts import Part
 from hpcdist.runtime.step_flags import StepFlags
 from hpcdist.runtime.time_spent import time_spent
 
 logger = logging.getLogger("hpcdist")
 
-#: The policies by which replicas read shards of their own, and what a checkpoint calls the number of shards.
+#: The policies by which each replica reads another shard, and the name of the number of shards in a checkpoint.
 _SHARDS_KEYS = {AutoShardPolicy.FILE: "file_shards", AutoShardPolicy.HINT: "hint_shards"}
 
 
 def as_dataset(dataset_like: Any) -> Any:
-    """Return the Dataset that a torch dataset or DataLoader stands for; anything else as it is.
+    """Return a Dataset of the rows of a torch dataset or the batches of a DataLoader; anything else as it is.
 
     Raises:
         DataError: for a DataLoader that cannot be divided; on this rank only.
     """
-    return Dataset.from_torch(dataset_like) if is_torch_data(dataset_like) else dataset_like
+    if is_torch_data(dataset_like):
+        return Dataset.from_torch(dataset_like)
+    return dataset_like
 
 
 def check_distributable(dataset: Any, n_replicas: int = 1) -> None:
@@ -79,34 +82,32 @@ def _plan_of(dataset: Dataset, replicas: range, n_replicas: int) -> Plan:
     order = dataset.order
     policy = dataset.policy
     if policy not in _SHARDS_KEYS:
-        return DividedBatches(
-            order, Division(replicas, n_replicas, is_whole=policy is AutoShardPolicy.OFF)
-        )
+        is_whole = policy is AutoShardPolicy.OFF
+        return DividedBatches(order, Division(replicas, n_replicas, is_whole))
     limits = (order.epoch_limit, order.run_limit, order.pass_limit)
     if order.n_rows != dataset.source.n_rows or not all(map(math.isinf, limits)):
         raise DataError(
             f"experimental_distribute_dataset: expected all rows of the source with {policy}, got take; leave it out, "
             f"or use AutoShardPolicy.DATA."
         )
-    return ShardedBatches(
-        order, [dataset.shard_of(n_replicas, replica) for replica in range(n_replicas)], replicas
-    )
+    shards = [dataset.shard_of(n_replicas, replica) for replica in range(n_replicas)]
+    return ShardedBatches(order, shards, replicas)
 
 
 class DistributedInput(ABC):
-    """Passes over input of this rank's replicas: what both distributed datasets share.
+    """Passes over the input of this rank's replicas: the part that all distributed datasets share.
 
-    Every `iter()` begins a pass. One of which nothing was used, such as a peek at the first batch, consumes nothing:
-    the next one begins where it began. In a program that trains by backwards, what is used is what a step was made of;
-    elsewhere it is what was drawn.
+    Every `iter()` begins a pass. A pass of which nothing was used, such as a peek at the first batch, consumes nothing:
+    the next pass begins where it began. In a program that trains by backwards, a batch is used if a step was made of
+    it; elsewhere it is used if it was drawn.
 
     Args:
-        n_local: replicas of this rank.
-        delivery: what the strategy connects.
-        options: of the input.
+        n_local: number of replicas of this rank.
+        delivery: connections to the strategy.
+        options: options of the input.
 
     Attributes:
-        options: as given.
+        options: options of the input.
         global_rows: rows of the last batch on all replicas together, where `has_global_rows`.
 
     Raises:
@@ -128,7 +129,7 @@ class DistributedInput(ABC):
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays.
 
-        The cursor is that of the newest iterator in use: an older one raises DataError from then on.
+        The newest iterator in use moves the cursor: an older one raises DataError from then on.
 
         Raises:
             DataError: at its first element, on all ranks, if a pass was left in its middle in a program that saves.
@@ -136,13 +137,13 @@ class DistributedInput(ABC):
         return DistributedIterator(self._elements(), lambda: self.element_spec)
 
     def take(self, count: int) -> "FirstBatches":
-        """Return what iterates over the first `count` batches of the next pass, and then ends the pass.
+        """Return an iterable over the first `count` batches of the next pass, which then ends the pass.
 
-        A restart in its middle yields the rest of them, which a count in the program, as by `itertools.islice` or
+        A restart in its middle yields the remaining batches, which a count in the program, as by `itertools.islice` or
         `break`, could not know.
 
         Args:
-            count: batches, at least 1.
+            count: number of batches, at least 1.
 
         Raises:
             DataError: for a count below 1.
@@ -164,10 +165,14 @@ class DistributedInput(ABC):
         self._source.begin_pass()
         try:
             with contextlib.ExitStack() as stack:
-                readers = [
-                    stack.enter_context(contextlib.closing(reader)) for reader in self._readers()
-                ]
-                while self._n_in_pass < limit and (nests := self._timed_parts(readers)) is not None:
+                readers: list[Items] = []
+                for reader in self._readers():
+                    stack.enter_context(contextlib.closing(reader))
+                    readers.append(reader)
+                while self._n_in_pass < limit:
+                    nests = self._timed_parts(readers)
+                    if nests is None:
+                        break
                     yield self._delivery.element_of(self._hand_out(), nests)
                     self._require_newest(number)
                     self._poll()
@@ -190,7 +195,7 @@ class DistributedInput(ABC):
         self._flags.poll_at_draw(self._source, torch.is_grad_enabled(), is_last)
 
     def _begin_or_resume(self) -> None:
-        """Move to the start of the next pass; to that of the last one again, if nothing of it was used."""
+        """Move to the start of the next pass; to the start of the last pass if nothing of that pass was used."""
         last_pass = self._pass
         self._pass = None
         if last_pass is not None and not self._is_used(last_pass):
@@ -207,13 +212,13 @@ class DistributedInput(ABC):
         self._pass = _Pass(self._position(), self._source.n_handed_out, self._source.n_complete)
 
     def _is_used(self, last_pass: "_Pass") -> bool:
-        """Return whether something of a pass that was left was used."""
+        """Return whether some batch of a pass that was left was used."""
         if self._flags.loop.is_training_with(self._source) and not self._source.is_trusted:
             return self._source.n_complete > last_pass.n_complete
         return self._source.n_handed_out > last_pass.n_handed_out
 
     def _require_known_end(self) -> None:
-        """Raise DataError where the program peeks at a pass whose end nobody knows, and saves.
+        """Raise DataError where the program peeks at a pass of unknown end, and saves.
 
         A restart after its last batch would peek at nothing, and train on the next pass in the same epoch.
         """
@@ -245,9 +250,12 @@ class DistributedInput(ABC):
         return part
 
     def _saved_position(self) -> Any:
-        """Return the position after what was used last."""
-        position = self._source.saved_position(self._flags.loop.is_training_with(self._source))
-        return self._beginning if position is None else position
+        """Return the position after the batch that was used last."""
+        is_training = self._flags.loop.is_training_with(self._source)
+        position = self._source.saved_position(is_training)
+        if position is None:
+            return self._beginning
+        return position
 
     def _timed_parts(self, readers: list[Items]) -> list[Nest] | None:
         with time_spent.timed("input", "next batch"), self._flags.loop.drawing():
@@ -270,25 +278,25 @@ class DistributedInput(ABC):
             self._delivery.on_batch(None)
 
     def drop_batch(self) -> None:
-        """Let nobody wait for a step that is made of the last batch. Not collective."""
+        """Expect no step that is made of the last batch. Not collective."""
         self._source.drop_open()
         self._flags.loop.forget_last_used(self._source)
         if self._delivery.on_batch is not None:
             self._delivery.on_batch(None)
 
     def trust_draws(self) -> None:
-        """Take every draw as one between two iterations, of who uses all that it draws and restores its own position.
+        """Take every draw as one between two iterations: the caller uses each batch, and restores its position itself.
 
-        Not collective, but the same on all ranks.
+        Not collective, but to be called on all ranks alike.
         """
         self._source.trust()
 
     def leave_pass(self) -> None:
-        """Let the next iterator begin a pass, also where it would go on in the one whose cursor was loaded."""
+        """Let the next iterator begin a pass, also where it would resume the pass whose cursor was loaded."""
         self._is_loaded = False
 
     def _resume(self) -> None:
-        """Let the next iterator continue at the cursor that was loaded; one that is in use raises from now on."""
+        """Let the next iterator continue at the cursor that was loaded. An iterator in use raises from now on."""
         self._is_loaded = True
         self._pass = None
         self._n_begun += 1
@@ -351,7 +359,7 @@ class DistributedInput(ABC):
         """Return the local parts of the next batch and record the cursor after it; None at the end of the pass."""
 
     def _rows_of_last(self) -> int:
-        """Return the rows of the last batch on all replicas together; 0 where nobody knows."""
+        """Return the rows of the last batch on all replicas together; 0 where they are unknown."""
         return 0
 
     @abstractmethod
@@ -367,25 +375,29 @@ class DistributedInput(ABC):
         """Resume from a cursor; raises DataError when it is of other data."""
 
     def _device(self) -> torch.device | None:
-        """Return where parts go; None: they stay on the host."""
-        placed = self._delivery.device
+        """Return the device to which parts are moved; None leaves them on the host."""
+        device = self._delivery.device
         is_fetched = self.options.experimental_fetch_to_device
-        if is_fetched and placed is None and torch.cuda.is_available():
-            return torch.device("cuda")
-        return None if is_fetched is False or placed is None or placed.type == "cpu" else placed
+        if is_fetched is False:
+            return None
+        if device is None:
+            has_gpu = is_fetched and torch.cuda.is_available()
+            return torch.device("cuda") if has_gpu else None
+        if device.type == "cpu":
+            return None
+        return device
 
     def _prefetched(self, dataset: Dataset) -> Dataset:
-        """Return the dataset with as many batches read ahead as it asks for, or the options."""
+        """Return the dataset with the number of batches read ahead that it, or the options, ask for."""
         if not self.options.experimental_fetch_to_device:
             return dataset
-        return dataset.prefetch(
-            max(dataset.prefetch_batches, self.options.experimental_per_replica_buffer_size)
-        )
+        n_of_options = self.options.experimental_per_replica_buffer_size
+        return dataset.prefetch(max(dataset.prefetch_batches, n_of_options))
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass that was begun: where, and how many parts were handed out and trained on before."""
+    """A pass that was begun: its start, and how many parts were handed out and trained on before."""
 
     start: Any
     n_handed_out: int
@@ -396,8 +408,8 @@ class FirstBatches:
     """The first batches of every pass of a distributed dataset; see `DistributedInput.take`.
 
     Args:
-        batches: the distributed dataset.
-        count: batches of a pass.
+        batches: distributed dataset.
+        count: number of batches of a pass.
     """
 
     def __init__(self, batches: DistributedInput, count: int) -> None:
@@ -405,7 +417,7 @@ class FirstBatches:
         self._count = count
 
     def __iter__(self) -> DistributedIterator:
-        """Return an iterator over the first batches of the next pass, or over what is left of them after a restart."""
+        """Return an iterator over the first batches of the next pass; after a restart, over the remaining ones."""
         batches = self._batches
         return DistributedIterator(batches._elements(self._count), lambda: batches.element_spec)
 
@@ -426,14 +438,16 @@ class DistributedDataset(DistributedInput):
     epoch of the cursor, and the rows of that epoch that were used are drawn and dropped.
 
     Args:
-        dataset: with `batch(global_batch)`.
-        replicas, n_replicas: the replicas of this rank, and how many there are on all ranks.
-        delivery: what the strategy connects.
-        options: of the input.
-        random_seed: seed of the random numbers that reading draws, equal on all ranks; None: from the program's seeds.
+        dataset: dataset with `batch(global_batch)`.
+        replicas: replicas of this rank.
+        n_replicas: number of replicas on all ranks.
+        delivery: connections to the strategy.
+        options: options of the input.
+        random_seed: seed of the random numbers that reading draws, equal on all ranks. None takes it from the program's
+            seeds.
 
     Attributes:
-        dataset: what is read, with the batches that are read ahead.
+        dataset: dataset that is read, with the number of batches that are read ahead.
 
     Raises:
         DataError: when the dataset has no batch size; with FILE and fewer files than replicas; for a marked shard
@@ -482,12 +496,13 @@ class DistributedDataset(DistributedInput):
         return self._order_epoch() - self._n_left_epochs
 
     def _order_epoch(self) -> int:
-        """Return the number of the epoch in the order of rows, which passes that were left have, too."""
+        """Return the number of the epoch in the order of rows, in which passes that were left count, too."""
         if self.dataset.is_stream:
             return self._cursor.stream.epoch
         position = self._cursor.position
-        start = self._cursor.pass_start
-        return self.dataset.order.epoch_of(position if position == start else position - 1)
+        if position != self._cursor.pass_start:
+            position -= 1
+        return self.dataset.order.epoch_of(position)
 
     def __len__(self) -> int:
         """Return how many batches a pass has.
@@ -504,10 +519,14 @@ class DistributedDataset(DistributedInput):
     def element_spec(self) -> Nest:
         """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
         order = self.dataset.order
-        n_parts = 1 if self.dataset.policy is AutoShardPolicy.OFF else self._n_replicas
-        n_rows, remainder = divmod(order.batch_rows or 0, n_parts)
-        is_fixed = order.drop_remainder and not remainder
-        return spec_of(self.dataset.part_without_rows(), n_rows if is_fixed else None)
+        n_parts = self._n_replicas
+        if self.dataset.policy is AutoShardPolicy.OFF:
+            n_parts = 1
+        part_rows, remainder = divmod(order.batch_rows or 0, n_parts)
+        n_rows: int | None = None
+        if order.drop_remainder and not remainder:
+            n_rows = part_rows
+        return spec_of(self.dataset.part_without_rows(), n_rows)
 
     def _begin_pass(self) -> None:
         is_whole = self._is_at_end or self._cursor.position == self._cursor.pass_start
@@ -561,23 +580,21 @@ class DistributedDataset(DistributedInput):
             total_rows = self.global_rows * self._n_replicas
             is_everywhere = True
         elif policy not in _SHARDS_KEYS:
-            is_everywhere = Division(self._replicas, self._n_replicas).is_everywhere(
-                self.global_rows
-            )
+            division = Division(self._replicas, self._n_replicas)
+            is_everywhere = division.is_everywhere(self.global_rows)
+        batch_id = (
+            self._source.number,
+            self._cursor.pass_start,
+            self._cursor.pass_epoch,
+            self._cursor.position,
+        )
         return Part(
             source=self._source,
             number=self._source.n_handed_out + 1,
             rows=rows,
             total_rows=total_rows,
             is_everywhere=is_everywhere,
-            key=hash(
-                (
-                    self._source.number,
-                    self._cursor.pass_start,
-                    self._cursor.pass_epoch,
-                    self._cursor.position,
-                )
-            ),
+            key=hash(batch_id),
             position=self._position(),
             is_for_training=is_for_training,
         )
@@ -594,7 +611,7 @@ class DistributedDataset(DistributedInput):
                 readers[0].close()
                 readers[:] = self._readers()
                 cursor, parts = next(readers[0])
-        # and what a dropped remainder has, between two epochs of a pass
+        # between two epochs of a pass, the cursor also moves over the rows of a dropped remainder
         rows = cursor.position - self._cursor.position
         self.global_rows = min(rows, self._batch_rows or rows)
         self._cursor = cursor
@@ -631,8 +648,8 @@ class DistributedDataset(DistributedInput):
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor after the batch that was used last. Equal on all ranks.
 
-        It holds position, start of the pass, batches of it, epochs that were left, rows and seeds; of a stream its
-        position.
+        It holds the position, the start of the pass, the number of its batches, the number of epochs that were left,
+        the number of rows and the seeds; for a stream also the position in it.
         """
         saved_position: _DatasetPosition = self._saved_position()
         order = self.dataset.order
@@ -648,7 +665,7 @@ class DistributedDataset(DistributedInput):
             "random_seed": self._random_seed,
         }
         if order.mixing is not None:
-            state["mixing"] = [order.mixing.chunk_rows, order.mixing.n_chunks]
+            state["mixing"] = _describe_mixing(order.mixing)
         if self.dataset.is_stream:
             stream = cursor.stream
             state["stream"] = [stream.epoch, stream.offset, stream.run_offset, cursor.pass_epoch]
@@ -675,24 +692,7 @@ class DistributedDataset(DistributedInput):
         """
         if self.dataset.has_drawn_seed:
             self.dataset = self.dataset.with_seed(state["seed"])
-        order = self.dataset.order
-        policy = self.dataset.policy
-        shards = [
-            (key, self._n_replicas if policy is shard_policy else None)
-            for shard_policy, key in _SHARDS_KEYS.items()
-        ]
-        mixing = None if order.mixing is None else [order.mixing.chunk_rows, order.mixing.n_chunks]
-        for key, current in (
-            ("n_rows", order.n_rows),
-            ("seed", order.seed),
-            ("mixing", mixing),
-            *shards,
-        ):
-            if state.get(key) != current:
-                raise DataError(
-                    f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {current}; "
-                    f"use the same data and seed, or a new run folder."
-                )
+        self._require_same_data(state)
         has_other_batch = state.get("batch") not in (None, self._batch_rows)
         if has_other_batch and self.dataset.holds_batches:
             raise DataError(
@@ -719,10 +719,36 @@ class DistributedDataset(DistributedInput):
         self._n_left_epochs = state.get("left_epochs", 0)
         self._resume()
 
+    def _require_same_data(self, state: dict[str, Any]) -> None:
+        """Raise DataError if a cursor is of other rows, of another order, or of other shards."""
+        order = self.dataset.order
+        current: dict[str, Any] = {
+            "n_rows": order.n_rows,
+            "seed": order.seed,
+            "mixing": None,
+        }
+        if order.mixing is not None:
+            current["mixing"] = _describe_mixing(order.mixing)
+        for policy, key in _SHARDS_KEYS.items():
+            current[key] = None
+            if self.dataset.policy is policy:
+                current[key] = self._n_replicas
+        for key, value in current.items():
+            if state.get(key) != value:
+                raise DataError(
+                    f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {value}; "
+                    f"use the same data and seed, or a new run folder."
+                )
+
+
+def _describe_mixing(mixing: Mixing) -> list[int]:
+    """Return how far rows are mixed, as JSON."""
+    return [mixing.chunk_rows, mixing.n_chunks]
+
 
 @dataclass(frozen=True)
 class _DatasetPosition:
-    """Where a distributed dataset is: its cursor, and epochs of the order that no finished pass has covered."""
+    """Position of a distributed dataset: its cursor, and epochs of the order that no finished pass has covered."""
 
     cursor: Cursor
     n_left_epochs: int

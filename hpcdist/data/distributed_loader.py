@@ -1,4 +1,4 @@
-"""Distributed DataLoaders with a sampler of the program's own: this rank's parts of every batch, and the cursor."""
+"""Distributed DataLoaders with a sampler of the program: this rank's parts of every batch, and the cursor."""
 
 import itertools
 import weakref
@@ -40,9 +40,9 @@ class LoaderPosition:
     """A position of a distributed loader.
 
     Attributes:
-        n_passes: passes that have ended.
-        n_batches: batches of the one in progress.
-        n_rows: rows of the batch before it on all replicas.
+        n_passes: number of passes that have ended.
+        n_batches: number of batches of the pass in progress.
+        n_rows: rows of the batch before the position, on all replicas.
     """
 
     n_passes: int = 0
@@ -60,14 +60,15 @@ class DistributedLoader(DistributedInput):
     Args:
         loader: DataLoader of the program, with the global batch.
         seed: seed of the passes, equal on all ranks.
-        replicas: the replicas of this rank.
+        replicas: replicas of this rank.
         n_replicas: number of replicas on all ranks.
-        require_same: called with text that must be equal on all ranks, and what to raise otherwise. Collective.
-        delivery: what the strategy connects.
-        options: of the input.
+        require_same: function that is called with a text that must be equal on all ranks, and with a function that
+            makes the error otherwise. Collective.
+        delivery: connections to the strategy.
+        options: options of the input.
 
     Attributes:
-        numbers: calls what draws random numbers in this process.
+        numbers: caller of the functions that may draw random numbers in this process.
 
     Raises:
         DataError: for a loader without batches; at the first batch, on all ranks, for samplers that differ.
@@ -91,9 +92,10 @@ class DistributedLoader(DistributedInput):
         super().__init__(len(replicas), delivery, options)
         self._loader = loader
         self._reader = LoaderReader(loader)
-        self.numbers = RowNumbers(
-            [] if self._reader.has_workers else [loader.dataset, loader.collate_fn]
-        )
+        roots: list[Any] = []
+        if not self._reader.has_workers:
+            roots = [loader.dataset, loader.collate_fn]
+        self.numbers = RowNumbers(roots)
         weakref.finalize(self, self._reader.close)
         self._seed = seed
         self._division = Division(replicas, n_replicas)
@@ -102,9 +104,8 @@ class DistributedLoader(DistributedInput):
         self._order: SamplerOrder | None = None
         self._checked_order: SamplerOrder | None = None
         n_in_workers = loader.num_workers * (loader.prefetch_factor or 0)
-        self._n_ahead = (
-            _MIN_AHEAD + n_in_workers + self.options.experimental_per_replica_buffer_size
-        )
+        n_in_thread = self.options.experimental_per_replica_buffer_size
+        self._n_ahead = _MIN_AHEAD + n_in_workers + n_in_thread
 
     @property
     def has_global_rows(self) -> bool:
@@ -123,7 +124,9 @@ class DistributedLoader(DistributedInput):
             TypeError: when its sampler has neither a known end nor a length.
         """
         order = self._order_of_pass(1)
-        return len(order.batches) if order.is_whole else len(self._loader)
+        if order.is_whole:
+            return len(order.batches)
+        return len(self._loader)
 
     def __bool__(self) -> bool:
         return True
@@ -166,7 +169,7 @@ class DistributedLoader(DistributedInput):
         self._current = LoaderPosition(self._current.n_passes + 1)
 
     def _order_of_pass(self, n_batches: int) -> SamplerOrder:
-        """Return the order of this pass, with at least as many batches unless it ends before. Not collective."""
+        """Return the order of this pass, with at least `n_batches` batches unless it ends before. Not collective."""
         order = self._order
         if order is None or order.n_passes != self._current.n_passes:
             order = SamplerOrder(self._loader, self._seed, self._current.n_passes)
@@ -177,7 +180,7 @@ class DistributedLoader(DistributedInput):
     def check_order(self) -> None:
         """Raise DataError on all ranks unless all draw the same batches in this pass, at least one.
 
-        Collective: the ranks of the strategy. Later passes are compared batch by batch, as gradients are summed.
+        Collective over the ranks of the strategy. Later passes are compared batch by batch, as gradients are summed.
         """
         order = self._order_of_pass(self._current.n_batches + 1)
         n_batches = len(order.batches)
@@ -206,17 +209,15 @@ class DistributedLoader(DistributedInput):
             self._order = None  # the program may have changed its sampler since it was drawn
         self._order_of_pass(self._current.n_batches + 1)
         items: Items
-        if (
-            self.options.experimental_fetch_to_device
-            and self.options.experimental_per_replica_buffer_size
-        ):
-            items = read_ahead(
-                self, self._current, self.options.experimental_per_replica_buffer_size
-            )
+        n_ahead = self.options.experimental_per_replica_buffer_size
+        if self.options.experimental_fetch_to_device and n_ahead:
+            items = read_ahead(self, self._current, n_ahead)
         else:
             items = self.read_from(self._current)
         device = self._device()
-        return [items if device is None else moved_ahead(items, device)]
+        if device is not None:
+            items = moved_ahead(items, device)
+        return [items]
 
     def read_from(self, cursor: LoaderPosition) -> Items:
         """Yield (position after it, local parts) of every batch of the pass from a position on."""
@@ -231,7 +232,10 @@ class DistributedLoader(DistributedInput):
             yield position, local_parts
 
     def _batches_from(self, n_batches: int) -> Iterator[list[Any]]:
-        """Yield the keys of the batches of the pass from a batch on. Workers ask ahead, maybe beyond what is drawn."""
+        """Yield the keys of the batches of the pass from a batch on.
+
+        Workers ask ahead, maybe beyond the batches that are drawn.
+        """
         order = self._order_of_pass(n_batches + 1)
         while n_batches < len(order.batches):
             yield order.batches[n_batches]
@@ -239,9 +243,18 @@ class DistributedLoader(DistributedInput):
         assert order.is_whole, "more batches are asked ahead than the main thread has drawn"
 
     def _requests_for(
-        self, batches: Iterator[list[Any]], n_passes: int, n_batches: int
+        self,
+        batches: Iterator[list[Any]],
+        n_passes: int,
+        n_batches: int,
     ) -> Iterator[ItemRequest]:
-        """Yield what is asked for of each local part that has items, in batches from a number on."""
+        """Yield a request for each local part that has items.
+
+        Args:
+            batches: keys of each batch.
+            n_passes: number of passes before this one.
+            n_batches: number of the first batch in the pass.
+        """
         for number, batch in enumerate(batches, n_batches):
             seed = seed_of(self._seed, n_passes)
             for start, keys in self._cut(batch):
@@ -250,7 +263,8 @@ class DistributedLoader(DistributedInput):
 
     def _cut(self, batch: list[Any]) -> list[tuple[int, list[Any]]]:
         """Return the first position in a batch, and the keys, of each local replica's part."""
-        return [(start, batch[start:stop]) for start, stop in self._division.bounds(len(batch))]
+        bounds = self._division.bounds(len(batch))
+        return [(start, batch[start:stop]) for start, stop in bounds]
 
     def _joined(self, keys: list[Any], parts: Iterator[Nest]) -> Nest:
         if not keys:
@@ -285,14 +299,16 @@ class DistributedLoader(DistributedInput):
 
     def _part(self, is_for_training: bool) -> Part:
         position = self._current
-        digest = self._order_of_pass(position.n_batches).digest_of(position.n_batches)
+        order = self._order_of_pass(position.n_batches)
+        digest = order.digest_of(position.n_batches)
+        batch_id = (self._source.number, position.n_passes, position.n_batches, digest)
         return Part(
             source=self._source,
             number=self._source.n_handed_out + 1,
             rows=self._division.rows_of_parts(self.global_rows),
             total_rows=self.global_rows,
             is_everywhere=self._division.is_everywhere(self.global_rows),
-            key=hash((self._source.number, position.n_passes, position.n_batches, digest)),
+            key=hash(batch_id),
             position=position,
             is_for_training=is_for_training,
         )
@@ -302,8 +318,8 @@ class DistributedLoader(DistributedInput):
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor after the batch that was used last. Equal on all ranks.
 
-        It holds passes, batches of the one in progress, the seed, the number of items, and a digest of the keys that
-        the pass has used.
+        It holds the number of passes, the number of batches of the pass in progress, the seed, the number of items, and
+        a digest of the keys that the pass has used.
         """
         position: LoaderPosition = self._saved_position()
         order = self._order
@@ -321,10 +337,12 @@ class DistributedLoader(DistributedInput):
     def _n_items(self) -> int:
         """Return how many items the dataset has; -1 where it does not say."""
         dataset = self._loader.dataset
-        return len(dataset) if hasattr(dataset, "__len__") else -1
+        if hasattr(dataset, "__len__"):
+            return len(dataset)
+        return -1
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a cursor. Collective: the ranks of the strategy.
+        """Resume from a cursor. Collective over the ranks of the strategy.
 
         Raises:
             DataError: when it is of another number of items, or the sampler draws other batches; on all ranks alike.
@@ -334,18 +352,16 @@ class DistributedLoader(DistributedInput):
                 f"restore: expected a dataset of {state['n_rows']} items as in the checkpoint, got {self._n_items()}; "
                 f"use the same data, or a new run folder."
             )
+        n_batches = state["batches"]
         self._seed = state["seed"]
         self._order = None
-        self._current = LoaderPosition(state["passes"], state["batches"])
+        self._current = LoaderPosition(state["passes"], n_batches)
         self.check_order()
-        order = self._order_of_pass(state["batches"])
-        if (
-            len(order.batches) < state["batches"]
-            or order.digest_of(state["batches"]) != state["digest"]
-        ):
+        order = self._order_of_pass(n_batches)
+        if len(order.batches) < n_batches or order.digest_of(n_batches) != state["digest"]:
             raise agreed(
                 DataError(
-                    f"restore: expected the {state['batches']} batches that {describe_sampler(self._loader)} had drawn "
+                    f"restore: expected the {n_batches} batches that {describe_sampler(self._loader)} had drawn "
                     f"before the checkpoint, got others; let it depend on its arguments, set_epoch and the generators "
                     f"that it holds alone, or use a new run folder."
                 )

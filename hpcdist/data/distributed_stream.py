@@ -38,20 +38,20 @@ def has_stream_in_workers(data: Any) -> bool:
 class DistributedStream(CountedSteps):
     """Parts that the workers of this rank make of their share of a stream.
 
-    Each worker makes parts of ceil(batch / n) rows, and a smaller one of its last rows, as torch's workers do; replicas
-    take the parts of the rank's workers in turn. Every row is in exactly one part. In the first pass of a process, the
-    ranks compare the rows that their workers begin with.
+    Each worker makes parts of ceil(batch / n) rows, and a smaller part of its last rows, as torch's workers do;
+    replicas take the parts of the rank's workers in turn. Every row is in exactly one part. In the first pass of a
+    process, the ranks compare the rows that their workers begin with.
 
     Cost of a restart: the parts of the pass that were used are read and dropped.
 
     Args:
         loader: DataLoader of the program, with the global batch and workers.
-        shares: into which rows are cut.
-        replicas: the replicas of this rank.
+        shares: shares into which rows are cut.
+        replicas: replicas of this rank.
         n_replicas: number of replicas on all ranks.
-        gather: called with an object of each rank, and returns those of all. Collective.
-        delivery: what the strategy connects.
-        options: of the input.
+        gather: function that is called with an object of each rank, and returns the objects of all ranks. Collective.
+        delivery: connections to the strategy.
+        options: options of the input.
 
     Raises:
         DataError: for a loader without a batch size; on this rank only.
@@ -99,13 +99,13 @@ class DistributedStream(CountedSteps):
         self._n_read_steps = 0
         items: Items = self._read()
         self._drop([items], self._n_steps * self._n_local)
-        if (
-            self.options.experimental_fetch_to_device
-            and self.options.experimental_per_replica_buffer_size
-        ):
-            items = read_in_thread(items, self.options.experimental_per_replica_buffer_size)
+        n_ahead = self.options.experimental_per_replica_buffer_size
+        if self.options.experimental_fetch_to_device and n_ahead:
+            items = read_in_thread(items, n_ahead)
         device = self._device()
-        return [items if device is None else moved_ahead(items, device)]
+        if device is not None:
+            items = moved_ahead(items, device)
+        return [items]
 
     def _read(self) -> Items:
         """Yield (rows, [part]) of every part of this pass."""
@@ -140,7 +140,7 @@ class DistributedStream(CountedSteps):
         return parts
 
     def _share_empty_part(self) -> None:
-        """Take the form of parts without rows from another rank, if this one has none. Collective."""
+        """Take the form of parts without rows from another rank, if this rank has none. Collective."""
         for empty_part in self._gather(self._reader.empty_part):
             if self._reader.empty_part is None:
                 self._reader.take_empty_part(empty_part)
@@ -151,9 +151,11 @@ class DistributedStream(CountedSteps):
     # -- whether rows are cut rightly -----------------------------------------------------------------------------
 
     def _compare_first_rows(self) -> None:
-        """Raise DataError on all ranks if workers begin with the same rows, or with others, and must not. Collective.
+        """Raise DataError on all ranks if workers begin with equal rows that must differ, or the other way round.
 
-        Cost: a message; where it takes more to tell, each rank starts two processes that read the first rows.
+        Collective over the ranks of the strategy.
+
+        Cost: a message; where that does not decide, each rank starts two processes that read the first rows.
         """
         all_rows: list[FirstRows] = []
         for first_rows in self._gather(self._reader.first_rows()):
@@ -180,7 +182,9 @@ class DistributedStream(CountedSteps):
         different = different_workers(all_rows, random)
         if different is None and are_same_shares(shares_read, random):
             return
-        workers = "one share as ranks read it" if different is None else self._names_of(different)
+        workers = "one share as ranks read it"
+        if different is not None:
+            workers = self._names_of(different)
         raise agreed(
             DataError(
                 f"experimental_distribute_dataset: expected {self._name} to give the same rows to the same share on "
@@ -204,6 +208,7 @@ class DistributedStream(CountedSteps):
         return {**super().state_dict(), **self._cut()}
 
     def _cut(self) -> dict[str, Any]:
+        """Return into which parts rows are cut, as JSON."""
         return {
             "ranks": self._shares.n_ranks,
             "num_workers": self._shares.n_workers,

@@ -1,4 +1,4 @@
-"""Whether the workers of a stream cut its rows rightly, as far as the rows show that they begin with. Pure."""
+"""Whether the workers of a stream cut its rows rightly, as far as the first rows of each show. Pure."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 #: Rows of a worker that are compared.
 N_FIRST_ROWS = 8
-#: Rows at the beginning of two workers that are equal by chance at most in files with the same header.
+#: Two workers that begin with this number of equal rows read the same ones, except in files with the same header.
 _MIN_SAME_ROWS = 4
 
 #: Digests of the leaves of each row.
@@ -15,7 +15,7 @@ RowDigests = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class FirstRows:
-    """What a worker has drawn first.
+    """The rows that a worker has drawn first.
 
     Attributes:
         worker: number of the worker in the job.
@@ -32,21 +32,23 @@ def random_leaves(first_read: RowDigests, second_read: RowDigests) -> set[int]:
     """Return the leaves of rows that differ between two reads of the same rows, by their numbers."""
     leaves: set[int] = set()
     for first, second in zip(first_read, second_read, strict=False):
-        leaves |= {
-            leaf for leaf, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]
-        }
+        for leaf, (first_digest, second_digest) in enumerate(zip(first, second, strict=False)):
+            if first_digest != second_digest:
+                leaves.add(leaf)
     return leaves
 
 
 def doubled_workers(all_rows: Sequence[FirstRows]) -> tuple[int, int] | None:
-    """Return two workers that must have other rows and begin with the same ones; None without such.
+    """Return two workers that must have different rows and begin with the same ones; None if there are none.
 
-    Rows that are all alike, as those of a benchmark, say nothing.
+    Rows that are all alike, as in a benchmark, tell nothing.
     """
     seen: dict[RowDigests, int] = {}
     for first_rows in all_rows:
         beginning = first_rows.rows[:_MIN_SAME_ROWS]
-        if not first_rows.is_cut or len(beginning) < _MIN_SAME_ROWS or len(set(beginning)) == 1:
+        if not first_rows.is_cut or len(beginning) < _MIN_SAME_ROWS:
+            continue
+        if len(set(beginning)) == 1:
             continue
         if beginning in seen:
             return seen[beginning], first_rows.worker
@@ -54,12 +56,15 @@ def doubled_workers(all_rows: Sequence[FirstRows]) -> tuple[int, int] | None:
     return None
 
 
-def different_workers(all_rows: Sequence[FirstRows], random: set[int]) -> tuple[int, int] | None:
-    """Return two workers that must draw the same rows and begin with others; None without such.
+def different_workers(
+    all_rows: Sequence[FirstRows],
+    random: set[int],
+) -> tuple[int, int] | None:
+    """Return two workers that must draw the same rows and begin with different ones; None if there are none.
 
     Args:
         all_rows: first rows of the workers.
-        random: leaves that nobody can compare.
+        random: leaves that cannot be compared, as they are random.
     """
     for first, second in itertools.pairwise(all_rows):
         if first.is_cut or second.is_cut:
@@ -72,25 +77,34 @@ def different_workers(all_rows: Sequence[FirstRows], random: set[int]) -> tuple[
 
 
 def _are_same(first: RowDigests, second: RowDigests, random: set[int]) -> bool:
-    """Return whether two workers begin with the same rows, by what tells one row from another."""
+    """Return whether two workers begin with the same rows, by the leaves that tell one row from another."""
     n_rows = min(len(first), len(second))
-    if first[:n_rows] == second[:n_rows]:
+    first_rows = first[:n_rows]
+    second_rows = second[:n_rows]
+    if first_rows == second_rows:
         return True
-    comparable = [_without(row, random) for row in first[:n_rows]]
-    tells_rows_apart = n_rows < 2 or len(set(comparable)) > 1
-    return tells_rows_apart and comparable == [_without(row, random) for row in second[:n_rows]]
+    comparable_rows = _without(first_rows, random)
+    are_all_alike = n_rows >= 2 and len(set(comparable_rows)) <= 1
+    if are_all_alike:
+        return False
+    return comparable_rows == _without(second_rows, random)
 
 
-def _without(row: tuple[int, ...], random: set[int]) -> tuple[int, ...]:
-    return tuple(digest for leaf, digest in enumerate(row) if leaf not in random)
+def _without(rows: RowDigests, random: set[int]) -> RowDigests:
+    """Return the digests of rows without their random leaves."""
+    comparable_rows: list[tuple[int, ...]] = []
+    for row in rows:
+        digests = [digest for leaf, digest in enumerate(row) if leaf not in random]
+        comparable_rows.append(tuple(digests))
+    return tuple(comparable_rows)
 
 
 def are_same_shares(shares: Sequence[RowDigests], random: set[int]) -> bool:
-    """Return whether the ranks give one share the same rows, as far as somebody can compare them.
+    """Return whether the ranks give one share the same rows, as far as they can be compared.
 
     Args:
-        shares: the first rows of the first share, as each rank reads them.
-        random: leaves that nobody can compare.
+        shares: first rows of the first share, as each rank reads them.
+        random: leaves that cannot be compared, as they are random.
     """
-    described = {tuple(_without(row, random) for row in rows) for rows in shares}
+    described = {_without(rows, random) for rows in shares}
     return len(described) <= 1

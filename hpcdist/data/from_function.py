@@ -1,7 +1,8 @@
-"""Distributed datasets that a function makes for each rank: their batches are the replicas' own parts."""
+"""Distributed datasets that a function makes for each rank: their batches are the parts of the replicas."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hpcdist.data.batches import DividedBatches, after_batches, in_parts, start_of_pass
 from hpcdist.data.counted_steps import CountedPart, CountedSteps
@@ -18,16 +19,12 @@ DatasetFunction = Callable[[InputContext], Dataset]
 
 
 def sharded_dataset(dataset: Dataset, n_replicas: int) -> Dataset:
-    """Return a dataset whose rows are this rank's already, with the batch of one replica in place of the global one.
+    """Return a dataset that holds this rank's rows only, with the batch of one replica in place of the global batch.
 
     Raises:
         DataError: for a dataset without a batch size.
     """
-    if (
-        not isinstance(dataset, Dataset)
-        or dataset.order.batch_rows is None
-        or dataset.holds_batches
-    ):
+    if not _has_batches(dataset) or dataset.holds_batches:
         raise DataError(
             "experimental_distribute_dataset: expected a dataset of rows with batch(global_batch) for is_sharded=True, "
             "got one without; add batch as the last call."
@@ -35,21 +32,30 @@ def sharded_dataset(dataset: Dataset, n_replicas: int) -> Dataset:
     return replace(dataset, order=in_parts(dataset.order, n_replicas))
 
 
+def _has_batches(dataset: Any) -> bool:
+    """Return whether something is a Dataset with a batch size."""
+    return isinstance(dataset, Dataset) and dataset.order.batch_rows is not None
+
+
 def contexts_of(
-    options: InputOptions | None, replicas: range, worker: tuple[int, int], n_replicas: int
+    options: InputOptions | None,
+    replicas: range,
+    worker: tuple[int, int],
+    n_replicas: int,
 ) -> list[InputContext]:
     """Return a context for every dataset of this rank: one, or one per local replica with PER_REPLICA.
 
     Args:
-        options: of the input.
-        replicas: of this rank.
+        options: options of the input.
+        replicas: replicas of this rank.
         worker: this rank and the number of ranks.
-        n_replicas: of all ranks.
+        n_replicas: number of replicas on all ranks.
     """
     mode = (options or InputOptions()).experimental_replication_mode
     if mode is InputReplicationMode.PER_REPLICA:
         return [InputContext(n_replicas, replica, n_replicas) for replica in replicas]
-    return [InputContext(worker[1], worker[0], n_replicas)]
+    rank, n_ranks = worker
+    return [InputContext(n_ranks, rank, n_replicas)]
 
 
 def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> list[Dataset]:
@@ -58,35 +64,40 @@ def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> li
     Raises:
         DataError: when one is not a Dataset with a batch size; on this rank only.
     """
-    datasets = [as_dataset(dataset_fn(context)) for context in contexts]
+    datasets: list[Any] = []
+    for context in contexts:
+        datasets.append(as_dataset(dataset_fn(context)))
     for dataset in datasets:
-        if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None:
+        if not _has_batches(dataset):
+            actual = type(dataset).__name__
+            if isinstance(dataset, Dataset):
+                actual += " without batch"
             raise DataError(
                 f"distribute_datasets_from_function: expected an hpcdist.Dataset with batch(per_replica_batch), got "
-                f"{type(dataset).__name__}{' without batch' if isinstance(dataset, Dataset) else ''}; return one."
+                f"{actual}; return one."
             )
         dataset.check_hint(is_placed=False)
     return datasets
 
 
 class DistributedFromFunction(CountedSteps):
-    """Batches of this rank's own datasets, one for each of its replicas at every step.
+    """Batches of datasets that this rank alone has, one for each of its replicas at every step.
 
     Every `iter()` is one pass, except that the first after `load_state_dict` resumes the pass of the state.
 
-    Each rank alone knows what it reads: a restart needs the same number of input pipelines and the same batches. Cost:
-    nothing for rows with random access; of streams, the batches that were used are drawn and dropped.
+    Each rank alone knows which rows it reads: a restart needs the same number of input pipelines and the same batches.
+    Cost: nothing for rows with random access; of streams, the batches that were used are drawn and dropped.
 
     Args:
         datasets: datasets of this rank: one whose batches its replicas take in turn, or one per replica. With
             drop_remainder in all, which promises whole parts, a pass ends when one replica is out of data.
-        replicas: the replicas of this rank.
+        replicas: replicas of this rank.
         n_replicas: number of replicas on all ranks.
-        delivery: what the strategy connects.
-        options: of the input.
+        delivery: connections to the strategy.
+        options: options of the input.
 
     Attributes:
-        datasets: what is read, with the batches that are read ahead.
+        datasets: datasets that are read, with the number of batches that are read ahead.
     """
 
     def __init__(
@@ -107,7 +118,7 @@ class DistributedFromFunction(CountedSteps):
         """Derive the seed of every order with a drawn seed from one, so that a checkpoint stores one seed.
 
         Args:
-            seed: equal on all ranks. Each dataset of the job gets another seed from it.
+            seed: seed that is equal on all ranks. Each dataset of the job gets another seed from it.
         """
         super().set_seed(seed)
         readers: list[PipelineReader] = []
@@ -130,7 +141,7 @@ class DistributedFromFunction(CountedSteps):
         readers: list[Items] = []
         streams: list[Items] = []
         for dataset, pipeline_reader in zip(self.datasets, self._pipeline_readers, strict=True):
-            cursor = start_of_pass(dataset.order, self._n_passes)  # each pass has epochs of its own
+            cursor = start_of_pass(dataset.order, self._n_passes)  # each pass has other epochs
             if not dataset.is_stream:
                 cursor = after_batches(dataset.order, cursor, n_used)
             reader = pipeline_reader.stages(cursor, self._device())

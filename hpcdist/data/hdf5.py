@@ -1,6 +1,7 @@
 """Rows of HDF5 files, read by slabs."""
 
 import glob
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,17 +15,22 @@ from hpcdist.errors import DataError
 from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import Rows
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_Path = str | os.PathLike[str]
+Paths = _Path | Sequence[_Path]
+#: Name of a dataset -> shape of a row, and dtype.
+_Layout = dict[str, tuple[tuple[int, ...], str]]
+#: Consecutive rows: number of the file, (start, stop) in it, and index of the first row among the rows to read.
+_Slab = tuple[int, tuple[int, int], int]
 _OPEN_FILES = 16
 
 
 def expand(paths: Any) -> list[str]:
-    """Return the files that a path, a pattern or a list of paths names, in the order given; a pattern's are sorted.
+    """Return the files that a path, a pattern or a list of paths names, in this order; matches of a pattern are sorted.
 
     An open h5py file is named by its path: each rank opens it anew.
 
     Raises:
-        DataError: when there is none, or a dataset of a file is given.
+        DataError: when there is no file, and for a dataset or a group of a file.
     """
     if is_h5py_dataset(paths):
         raise DataError(
@@ -36,22 +42,27 @@ def expand(paths: Any) -> list[str]:
         )
     if is_h5py_group(paths):
         return [_absolute(paths.filename)]
+    files: list[str] = []
     if isinstance(paths, (str, os.PathLike)):
-        text = os.fspath(paths)
-        files = (
-            sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
-        )
+        files = _matching_files(os.fspath(paths))
     else:
-        files = [
-            file
-            for path in paths
-            for file in (expand(path) if is_h5py_group(path) else [os.fspath(path)])
-        ]
+        for path in paths:
+            if is_h5py_group(path):
+                files += expand(path)
+            else:
+                files.append(os.fspath(path))
     if not files:
         raise DataError(
             f"from_hdf5: expected at least one file, got none for {paths!r}; check the pattern."
         )
     return list(map(_absolute, files))
+
+
+def _matching_files(text: str) -> list[str]:
+    """Return the files that match a pattern, sorted; or the path itself if it is no pattern."""
+    if glob.has_magic(text) and not os.path.exists(text):
+        return sorted(glob.glob(text))
+    return [text]
 
 
 def _absolute(path: str) -> str:
@@ -61,31 +72,28 @@ def _absolute(path: str) -> str:
 
 def is_h5py_dataset(value: Any) -> bool:
     """Return whether a value is a dataset of an open h5py file. Does not import h5py."""
-    return (
-        type(value).__module__.startswith("h5py.")
-        and hasattr(value, "file")
-        and hasattr(value, "shape")
-    )
+    return _is_in_h5py_file(value) and hasattr(value, "shape")
 
 
 def is_h5py_group(value: Any) -> bool:
     """Return whether a value is an open h5py file, or a group of one. Does not import h5py."""
-    return (
-        type(value).__module__.startswith("h5py.")
-        and hasattr(value, "file")
-        and hasattr(value, "items")
-    )
+    return _is_in_h5py_file(value) and hasattr(value, "items")
+
+
+def _is_in_h5py_file(value: Any) -> bool:
+    return type(value).__module__.startswith("h5py.") and hasattr(value, "file")
 
 
 def datasets_in(value: Any) -> Any:
     """Return the datasets of an open h5py file or group in dicts, one for each group; anything else as it is."""
     if not is_h5py_group(value):
         return value
-    links = [name for name in value if type(value.get(name, getlink=True)).__name__ != "HardLink"]
-    if links:
-        raise DataError(
-            f"from_tensor_slices: expected datasets inside the file, got the link {links[0]!r}; name others."
-        )
+    for name in value:
+        link = value.get(name, getlink=True)
+        if type(link).__name__ != "HardLink":
+            raise DataError(
+                f"from_tensor_slices: expected datasets inside the file, got the link {name!r}; name others."
+            )
     return {name: datasets_in(member) for name, member in value.items()}
 
 
@@ -93,7 +101,7 @@ def paths_and_names(nest: Nest) -> tuple[list[str], Nest]:
     """Return the path of the file whose datasets a nest holds, and the nest of their names: each rank opens it anew.
 
     Raises:
-        DataError: when they are of several files, or there is something else.
+        DataError: when the datasets are of several files, or the nest holds something else.
     """
     if not all(is_h5py_dataset(leaf) for leaf in leaves(nest)):
         raise DataError(
@@ -111,12 +119,12 @@ class Hdf5Source(RowSource):
     """Rows of datasets in files, one file after another. Only the rows asked for are read, and none are kept.
 
     A source that keeps rows (`keeping`) reads whole chunks. In files whose rows are no multiple of a chunk, a chunk of
-    the order may be parts of two of the file.
+    the order may consist of parts of two chunks of a file.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
         names: nest of names of datasets; row i is row i of each of them.
-        kept_rows: rows that are kept of the last chunks; 0: none.
+        kept_rows: number of rows of the last chunks that are kept. 0 keeps none.
 
     Raises:
         DataError: when a file cannot be read, or files or datasets do not fit together.
@@ -127,19 +135,24 @@ class Hdf5Source(RowSource):
         self._kept_rows = kept_rows
         self._chunks: OrderedDict[int, Nest] = OrderedDict()
         self._open: OrderedDict[str, Any] = OrderedDict()
-        shapes = [self._shapes(path) for path in paths]
-        self._layout = shapes[0][1]
-        for path, (_, layout) in zip(paths, shapes, strict=True):
+        rows_of_files: list[int] = []
+        layouts: list[_Layout] = []
+        for path in paths:
+            n_rows, layout = self._read_layout(path)
+            rows_of_files.append(n_rows)
+            layouts.append(layout)
+        self._layout = layouts[0]
+        for path, layout in zip(paths, layouts, strict=True):
             if layout != self._layout:
                 raise DataError(
                     f"from_hdf5: expected rows as in {paths[0]!r}, {self._layout}, got {layout} in {path!r}; convert "
                     f"the file."
                 )
         self._paths = paths
-        self.rows_of_files = tuple(n_rows for n_rows, _ in shapes)
-        self._starts = np.cumsum([0, *self.rows_of_files])
+        self.rows_of_files = tuple(rows_of_files)
+        self._starts = np.cumsum([0, *rows_of_files])
         self.n_rows = int(self._starts[-1])
-        self.chunk_rows = max(chunk_rows for path in paths for chunk_rows in self._chunk_rows(path))
+        self.chunk_rows = max(map(self._chunk_rows, paths))
 
     def keeping(self, n_rows: int) -> "Hdf5Source":
         """Return the source that keeps the rows of the last chunks it has read, `n_rows` rows and a chunk."""
@@ -147,8 +160,10 @@ class Hdf5Source(RowSource):
 
     def describe(self) -> Description:
         """Return the files with their size and time of change, the names in them and their rows."""
-        stats = [(os.path.realpath(path), os.stat(path)) for path in self._paths]
-        files = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+        files: list[list[str | int]] = []
+        for path in self._paths:
+            status = os.stat(path)
+            files.append([os.path.realpath(path), status.st_size, status.st_mtime_ns])
         return {**super().describe(), "files": files, "datasets": repr(self._names)}
 
     def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
@@ -160,9 +175,11 @@ class Hdf5Source(RowSource):
         if self._kept_rows and len(rows):
             return self._take_by_chunks(rows)
         unique, indices = np.unique(rows, return_inverse=True)
-        is_sorted = len(unique) == len(rows) and bool((indices[1:] > indices[:-1]).all())
         unique_rows = map_nest(lambda name: self._read(name, unique), self._names)
-        return unique_rows if is_sorted else map_nest(lambda array: array[indices], unique_rows)
+        is_ascending = indices[1:] > indices[:-1]
+        if len(unique) == len(rows) and is_ascending.all():
+            return unique_rows
+        return map_nest(lambda array: array[indices], unique_rows)
 
     def _take_by_chunks(self, rows: Rows) -> Nest:
         """Return rows of chunks that are kept, or read now, in the order in which they are asked for."""
@@ -193,54 +210,61 @@ class Hdf5Source(RowSource):
         return chunk
 
     def _read(self, name: str, rows: Rows) -> Any:
+        """Return ascending rows of a dataset."""
         shape, dtype = self._layout[name]
         values = np.empty((len(rows), *shape), dtype)
         for file, (start, stop), first in slabs(rows, self._starts):
-            dataset = self._datasets(self._paths[file])[1][name]
+            path = self._paths[file]
+            _, datasets = self._datasets(path)
+            end = first + stop - start
             try:
-                dataset.read_direct(values, np.s_[start:stop], np.s_[first : first + stop - start])
+                dataset = datasets[name]
+                dataset.read_direct(values, np.s_[start:stop], np.s_[first:end])
             except OSError as error:
                 raise DataError(
-                    f"from_hdf5: expected rows {start} to {stop} of {name!r} in {self._paths[file]!r}, got {error}; "
-                    f"check the file."
+                    f"from_hdf5: expected rows {start} to {stop} of {name!r} in {path!r}, got {error}; check the file."
                 ) from None
         return values
 
-    def _shapes(self, path: str) -> tuple[int, dict[str, Any]]:
-        """Return the rows of a file, and name -> (shape of a row, dtype)."""
-        datasets = self._datasets(path)[1]
+    def _read_layout(self, path: str) -> tuple[int, _Layout]:
+        """Return the number of rows of a file, and the shape of a row and the dtype of each dataset."""
+        _, datasets = self._datasets(path)
         counts = {name: dataset.shape[0] for name, dataset in datasets.items()}
         if len(set(counts.values())) != 1:
             raise DataError(
                 f"from_hdf5: expected datasets with the same number of rows in {path!r}, got {counts}; check the first "
                 f"dimension."
             )
-        return next(iter(counts.values())), {
-            name: (column.shape[1:], str(column.dtype)) for name, column in datasets.items()
-        }
+        layout: _Layout = {}
+        for name, dataset in datasets.items():
+            layout[name] = (dataset.shape[1:], str(dataset.dtype))
+        return next(iter(counts.values())), layout
 
-    def _chunk_rows(self, path: str) -> list[int]:
-        """Return the rows of a chunk of each dataset; 1 where rows are not stored by chunks."""
-        return [
-            dataset.chunks[0] if dataset.chunks else 1
-            for dataset in self._datasets(path)[1].values()
-        ]
+    def _chunk_rows(self, path: str) -> int:
+        """Return the rows of the largest chunk of a file; 1 where no rows are stored by chunks."""
+        _, datasets = self._datasets(path)
+        chunk_rows = 1
+        for dataset in datasets.values():
+            if dataset.chunks:
+                chunk_rows = max(chunk_rows, dataset.chunks[0])
+        return chunk_rows
 
     def _datasets(self, path: str) -> Any:
         """Return (file, datasets) of a path; a few files are kept open."""
         if path not in self._open:
             self._open[path] = open_data(path, leaves(self._names))
             if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)[1][0].close()
+                _, (oldest_file, _) = self._open.popitem(last=False)
+                oldest_file.close()
         self._open.move_to_end(path)
         return self._open[path]
 
 
-def slabs(rows: Rows, starts: Any) -> Iterator[tuple[int, tuple[int, int], int]]:
+def slabs(rows: Rows, starts: Any) -> Iterator[_Slab]:
     """Yield (file, (start, stop) in it, index of the first in `rows`) for every run of consecutive rows.
 
     Args:
-        rows: ascending, over all files.
+        rows: ascending numbers of rows, over all files.
         starts: first row of every file, and the number of all rows.
 
     >>> list(slabs(np.array([1, 2, 5, 6, 7]), np.array([0, 6, 10])))
@@ -249,7 +273,10 @@ def slabs(rows: Rows, starts: Any) -> Iterator[tuple[int, tuple[int, int], int]]
     if not len(rows):
         return
     files = np.searchsorted(starts, rows, side="right") - 1
-    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(files) != 0)) + 1
-    for first, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(rows)], strict=True):
+    begins_run = (np.diff(rows) != 1) | (np.diff(files) != 0)
+    breaks = (np.flatnonzero(begins_run) + 1).tolist()
+    for first, end in itertools.pairwise([0, *breaks, len(rows)]):
         file = int(files[first])
-        yield file, (int(rows[first] - starts[file]), int(rows[end - 1] - starts[file]) + 1), first
+        start = int(rows[first] - starts[file])
+        stop = int(rows[end - 1] - starts[file]) + 1
+        yield file, (start, stop), first

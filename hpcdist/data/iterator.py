@@ -31,6 +31,8 @@ from hpcdist.plan.sample_order import SampleOrder
 from hpcdist.runtime.parts import Part
 from hpcdist.runtime.step_flags import StepFlags
 
+#: Describes the first rows of a stream, as `describe_first_rows` does.
+DescribeRows = Callable[[], list[int | None]]
 _NOTHING = object()
 _requests_of_batch = attrgetter("requests")
 
@@ -40,11 +42,12 @@ class Pipeline:
     """A source, the order of its rows, and the functions mapped over them.
 
     Attributes:
-        source: of rows.
-        order: in which they are visited, and the sizes of batches.
-        row_maps: functions of a row. batch_maps: functions of a part of a batch.
-        buffer_rows: rows of a stream that are mixed at a time.
-        prefetch_batches: batches that are read ahead; 0: none.
+        source: source of rows.
+        order: order in which rows are visited, and the sizes of batches.
+        row_maps: functions of a row, applied one after another.
+        batch_maps: functions of a part of a batch, applied one after another.
+        buffer_rows: number of rows of a stream that are mixed at a time.
+        prefetch_batches: number of batches that are read ahead.
     """
 
     source: RowSource | Stream
@@ -60,7 +63,7 @@ class Pipeline:
         return isinstance(self.source, Stream)
 
     def part_without_rows(self) -> Nest:
-        """Return a part with 0 rows, of the shapes and dtypes of the others.
+        """Return a part with 0 rows, of the shapes and dtypes of all parts.
 
         Cost: one row is read, or drawn from a new iterator, and mapped.
 
@@ -72,22 +75,30 @@ class Pipeline:
 
     def _first_row(self) -> Nest:
         """Return a part with the first row, or one of zeros where a signature or the source gives the shapes."""
-        if not isinstance(self.source, Stream):
-            return mapped(self.source, self.row_maps).take(
-                np.zeros(min(1, self.source.n_rows), np.int64)
-            )
-        signature = self.source.signature
-        row = next(iter(self.source.draw(0)), None) if signature is None else zeros_like(signature)
+        source = self.source
+        if not isinstance(source, Stream):
+            rows = np.zeros(min(1, source.n_rows), np.int64)
+            return mapped(source, self.row_maps).take(rows)
+        row = _example_row(source)
         if row is None:
             raise DataError(
                 "from_generator: expected a first row or output_signature, got neither; pass output_signature with "
                 "the shapes and dtypes of a row."
             )
-        return row if self.source.holds_batches else stack([apply(self.row_maps, row)])
+        if source.holds_batches:
+            return row
+        return stack([apply(self.row_maps, row)])
+
+
+def _example_row(stream: Stream) -> Nest:
+    """Return a row of zeros if a stream has a signature, else its first row; None if it has no rows."""
+    if stream.signature is not None:
+        return zeros_like(stream.signature)
+    return next(iter(stream.draw(0)), None)
 
 
 def on_host() -> AbstractContextManager[object]:
-    """Make tensors of the block on the host. Where they are made there anyway, no torch call is slowed down."""
+    """Make tensors of the block on the host. Where that is the default, no torch call is slowed down."""
     host = torch.device("cpu")
     return nullcontext() if torch.get_default_device() == host else host
 
@@ -96,39 +107,40 @@ class PipelineReader:
     """Reads the batches of passes over a pipeline.
 
     Args:
-        pipeline: what to read.
-        plan: which rows each local part gets; of a stream, whose rows nobody can plan, how a batch is divided.
-        seed: of the random numbers that are drawn for the rows; None leaves them as they come.
+        pipeline: pipeline to read.
+        plan: plan of the rows of each local part; for a stream, whose rows are not known before, the division of a
+            batch.
+        seed: seed of the random numbers that are drawn for the rows. None leaves the numbers as they come.
 
     Attributes:
-        numbers: calls the functions of the program.
+        numbers: caller of the program's functions, which may draw random numbers.
     """
 
     def __init__(self, pipeline: Pipeline, plan: Plan, seed: int | None = None) -> None:
         self._pipeline = pipeline
         self._plan = plan
         self._seed = seed
-        roots = (
-            [pipeline.source, pipeline.row_maps, pipeline.batch_maps] if seed is not None else []
-        )
+        roots: list[Any] = []
+        if seed is not None:
+            roots = [pipeline.source, pipeline.row_maps, pipeline.batch_maps]
         self.numbers = RowNumbers(roots)
-        self._mapped = (
-            None
-            if isinstance(pipeline.source, Stream)
-            else mapped(pipeline.source, pipeline.row_maps)
-        )
+        self._mapped: RowSource | None = None
+        if not isinstance(pipeline.source, Stream):
+            self._mapped = mapped(pipeline.source, pipeline.row_maps)
         self._no_rows: Nest = None
 
     def stages(self, cursor: Cursor, device: torch.device | None = None) -> Items:
         """Return the reading stages of one pass: an iterator over (cursor after it, local parts) of every batch.
 
         Args:
-            cursor: from where.
-            device: where parts go; None leaves them on the host.
+            cursor: cursor from which to read.
+            device: device to which parts are moved. None leaves them on the host.
         """
         n_ahead = self._pipeline.prefetch_batches
         items = read_ahead(self, cursor, n_ahead) if n_ahead else self.read_from(cursor)
-        return items if device is None else moved_ahead(items, device)
+        if device is not None:
+            items = moved_ahead(items, device)
+        return items
 
     def read_from(self, cursor: Cursor) -> Items:
         """Yield (cursor after it, local parts) of every batch from a cursor on, in the calling thread."""
@@ -141,7 +153,7 @@ class PipelineReader:
         for after, parts in items:
             if self.numbers.is_drawing and not is_drawing and self._seed is not None:
                 items.close()
-                break  # what was drawn had no seed
+                break  # the batch was drawn without a seed
             yield after, parts
             cursor = after
         else:
@@ -149,8 +161,10 @@ class PipelineReader:
         yield from self._read_stream(source, cursor)
 
     def _keeping_numbers(self) -> AbstractContextManager[None]:
-        """Leave the random numbers of the process as they were, if rows have numbers of their own."""
-        return nullcontext() if self._seed is None else self.numbers.keeping()
+        """Leave the random numbers of the process as they were, if the rows' numbers are seeded."""
+        if self._seed is None:
+            return nullcontext()
+        return self.numbers.keeping()
 
     def _read_rows(self, cursor: Cursor) -> Items:
         assert self._mapped is not None, "rows with random access"
@@ -173,7 +187,7 @@ class PipelineReader:
         return request.call(apply_to_part, maps, part, stage=1)
 
     def _requests(self, cursor: Cursor) -> Iterator["_RequestedBatch"]:
-        """Yield what is asked for of every batch from a cursor on."""
+        """Yield the requests for every batch from a cursor on."""
         for batch in self._plan.batches(cursor):
             requests: list[Request] = []
             for rows, position in zip(batch.rows, batch.positions, strict=True):
@@ -184,8 +198,10 @@ class PipelineReader:
         """Return the seeds of a part that begins at a position; by positions where a row may come twice in a batch."""
         if self._seed is None:
             return None
-        may_repeat = self._pipeline.order.inner_epochs > 1
-        return RowSeeds(self._seed, batch.epoch, position if may_repeat else None)
+        first = None
+        if self._pipeline.order.inner_epochs > 1:
+            first = position
+        return RowSeeds(self._seed, batch.epoch, first)
 
     def _read_stream(self, stream: Stream, cursor: Cursor) -> Items:
         assert isinstance(self._plan, DividedBatches), "a stream has no shards"
@@ -203,7 +219,9 @@ class PipelineReader:
                     return
                 after, rows = batch
                 start = after.position - len(rows)
-                seeds = None if self._seed is None else RowSeeds(self._seed, after.pass_epoch)
+                seeds = None
+                if self._seed is not None:
+                    seeds = RowSeeds(self._seed, after.pass_epoch)
                 parts = [
                     self._part_of(rows, low, high, start, seeds)
                     for low, high in division.bounds(len(rows))
@@ -211,12 +229,19 @@ class PipelineReader:
                 first_rows = digest_of(rows) if is_first else 0
                 is_first = False
                 after = replace(
-                    after, part_rows=division.rows_of_parts(len(rows)), first_rows=first_rows
+                    after,
+                    part_rows=division.rows_of_parts(len(rows)),
+                    first_rows=first_rows,
                 )
             yield after, parts
 
     def _part_of(
-        self, rows: list[Nest], low: int, high: int, start: int, seeds: RowSeeds | None
+        self,
+        rows: list[Nest],
+        low: int,
+        high: int,
+        start: int,
+        seeds: RowSeeds | None,
     ) -> Nest:
         """Return the part of the rows from `low` to before `high` of a batch whose first row has position `start`."""
         maps = self._pipeline.row_maps
@@ -237,7 +262,7 @@ class PipelineReader:
 
 @dataclass(frozen=True)
 class _RequestedBatch:
-    """The cursor after a batch, and what is asked for of it: a request for each local part."""
+    """The cursor after a batch, and a request for each local part of the batch."""
 
     cursor: Cursor
     requests: list[Request]
@@ -245,24 +270,26 @@ class _RequestedBatch:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What a strategy connects to the batches of a distributed dataset.
+    """Connections of a strategy to the batches of a distributed dataset.
 
     Attributes:
-        flags: of the world; its requester looks for requests when a batch is asked for, before anything is read. None:
-            there is nobody to ask.
-        owner: whose gradients are made of the parts; None: anybody's.
-        on_batch: called with the rows of each local part of a batch that is yielded; with None once no step is
-            expected to be made of the last batch.
-        on_part: called with each part that is handed out, and its nests, one of each local replica.
-        wrap: makes the element that is yielded from the list of local parts. Default: the only part is yielded.
-        device: where the strategy places inputs; None leaves them on the host.
-        agree_rows: called with the rows of every global batch of a stream, and with 0 at its end, as nobody can know
-            before that streams are equal on all ranks; raises on all ranks when they are not. Collective.
-        agree_first_rows: called with the digest of the first batch that is drawn from a stream, and a function that
-            describes the stream's first rows, which draws them again; raises on all ranks when they are not equal, and
-            returns whether it has called the function. Collective.
-        agree_end: called with whether this rank is out of data, and whether one that is ends the pass for all; returns
-            whether it ends. Collective; None for one rank.
+        flags: step flags of the world; their requester looks for requests when a batch is asked for, before anything is
+            read. None if there is no requester.
+        owner: number of the owner whose gradients are made of the parts. None for any owner.
+        on_batch: function that is called with the rows of each local part of a batch that is yielded; with None once no
+            step is expected to be made of the last batch.
+        on_part: function that is called with each part that is handed out, and its nests, one of each local replica.
+        wrap: function that makes the element that is yielded from the list of local parts. By default the only part is
+            yielded.
+        device: device on which the strategy places inputs. None leaves them on the host.
+        agree_rows: function that is called with the number of rows of every global batch of a stream, and with 0 at its
+            end, as it is not known before that streams are equal on all ranks. Raises on all ranks when they are not.
+            Collective.
+        agree_first_rows: function that is called with the digest of the first batch that is drawn from a stream, and
+            with a function that describes the stream's first rows, which draws them again. Raises on all ranks when
+            the first rows are not equal, and returns whether it has called the function. Collective.
+        agree_end: function that is called with whether this rank is out of data, and with whether one such rank ends
+            the pass for all ranks; returns whether the pass ends. Collective. None for one rank.
     """
 
     flags: StepFlags | None = None
@@ -272,7 +299,7 @@ class Delivery:
     wrap: Callable[[list[Nest]], Any] | None = None
     device: torch.device | None = None
     agree_rows: Callable[[int], None] | None = None
-    agree_first_rows: Callable[[int, Callable[[], list[int | None]]], bool] | None = None
+    agree_first_rows: Callable[[int, DescribeRows], bool] | None = None
     agree_end: Callable[[bool, bool], bool] | None = None
 
     def check(self, n_local: int) -> None:
@@ -289,7 +316,9 @@ class Delivery:
             self.on_batch([0] * len(nests) if part.rows is None else list(part.rows))
         if self.on_part is not None:
             self.on_part(part, nests)
-        return nests[0] if self.wrap is None else self.wrap(nests)
+        if self.wrap is None:
+            return nests[0]
+        return self.wrap(nests)
 
 
 class OptionalElement:
@@ -319,12 +348,14 @@ class DistributedIterator:
     """An iterator over one pass of a distributed dataset.
 
     Args:
-        elements: yields the elements of the pass.
-        element_spec: returns the specification of an element.
+        elements: generator of the elements of the pass.
+        element_spec: function that returns the specification of an element.
     """
 
     def __init__(
-        self, elements: Generator[Any, None, None], element_spec: Callable[[], Nest]
+        self,
+        elements: Generator[Any, None, None],
+        element_spec: Callable[[], Nest],
     ) -> None:
         self._elements = elements
         self._element_spec = element_spec

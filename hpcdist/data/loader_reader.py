@@ -38,8 +38,8 @@ class LoaderReader(WorkerReader):
         """Return at least one item, joined, read in this process.
 
         Args:
-            request: which items.
-            numbers: calls what draws random numbers.
+            request: request for the items.
+            numbers: caller of the functions that may draw random numbers.
         """
         return join_items(self._collate, read_items(self._items, request, numbers), numbers)
 
@@ -47,10 +47,10 @@ class LoaderReader(WorkerReader):
         """Return a part of no items. Cost: an item is read in this process, unless parts have been read.
 
         Args:
-            key: of any item.
+            key: key of any item.
 
         Raises:
-            DataError: where the collate_fn returns what has no value for no items.
+            DataError: where the collate_fn returns something that has no value for no items.
         """
         if self._empty_part is None:
             with own_random_numbers():
@@ -64,14 +64,18 @@ class LoaderReader(WorkerReader):
         return self._loader.num_workers > 0
 
     def read(
-        self, requests: Iterable[ItemRequest], numbers: RowNumbers, number: int | None = None
+        self,
+        requests: Iterable[ItemRequest],
+        numbers: RowNumbers,
+        number: int | None = None,
     ) -> Iterator[Nest]:
         """Yield the joined items of every request, which have at least one; workers, if there are any, read ahead.
 
         Args:
-            requests: items of each part.
-            numbers: calls what draws random numbers in this process.
-            number: of the pass, by which the workers' random numbers are seeded; default: counted from 0.
+            requests: requests for the items of each part.
+            numbers: caller of the functions that may draw random numbers in this process.
+            number: number of the pass, by which the workers' random numbers are seeded. By default, passes are counted
+                from 0.
 
         Raises:
             DataError: when a worker ends or takes too long; on this rank only.
@@ -83,15 +87,18 @@ class LoaderReader(WorkerReader):
             return
         row_loader = self._take_worker_loader()
         assert isinstance(row_loader, _RowLoader), "what _make_worker_loader returns"
-        row_loader.begin_pass(iter(requests), self._n_passes if number is None else number)
+        if number is None:
+            number = self._n_passes
+        row_loader.begin_pass(iter(requests), number)
         self._n_passes += 1
         for joined in self._parts_of_pass(row_loader):
             yield joined.part
 
     def _make_worker_loader(self) -> "_RowLoader":
         loader = self._loader
-        generator = loader.generator
-        seed = torch.initial_seed() if generator is None else generator.initial_seed()
+        seed = torch.initial_seed()
+        if loader.generator is not None:
+            seed = loader.generator.initial_seed()
         progress = Progress(loader.num_workers, "item {}")
         noted = NotedItems(self._items, RowNumbers([self._items]), progress)
         join = JoinInWorker(self._collate, RowNumbers([self._collate]))
@@ -99,7 +106,7 @@ class LoaderReader(WorkerReader):
 
 
 class _Requests:
-    """What the workers of a loader are asked for."""
+    """Requests for the items that the workers of a loader read."""
 
     def __init__(self) -> None:
         self._requests: Iterator[ItemRequest] = iter(())
@@ -120,10 +127,10 @@ class _RowLoader(WorkerLoader):
     """Reads the items that are asked for.
 
     Args:
-        items: what the workers read.
+        items: items that the workers read.
         seed: seed of the workers' random numbers.
-        progress: where they note what they read.
-        join: makes a part of items.
+        progress: memory in which workers note the items that they read.
+        join: function that makes a part of items.
         settings: settings of the workers.
     """
 
@@ -146,5 +153,5 @@ class _RowLoader(WorkerLoader):
         self.seed_workers(self._seed + number)
 
     def end_pass(self) -> None:
-        """Forget the requests, and who makes them: workers that are kept would keep it, too."""
+        """Forget the requests, and the reader behind them: workers that are kept would keep it, too."""
         self._requests.begin_pass(iter(()))

@@ -1,4 +1,4 @@
-"""What a worker process of a distributed DataLoader does: it reads and joins items, and notes which one it reads.
+"""The work of a worker process of a distributed DataLoader: it reads and joins items, and notes which one it reads.
 
 Worker processes import this file: nothing here may start MPI.
 """
@@ -45,10 +45,10 @@ class EmptyPart:
             )
 
     def part_or_error(self) -> Nest:
-        """Return a copy of the part: memory tells the parts apart that a loop has drawn.
+        """Return a copy of the part, as the parts that a loop has drawn are identified by their memory.
 
         Raises:
-            DataError: where there is none.
+            DataError: where there is no such part.
         """
         if self.refusal is not None:
             raise DataError(self.refusal)
@@ -58,18 +58,20 @@ class EmptyPart:
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.clone()
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return leaf
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a worker sends.
+    """A part of a batch, as a worker sends it.
 
     Attributes:
         part: part of a batch.
-        n_rows: rows of the part; 0 where nobody asks.
+        n_rows: number of rows of the part; 0 where they are not counted.
         empty_part: part of no items, with the first part.
-        first_rows: what the worker has drawn first, with the first parts of a stream.
+        first_rows: rows that the worker has drawn first, with the first parts of a stream.
     """
 
     part: Nest
@@ -87,47 +89,51 @@ class ItemRequest:
     """Items that make a part of a batch.
 
     Attributes:
-        keys: of the items in their dataset: numbers, or others.
-        seeds: of the random numbers that are drawn for them; None leaves those as they come.
+        keys: keys of the items in their dataset: numbers, or other objects.
+        seeds: seeds of the random numbers that are drawn for the items. None leaves the numbers as they come.
     """
 
     keys: list[Any]
     seeds: RowSeeds | None = None
 
     def row_seeds(self) -> Callable[[int], int] | None:
-        """Return what returns the seed of an item by its index; None where numbers are left as they come."""
+        """Return a function that returns the seed of an item by its index; None where numbers are not seeded."""
         seeds = self.seeds
         if seeds is None:
             return None
         return lambda index: seeds.of_row(index, self.keys[index])
 
     def seed_of_all(self, stage: int) -> Callable[[], int] | None:
-        """Return what returns the seed of what is done with all items at once."""
+        """Return a function that returns the seed of a stage of work on all items at once."""
         if self.seeds is None:
             return None
         return functools.partial(self.seeds.of_all, self.keys[0], stage)
 
 
-#: Stages of `RowSeeds`, of what is done with all items at once.
+#: Stages of `RowSeeds`: the work that is done on all items at once.
 _READING = 0
 _JOINING = 1
 
 
 @dataclass(frozen=True)
 class ReadItems:
-    """Items that were read, and what has asked for them."""
+    """Items that were read, and the request for them."""
 
     request: ItemRequest
     items: list[Any]
 
 
-def join_items(join: Callable[[list[Any]], Nest], read: ReadItems, numbers: RowNumbers) -> Nest:
-    """Return items joined, by random numbers of their own.
+def join_items(
+    join: Callable[[list[Any]], Nest],
+    read: ReadItems,
+    numbers: RowNumbers,
+) -> Nest:
+    """Return items joined, with random numbers that are seeded for them.
 
     Args:
-        join: makes a part of a list of items.
-        read: items.
-        numbers: calls what draws random numbers.
+        join: function that makes a part of a list of items.
+        read: items, and the request for them.
+        numbers: caller of the functions that may draw random numbers.
     """
     return numbers.call(read.request.seed_of_all(_JOINING), join, read.items)
 
@@ -136,8 +142,8 @@ class JoinInWorker:
     """Joins items in a worker process.
 
     Args:
-        join: makes a part of a list of items.
-        numbers: calls what draws random numbers.
+        join: function that makes a part of a list of items.
+        numbers: caller of the functions that may draw random numbers.
     """
 
     def __init__(self, join: Callable[[list[Any]], Nest], numbers: RowNumbers) -> None:
@@ -156,11 +162,11 @@ class JoinInWorker:
 
 
 class Progress:
-    """What each worker of a loader reads, in memory that all processes see.
+    """The item that each worker of a loader reads, in memory that all processes see.
 
     Args:
         n_workers: number of workers.
-        form: text that names what is read, with {} for its number.
+        form: text that names an item, with {} for its number.
     """
 
     def __init__(self, n_workers: int, form: str) -> None:
@@ -173,9 +179,11 @@ class Progress:
         self._keys[worker] = key if isinstance(key, int) else -1
 
     def describe(self, worker: int) -> str:
-        """Return what a worker has begun to read last."""
+        """Return the name of the item that a worker has begun to read last."""
         key = int(self._keys[worker])
-        return self._form.format("of unknown number" if key < 0 else key)
+        if key < 0:
+            return self._form.format("of unknown number")
+        return self._form.format(key)
 
 
 def _ignore(key: Any) -> None:
@@ -183,22 +191,24 @@ def _ignore(key: Any) -> None:
 
 
 def read_items(
-    items: Any, request: ItemRequest, numbers: RowNumbers, note: Callable[[Any], None] = _ignore
+    items: Any,
+    request: ItemRequest,
+    numbers: RowNumbers,
+    note: Callable[[Any], None] = _ignore,
 ) -> ReadItems:
-    """Return items of a dataset as torch reads them, at once if the dataset can, by random numbers of their own.
+    """Return items of a dataset as torch reads them, at once if the dataset can, with seeded random numbers.
 
     Args:
         items: dataset of the program.
-        request: which items.
-        numbers: calls what draws random numbers.
-        note: called with the key of each item that is about to be read.
+        request: request for the items.
+        numbers: caller of the functions that may draw random numbers.
+        note: function that is called with the key of each item that is about to be read.
     """
     if hasattr(items, "__getitems__"):
         note(request.keys[0])
-        return ReadItems(
-            request,
-            list(numbers.call(request.seed_of_all(_READING), items.__getitems__, request.keys)),
-        )
+        seed = request.seed_of_all(_READING)
+        values = numbers.call(seed, items.__getitems__, request.keys)
+        return ReadItems(request, list(values))
 
     def read_item(key: Any) -> Any:
         note(key)
@@ -212,11 +222,11 @@ class NotedItems:
 
     Args:
         items: dataset of the program.
-        numbers: calls what draws random numbers.
-        progress: where workers note it.
+        numbers: caller of the functions that may draw random numbers.
+        progress: memory in which workers note the items that they read.
 
     Attributes:
-        items: as given.
+        items: dataset of the program.
     """
 
     def __init__(self, items: Any, numbers: RowNumbers, progress: Progress) -> None:
@@ -238,14 +248,21 @@ class NotedItems:
 
 
 def show_own_items() -> None:
-    """Let get_worker_info() return the program's own dataset, as in a worker of its own loader."""
+    """Let get_worker_info() return the program's dataset, as in a worker of the program's loader."""
     info: Any = get_worker_info()
     torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset.items
+        id=info.id,
+        num_workers=info.num_workers,
+        seed=info.seed,
+        dataset=info.dataset.items,
     )
 
 
-def begin_worker(owner: int, init: Callable[[int], None] | None, worker_id: int) -> None:
+def begin_worker(
+    owner: int,
+    init: Callable[[int], None] | None,
+    worker_id: int,
+) -> None:
     """Begin the work of a process.
 
     Args:
@@ -282,6 +299,7 @@ def collate(items: list[Any]) -> Nest:
 
 
 def _formed_as(item: Any, joined: Any) -> Any:
+    """Return joined items with the dicts and tuples of an item in place of torch's dicts and lists."""
     if isinstance(item, dict):
         return {key: _formed_as(item[key], joined[key]) for key in item}
     if isinstance(item, tuple) and not hasattr(item, "_fields"):
@@ -290,7 +308,7 @@ def _formed_as(item: Any, joined: Any) -> Any:
 
 
 def collate_of(loader: "DataLoader[Any]") -> Callable[[list[Any]], Nest]:
-    """Return what joins the items of a loader."""
+    """Return the function that joins the items of a loader."""
     if loader.collate_fn is default_collate or loader.batch_sampler is None:
         return collate
     return loader.collate_fn

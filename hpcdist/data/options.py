@@ -1,4 +1,4 @@
-"""Options of inputs: sharding policies, options of datasets, and which input pipeline a dataset is made for."""
+"""Options of inputs: sharding policies, options of datasets, and the input pipeline for which a dataset is made."""
 
 import enum
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ class AutoShardPolicy(enum.Enum):
     of all files in one global order for AUTO and DATA, so that a restart on other ranks is exact.
 
     Attributes:
-        OFF: every pipeline gets everything; with a distributed dataset each replica reads all rows, ceil(batch / N) of
-            them a step.
+        OFF: every pipeline gets all elements; with a distributed dataset each replica reads all rows, ceil(batch / N)
+            rows a step.
         AUTO: FILE when the rows come from files, else DATA. Too few files are an error, not a reason for DATA.
         FILE: every n-th file; an error when there are fewer files than pipelines.
         DATA: every n-th element.
@@ -41,7 +41,7 @@ class InputReplicationMode(enum.Enum):
 
     Attributes:
         PER_WORKER: once per rank; the rank's replicas take turns at its batches.
-        PER_REPLICA: once per replica; each has its own dataset.
+        PER_REPLICA: once per replica; each replica has a dataset for itself.
     """
 
     PER_WORKER = "PER_WORKER"
@@ -50,7 +50,7 @@ class InputReplicationMode(enum.Enum):
 
 @dataclass
 class DistributeOptions:
-    """What `Options.experimental_distribute` holds."""
+    """Options of how a dataset is distributed; see `Options.experimental_distribute`."""
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
@@ -72,13 +72,14 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Attributes:
-        experimental_fetch_to_device: True moves parts to the strategy's devices, or without any to the current GPU, if
-            there is one; False leaves them on the host. Default: they go to devices that the strategy was given. Copies
-            start one batch ahead; numbers become tensors, and text stays an array on the host.
-        experimental_replication_mode: for `distribute_datasets_from_function`.
-        experimental_place_dataset_on_device: accepted as in tf.distribute, under the same conditions, and without
-            effect: datasets are read on the host, and parts stay there.
-        experimental_per_replica_buffer_size: parts that are fetched ahead per replica, with
+        experimental_fetch_to_device: whether parts go to a device. True moves them to the strategy's devices, or
+            without any to the current GPU, if there is one; False leaves them on the host. By default they go to the
+            devices that were passed to the strategy. Copies start one batch ahead; numbers become tensors, and text
+            stays an array on the host.
+        experimental_replication_mode: number of calls of the function of `distribute_datasets_from_function`.
+        experimental_place_dataset_on_device: flag that is accepted as in tf.distribute, under the same conditions, and
+            without effect: datasets are read on the host, and parts stay there.
+        experimental_per_replica_buffer_size: number of parts that are fetched ahead per replica, with
             `experimental_fetch_to_device`.
 
     Raises:
@@ -98,9 +99,8 @@ class InputOptions:
                 f"{self.experimental_per_replica_buffer_size}; leave it out for 1."
             )
         is_per_replica = self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-        if self.experimental_place_dataset_on_device and (
-            self.experimental_fetch_to_device or not is_per_replica
-        ):
+        may_be_placed = is_per_replica and not self.experimental_fetch_to_device
+        if self.experimental_place_dataset_on_device and not may_be_placed:
             raise UsageError(
                 f"InputOptions: expected experimental_place_dataset_on_device with PER_REPLICA and without "
                 f"experimental_fetch_to_device, got {self}; correct one of the three."
@@ -109,12 +109,12 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class InputContext:
-    """Which input pipeline a dataset function is called for, and how many there are.
+    """The input pipeline for which a dataset function is called.
 
     Attributes:
-        num_input_pipelines: pipelines in the job: ranks, or replicas with PER_REPLICA.
-        input_pipeline_id: this one, from 0.
-        num_replicas_in_sync: replicas whose gradients are summed.
+        num_input_pipelines: number of pipelines in the job: of ranks, or of replicas with PER_REPLICA.
+        input_pipeline_id: number of this pipeline, from 0.
+        num_replicas_in_sync: number of replicas whose gradients are summed.
     """
 
     num_input_pipelines: int = 1

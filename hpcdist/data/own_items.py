@@ -1,4 +1,4 @@
-"""Rows that a DataLoader of the program's own reads, with random numbers that depend on the row alone.
+"""Rows that a DataLoader of the program reads, with random numbers that depend on the row alone.
 
 Worker processes import this file: nothing here may start MPI.
 """
@@ -34,8 +34,8 @@ class _SeededBatches:
     """Batches of keys, as a batch sampler draws them, with seeds.
 
     Args:
-        batch_sampler: of the program's loader.
-        seeds: returns the seeds of the pass that begins.
+        batch_sampler: batch sampler of the program's loader.
+        seeds: function that returns the seeds of the pass that begins.
     """
 
     def __init__(self, batch_sampler: Any, seeds: Callable[[], RowSeeds]) -> None:
@@ -52,14 +52,14 @@ class _SeededBatches:
 
 
 class _SeededItems:
-    """Items of a dataset, each read with random numbers of its own.
+    """Items of a dataset, each read with random numbers that are seeded for it.
 
     Args:
         items: dataset of the program.
-        numbers: calls what draws.
+        numbers: caller of the functions that may draw random numbers.
 
     Attributes:
-        items: as given.
+        items: dataset of the program.
     """
 
     def __init__(self, items: Any, numbers: RowNumbers) -> None:
@@ -77,11 +77,11 @@ class _SeededItems:
 
 
 class _SeededJoin:
-    """Joins items with random numbers of their own.
+    """Joins items with random numbers that are seeded for them.
 
     Args:
         join: collate_fn of the program's loader.
-        numbers: calls what draws.
+        numbers: caller of the functions that may draw random numbers.
     """
 
     def __init__(self, join: Callable[[list[Any]], Any], numbers: RowNumbers) -> None:
@@ -95,12 +95,14 @@ class _SeededJoin:
 
 
 def _keeping(numbers: RowNumbers) -> AbstractContextManager[None]:
-    """Leave the random numbers of a rank as they were; those of a worker are nobody's."""
-    return numbers.keeping() if get_worker_info() is None else nullcontext()
+    """Leave the random numbers of a rank as they were; nothing else uses the numbers of a worker."""
+    if get_worker_info() is None:
+        return numbers.keeping()
+    return nullcontext()
 
 
 class _BeginWorker:
-    """Begins a worker process: get_worker_info() returns the program's own dataset, as in a worker of its own loader.
+    """Begins a worker process: get_worker_info() returns the program's dataset, as in a worker of the program's loader.
 
     Args:
         init: worker_init_fn of the program's loader.
@@ -116,11 +118,11 @@ class _BeginWorker:
 
 
 class SeededLoader:
-    """Lets the passes of a DataLoader read rows with random numbers of their own.
+    """Lets the passes of a DataLoader read rows with random numbers that are seeded for them.
 
     Args:
         loader: DataLoader of the program, with a batch sampler.
-        seeds: returns the seeds of a pass that begins.
+        seeds: function that returns the seeds of a pass that begins.
     """
 
     def __init__(self, loader: "DataLoader[Any]", seeds: Callable[[], RowSeeds]) -> None:

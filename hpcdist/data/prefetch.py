@@ -18,15 +18,15 @@ from hpcdist.nest import Nest, map_nest
 Items = Generator[tuple[Any, list[Nest]], None, None]
 _POLL_S = 0.1
 _JOIN_S = 5.0
-#: Times that random numbers may have been drawn beside the thread, until nothing is read in it any more.
+#: How often random numbers may have been drawn beside the thread, before all batches are read without it.
 _MAX_ALARMS = 8
 logger = logging.getLogger("hpcdist")
 
 
 class Reading(Protocol):
-    """What can read batches from any position on."""
+    """A reader of batches from any position on."""
 
-    #: What calls the functions of the program.
+    #: Caller of the program's functions, which may draw random numbers.
     numbers: RowNumbers
 
     def read_from(self, cursor: Any) -> Items:
@@ -39,13 +39,14 @@ def read_ahead(reading: Reading, cursor: Any, n_ahead: int) -> Items:
     The thread pins host tensors. It ends with this generator, at most one batch later; an error in it is raised where
     its batch is asked for.
 
-    What draws random numbers of the process never runs in the thread: the loop draws from the same ones. So the first
-    batch is read here, and if something draws then, so are the others. The thread ends where numbers change beside it,
-    and that batch is read here again; where that happens often, as the loop itself draws, all others are, too.
+    Functions that draw random numbers of the process never run in the thread: the loop draws from the same numbers. So
+    the first batch is read here, and if something draws then, all batches are. The thread ends where numbers change
+    beside it, and that batch is read here again; where this happens often, as the loop itself draws, all later batches
+    are read here, too.
 
     Args:
-        reading: reads batches.
-        cursor: from where.
+        reading: reader of batches.
+        cursor: cursor from which to read.
         n_ahead: number of batches.
     """
     while True:
@@ -80,9 +81,9 @@ def read_in_thread(items: Items, n_ahead: int, first_items: Sequence[Any] = ()) 
     """Yield items that a thread takes.
 
     Args:
-        items: what to take.
-        n_ahead: items at most that are taken before they are asked for.
-        first_items: what was taken before, and comes first.
+        items: items to take.
+        n_ahead: largest number of items that are taken before they are asked for.
+        first_items: items that were taken before, and come first.
 
     Raises:
         DrawsBesideLoopError: where numbers were drawn, by the items or the loop.
@@ -107,6 +108,7 @@ def read_in_thread(items: Items, n_ahead: int, first_items: Sequence[Any] = ()) 
 
 
 def _get(entries: Any, thread: threading.Thread) -> Any:
+    """Return the next (item, error) of a thread."""
     while True:
         try:
             return entries.get(timeout=_POLL_S)
@@ -126,7 +128,7 @@ def _read(items: Items, entries: Any, stop: threading.Event) -> None:
             if not _put(entries, ((cursor, [pinned(part) for part in parts]), None), stop):
                 return
     except BaseException as error:  # noqa: BLE001 - it is raised where the item is asked for
-        last = None, error
+        last = (None, error)
     finally:
         items.close()
     _put(entries, last, stop)
@@ -145,7 +147,7 @@ def _put(entries: Any, entry: Any, stop: threading.Event) -> bool:
 def pinned(nest: Nest) -> Nest:
     """Return the nest with pinned copies of host tensors, if torch uses a GPU already.
 
-    Where it does not, pinning would start CUDA, which takes memory on a GPU that nobody asked for.
+    Elsewhere pinning would start CUDA, which takes memory on a GPU that the program does not use.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return nest
@@ -163,7 +165,7 @@ def moved_ahead(items: Items, device: torch.device) -> Items:
     with closing(items):
         current = None
         for cursor, parts in items:
-            following = cursor, [on_device(part, device) for part in parts]
+            following = (cursor, [on_device(part, device) for part in parts])
             if current is not None:
                 yield current
             current = following
@@ -192,8 +194,10 @@ def on_device(nest: Nest, device: torch.device) -> Nest:
 
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
     """Return a tensor, or an array as a tensor on the host; None for a dtype that torch does not have."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf
     if not isinstance(leaf, np.ndarray):
-        return leaf if isinstance(leaf, torch.Tensor) else None
+        return None
     try:
         return torch.as_tensor(leaf, device="cpu")
     except TypeError:

@@ -1,4 +1,4 @@
-"""Random numbers that depend on the row alone: what reads, maps and joins rows draws the same ones wherever it runs.
+"""Random numbers that depend on the row alone: reading, mapping and joining a row draws the same ones wherever it runs.
 
 Torch, numpy and Python have generators that belong to the whole process. Before a row is read, they are seeded by a
 digest of the seed of the data, the epoch and the row. So numbers are the same on any ranks, in any workers, with or
@@ -30,7 +30,7 @@ _MAX_DEPTH = 8
 #: Items of lists, tuples and dicts that are looked at, and objects altogether.
 _MAX_ITEMS = 64
 _MAX_OBJECTS = 10_000
-#: What holds no generator, or one that something else seeds.
+#: Types of objects that hold no generator, or one that something else seeds.
 _HOLD_NOTHING = (
     str,
     bytes,
@@ -53,7 +53,7 @@ class DrawsBesideLoopError(Exception):
 
 
 class _Thread(threading.local):
-    """What is known of the thread that reads.
+    """State of the thread that reads.
 
     Attributes:
         is_beside_loop: whether it runs beside the program's loop, which draws from the same random numbers.
@@ -74,7 +74,7 @@ def seed_random_numbers(seed: int) -> None:
     """Seed the random numbers of Python, numpy and torch on the host.
 
     Args:
-        seed: of at most 63 bits.
+        seed: seed of at most 63 bits.
     """
     for library in LIBRARIES:
         library.seed(seed)
@@ -90,7 +90,7 @@ class RandomState:
         self._marks = [library.mark() for library in LIBRARIES]
 
     def restore(self) -> None:
-        """Go on from these states."""
+        """Set the random numbers to these states."""
         torch.default_generator.set_state(self._of_torch)
         for library, state in zip(LIBRARIES, self._of_libraries, strict=True):
             library.set_state(state)
@@ -129,7 +129,7 @@ def own_random_numbers(seed: int = 0) -> Iterator[None]:
 
 
 def mark() -> tuple[Any, ...]:
-    """Return what differs once random numbers of the process were drawn. Cost: 2 us."""
+    """Return a value that differs once random numbers of the process were drawn. Cost: 2 us."""
     return (
         *(library.mark() for library in LIBRARIES),
         torch.default_generator.get_state().numpy().tobytes(),
@@ -142,7 +142,7 @@ def seed_of(seed: int, *names: Any) -> int:
 
 
 class _ProgramSeeds:
-    """Seeds that follow from those that the program has set, each another one."""
+    """Seeds that follow from the program's seeds. Each call returns another one."""
 
     def __init__(self) -> None:
         self._origin: tuple[list[int], list[int]] = ([], [])
@@ -152,7 +152,7 @@ class _ProgramSeeds:
         """Return the next seed."""
         origin = [torch.initial_seed()]
         origin += [library.origin for library in LIBRARIES if library.n_seeds]
-        # the same seed may have been set again
+        # the program may have set the same seed once more
         n_seeds = [library.n_seeds for library in LIBRARIES]
         if (origin, n_seeds) != self._origin:
             self._origin = (origin, n_seeds)
@@ -165,7 +165,7 @@ _program_seeds = _ProgramSeeds()
 
 
 def program_seed() -> int:
-    """Return a seed of 63 bits for what the program does not seed itself; by chance if it has set no seed at all."""
+    """Return a seed of 63 bits where the program passes none; a random one if it has set no seed at all."""
     return _program_seeds.take()
 
 
@@ -174,9 +174,9 @@ class RowSeeds:
     """Seeds of the rows that are read at once.
 
     Attributes:
-        seed: of the data, equal on all ranks.
-        epoch: number of the epoch, or what else tells apart two times at which a row is read.
-        first: position of the first row, where a row may come twice; None where rows go by their numbers.
+        seed: seed of the data, equal on all ranks.
+        epoch: number of the epoch, or another number that tells apart two times at which a row is read.
+        first: position of the first row, where a row may come twice. None where seeds depend on the numbers of rows.
     """
 
     seed: int
@@ -187,15 +187,20 @@ class RowSeeds:
         """Return the seed of a row.
 
         Args:
-            index: of the row among those that are read at once.
-            row: its number in the data.
-            stage: of what is done with it, where several functions are called one after another.
+            index: index of the row among the rows that are read at once.
+            row: number of the row in the data.
+            stage: number of the function, where several are called one after another.
         """
         name = row if self.first is None else self.first + index
         return seed_of(self.seed, self.epoch, name, stage)
 
     def of_all(self, first_row: Any, stage: int = 0) -> int:
-        """Return the seed of what is done with all rows at once, the first of which has a number."""
+        """Return the seed of work on all rows at once.
+
+        Args:
+            first_row: number of the first row in the data.
+            stage: number of the function, where several are called one after another.
+        """
         name = first_row if self.first is None else self.first
         return seed_of(self.seed, self.epoch, name, "all", stage)
 
@@ -205,14 +210,14 @@ class RowSeeds:
 
 
 class RowNumbers:
-    """Calls what may draw random numbers.
+    """Calls functions that may draw random numbers.
 
     Args:
-        roots: datasets and functions that may hold generators of their own, which are then seeded, too.
+        roots: datasets and functions that may hold generators, which are then seeded, too.
 
     Attributes:
         is_drawing: whether something has drawn, so that numbers are seeded.
-        n_alarms: how often something may have drawn beside the loop.
+        n_alarms: number of times that something may have drawn beside the loop.
     """
 
     def __init__(self, roots: Iterable[Any] = ()) -> None:
@@ -229,14 +234,17 @@ class RowNumbers:
         self.n_alarms += 1
 
     def call(
-        self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any
+        self,
+        seed: Callable[[], int] | None,
+        function: Callable[..., Any],
+        *arguments: Any,
     ) -> Any:
-        """Return what a function returns, with random numbers of its own; the first one that draws is called twice.
+        """Return the result of a function, with seeded random numbers; the first function that draws is called twice.
 
         Args:
-            seed: returns the seed of the numbers; None leaves them as they come.
-            function: reads, maps or joins rows.
-            arguments: of the function.
+            seed: function that returns the seed of the numbers. None leaves the numbers as they come.
+            function: function that reads, maps or joins rows.
+            arguments: arguments of the function.
 
         Raises:
             DrawsBesideLoopError: if numbers were drawn beside the loop, by the function or the loop.
@@ -248,14 +256,19 @@ class RowNumbers:
         return self.call_once(seed, function, *arguments)
 
     def call_for_rows(
-        self, seed: Callable[[int], int] | None, function: Callable[[Any], Any], rows: Sequence[Any]
+        self,
+        seed: Callable[[int], int] | None,
+        function: Callable[[Any], Any],
+        rows: Sequence[Any],
     ) -> list[Any]:
-        """Return what a function returns for each row, with random numbers of its own.
+        """Return the result of a function for each row, with random numbers that are seeded for the row.
 
         Args:
-            seed: returns the seed of the numbers of a row, by its index; None leaves them as they come.
-            function: reads or maps a row; where one draws for the first time, it is called again for all.
-            rows: what it is called with.
+            seed: function that returns the seed of the numbers of a row, by its index. None leaves the numbers as they
+                come.
+            function: function that reads or maps a row; where it draws for the first time, it is called again for all
+                rows.
+            rows: arguments of the function, one for each row.
 
         Raises:
             DrawsBesideLoopError: if numbers were drawn beside the loop, by the function or the loop.
@@ -272,9 +285,12 @@ class RowNumbers:
         return results
 
     def call_once(
-        self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any
+        self,
+        seed: Callable[[], int] | None,
+        function: Callable[..., Any],
+        *arguments: Any,
     ) -> Any:
-        """Return what a function returns, with random numbers of its own once one has drawn.
+        """Return the result of a function, with seeded random numbers once some function has drawn.
 
         Raises:
             DrawsBesideLoopError: if numbers were drawn beside the loop, by the function or the loop.
@@ -336,8 +352,8 @@ def seed_generator(generator: Any, seed: int) -> None:
     """Seed a generator of torch, numpy or Python.
 
     Args:
-        generator: of any of the libraries.
-        seed: of at most 63 bits.
+        generator: generator of any of the libraries.
+        seed: seed of at most 63 bits.
     """
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
@@ -370,14 +386,12 @@ def generators_in(roots: Iterable[Any]) -> list[Any]:
                 inner += _held_by(item)
         level = inner
     process_wide = [torch.default_generator, np.random.mtrand._rand, random._inst]
-    return [
-        item
-        for item in generators
-        if not any(item is shared_generator for shared_generator in process_wide)
-    ]
+    process_wide_ids = set(map(id, process_wide))
+    return [item for item in generators if id(item) not in process_wide_ids]
 
 
 def _held_by(item: Any) -> Sequence[Any]:
+    """Return the objects that an object holds directly."""
     if isinstance(item, _HOLD_NOTHING):
         return ()
     if is_nest(item):
@@ -393,7 +407,7 @@ def _held_by(item: Any) -> Sequence[Any]:
 
 
 def _held_by_function(function: types.FunctionType) -> list[Any]:
-    """Return what a function of the program reaches by its closure, its defaults, and the names of its module."""
+    """Return the objects that a function of the program reaches by its closure, its defaults and its module's names."""
     reachable = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     reachable += list(function.__defaults__ or ())
     for name in function.__code__.co_names:
@@ -411,35 +425,32 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _is_of_program(value: Any) -> bool:
-    """Return whether a global value is a generator, a nest, or a function or object of the program or of what it uses.
+    """Return whether a global value is a generator, a nest, or a function or object of the program or its libraries.
 
-    Not those of hpcdist and torch, such as a strategy or a model: they hold much, and no generator of a row.
+    Objects of hpcdist and torch, such as a strategy or a model, do not count: they hold much, and no generator of a
+    row.
     """
     if isinstance(value, _GENERATORS) or is_nest(value):
         return True
+    if isinstance(value, type):
+        return False
     module = getattr(value, "__module__", None) or ""
-    return not isinstance(value, type) and module.partition(".")[0] not in (
-        "",
-        "builtins",
-        "torch",
-        "numpy",
-        "hpcdist",
-    )
+    return _package_of(module) not in ("", "builtins", "torch", "numpy", "hpcdist")
 
 
 def _methods_of(kind: type) -> list[Any]:
-    """Return the functions by which a class of the program's own reads and transforms rows."""
+    """Return the functions by which a class of the program reads and transforms rows."""
     methods: list[Any] = []
     for ancestor in inspect.getmro(kind):
-        if ancestor.__module__.partition(".")[0] in (
-            "torch",
-            "numpy",
-            "builtins",
-            "hpcdist",
-            "typing",
-        ):
+        package = _package_of(ancestor.__module__)
+        if package in ("torch", "numpy", "builtins", "hpcdist", "typing"):
             continue
-        methods += [
-            value for value in vars(ancestor).values() if isinstance(value, types.FunctionType)
-        ]
+        for value in vars(ancestor).values():
+            if isinstance(value, types.FunctionType):
+                methods.append(value)
     return methods
+
+
+def _package_of(module: str) -> str:
+    package, _, _ = module.partition(".")
+    return package

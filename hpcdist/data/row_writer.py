@@ -17,20 +17,20 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import DataError
 
-#: HDF5's own structures take less than this in each append.
+#: The structures of HDF5 take less than this in each append.
 _MARGIN_BYTES = 1 << 18
 _CHUNK_BYTES = 1 << 20
 
 
 class RowFile:
-    """A file of datasets that grow; it has its name once it is whole. Written by one process.
+    """A file of datasets that grow; it gets its name once it is whole. Written by one process.
 
     >>> with RowFile("out.h5") as file:
     ...     file.append({"predictions": rows})
     ...     file.publish()
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,7 +50,7 @@ class RowFile:
                 self._file.close()
         if self._temporary is None:
             return
-        with contextlib.suppress(OSError):  # it has its name now
+        with contextlib.suppress(OSError):  # the file has its name now
             self._disk.close(self._descriptor)
             self._disk.remove(self._temporary)
 
@@ -77,25 +77,32 @@ class RowFile:
             ) from error
 
     def _append_one(self, name: str, array: Any) -> None:
+        """Append rows to a dataset, which is made if it is new."""
+        shape = array.shape[1:]
         if name not in self._file:
-            shape = array.shape[1:]
-            row_bytes = max(1, math.prod(array.shape[1:]) * array.itemsize)
-            chunk = (max(1, _CHUNK_BYTES // row_bytes), *(max(1, size) for size in shape))
+            row_bytes = max(1, math.prod(shape) * array.itemsize)
+            chunk_rows = max(1, _CHUNK_BYTES // row_bytes)
             self._file.create_dataset(
-                name, (0, *shape), array.dtype, maxshape=(None, *shape), chunks=chunk
+                name,
+                (0, *shape),
+                array.dtype,
+                maxshape=(None, *shape),
+                chunks=(chunk_rows, *(max(1, size) for size in shape)),
             )
         stored = self._file[name]
-        if stored.shape[1:] != array.shape[1:]:
-            raise ValueError(f"rows of shape {array.shape[1:]} after those of {stored.shape[1:]}")
+        stored_shape = stored.shape[1:]
+        if stored_shape != shape:
+            raise ValueError(f"rows of shape {shape} after those of {stored_shape}")
         chunk_bytes = math.prod(stored.chunks) * array.itemsize
-        more = array.nbytes + chunk_bytes + _MARGIN_BYTES
-        self._disk.allocate(self._descriptor, self._file.id.get_filesize() + more)
+        n_more_bytes = array.nbytes + chunk_bytes + _MARGIN_BYTES
+        n_bytes = self._file.id.get_filesize()
+        self._disk.allocate(self._descriptor, n_bytes + n_more_bytes)
         n_before = len(stored)
         stored.resize(n_before + len(array), 0)
         stored[n_before:] = array
 
     def publish(self) -> None:
-        """Give the file its name, in place of what is there, once its content is durable.
+        """Give the file its name, in place of a file of that name, once its content is durable.
 
         Raises:
             DataError: when it cannot be written.
@@ -105,7 +112,7 @@ class RowFile:
             n_bytes = self._file.id.get_filesize()
             self._file.close()
             self._file = None
-            # without what was allocated and not used
+            # without the bytes that were allocated and not used
             self._disk.truncate(self._descriptor, n_bytes)
             self._disk.sync(self._descriptor)
             assert self._temporary is not None, "appended to"

@@ -1,4 +1,4 @@
-"""Rows and parts of batches: nests of arrays, what they look like, and the functions that are mapped over them."""
+"""Rows and parts of batches: nests of arrays, their specifications, and the functions that are mapped over them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,9 @@ class TensorSpec:
 
 def as_array(value: Any) -> Any:
     """Return a tensor or array as it is, anything else as a numpy array."""
-    return value if isinstance(value, (torch.Tensor, np.ndarray)) else np.asarray(value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value
+    return np.asarray(value)
 
 
 def stack(rows: Sequence[Nest]) -> Nest:
@@ -52,47 +54,58 @@ def padded(rows: Sequence[Nest], shapes: Nest = None, values: Nest = None) -> li
 
     Args:
         rows: nests of one form.
-        shapes: nest of a shape for each array; None or -1 in it for the longest of the rows. None: all of the longest.
-        values: nest of what is put there, or one number for all; None: zeros.
+        shapes: nest of a shape for each array, in which None or -1 is the size of the longest array. None makes all
+            arrays as long as the longest one.
+        values: nest of the numbers that fill the arrays, or one number for all. None fills them with zeros.
 
     Raises:
-        DataError: at an array that is longer than its shape, or has other dimensions.
+        DataError: at an array that is longer than its shape, or has another number of dimensions.
     """
     first = rows[0]
     if not is_nest(first):
-        return _padded_arrays(
-            [as_array(row) for row in rows], shapes, 0 if values is None else values
-        )
-    own_shapes = [None] * len(first) if shapes is None else children_of(shapes)
-    own_values = children_of(values) if is_nest(values) else [values] * len(first)
-    columns = zip(*(children_of(row) for row in rows), strict=True)
-    padded_columns = [
-        padded(*column) for column in zip(columns, own_shapes, own_values, strict=True)
-    ]
+        arrays = [as_array(row) for row in rows]
+        return _padded_arrays(arrays, shapes, 0 if values is None else values)
+    child_shapes: list[Nest] = [None] * len(first)
+    if shapes is not None:
+        child_shapes = children_of(shapes)
+    child_values: list[Nest] = [values] * len(first)
+    if is_nest(values):
+        child_values = children_of(values)
+    columns = zip(*map(children_of, rows), strict=True)
+    padded_columns: list[list[Nest]] = []
+    for column, shape, value in zip(columns, child_shapes, child_values, strict=True):
+        padded_columns.append(padded(column, shape, value))
     return [with_children(first, children) for children in zip(*padded_columns, strict=True)]
 
 
-def _padded_arrays(arrays: list[Any], shape: Sequence[int | None] | None, value: Any) -> list[Any]:
-    longest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
-    limits = [None] * len(longest) if shape is None else list(shape)
-    sizes = [
-        longest_size if size in (None, -1) else size
-        for size, longest_size in zip(limits, longest, strict=len(limits) != len(longest))
-    ]
-    if len(limits) != len(longest) or any(
-        size < longest_size for size, longest_size in zip(sizes, longest, strict=True)
-    ):
+def _padded_arrays(
+    arrays: list[Any],
+    shape: Sequence[int | None] | None,
+    value: Any,
+) -> list[Any]:
+    """Return arrays padded to one shape; see `padded`."""
+    shapes = [array.shape for array in arrays]
+    longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    limits: list[int | None] = [None] * len(longest)
+    if shape is not None:
+        limits = list(shape)
+    sizes: list[int] = []
+    for limit, longest_size in zip(limits, longest, strict=True):
+        size = longest_size
+        if limit is not None and limit != -1:
+            size = limit
+        sizes.append(size)
+    if any(size < longest_size for size, longest_size in zip(sizes, longest, strict=True)):
         raise DataError(
             f"padded_batch: expected arrays of at most the shape {tuple(limits)}, got one of {tuple(longest)}; give a "
             f"larger one, or None for the longest."
         )
-    targets = []
+    targets: list[Any] = []
     for array in arrays:
-        target = (
-            array.new_full(sizes, value)
-            if isinstance(array, torch.Tensor)
-            else np.full(sizes, value, array.dtype)
-        )
+        if isinstance(array, torch.Tensor):
+            target: Any = array.new_full(sizes, value)
+        else:
+            target = np.full(sizes, value, array.dtype)
         target[tuple(map(slice, array.shape))] = array
         targets.append(target)
     return targets
@@ -107,8 +120,12 @@ def _rows_of(nest: Nest, n_rows: int) -> list[Nest]:
     if not isinstance(nest, (dict, tuple, list)):
         return list(nest)
     columns = [_rows_of(child, n_rows) for child in children_of(nest)]
-    rows = list(zip(*columns, strict=True)) if columns else [()] * n_rows
-    return rows if type(nest) is tuple else [with_children(nest, row) for row in rows]
+    rows: list[Any] = [()] * n_rows
+    if columns:
+        rows = list(zip(*columns, strict=True))
+    if type(nest) is tuple:
+        return rows
+    return [with_children(nest, row) for row in rows]
 
 
 def n_rows_of(part: Nest) -> int:
@@ -125,8 +142,9 @@ def zeros_like(specs: Nest) -> Nest:
     """Return the nest with zeros in place of everything that has a shape and a dtype of numpy or torch."""
 
     def zeros(spec: Any) -> Any:
+        shape = [size or 0 for size in spec.shape or ()]
         make = torch.zeros if isinstance(spec.dtype, torch.dtype) else np.zeros
-        return make([size or 0 for size in spec.shape or ()], dtype=spec.dtype)
+        return make(shape, dtype=spec.dtype)
 
     return map_nest(zeros, specs)
 
@@ -139,40 +157,48 @@ def fitted(specs: Nest, row: Nest) -> Nest:
     """
     if not is_nest(specs):
         return _fitted_array(specs, row)
-    parts = [children_of(nest) if is_nest(nest) else [] for nest in (specs, row)]
-    are_dicts = isinstance(specs, dict), isinstance(row, dict)
-    if (
-        are_dicts[0] != are_dicts[1]
-        or len(parts[0]) != len(parts[1])
-        or (are_dicts[0] and specs.keys() != row.keys())
-    ):
+    child_specs = children_of(specs)
+    children = children_of(row) if is_nest(row) else []
+    has_form = isinstance(specs, dict) == isinstance(row, dict)
+    if has_form and isinstance(specs, dict):
+        has_form = specs.keys() == row.keys()
+    if not has_form or len(child_specs) != len(children):
         raise _misfit(f"rows of the form {form_of(specs)}", f"one of the form {form_of(row)}")
-    return with_children(specs, [fitted(spec, child) for spec, child in zip(*parts, strict=True)])
+    fitted_children: list[Nest] = []
+    for spec, child in zip(child_specs, children, strict=True):
+        fitted_children.append(fitted(spec, child))
+    return with_children(specs, fitted_children)
 
 
 def _fitted_array(spec: Any, value: Any) -> Any:
+    """Return a leaf of a row in the dtype that its signature gives."""
     if isinstance(spec.dtype, torch.dtype):
         tensor = torch.as_tensor(value)
         _check_shape(spec, tensor.shape)
         converted: Any = tensor.to(spec.dtype)
-        is_kept = torch.can_cast(tensor.dtype, spec.dtype) and _is_kept(
-            tensor, converted, spec.dtype.is_floating_point
-        )
+        is_float = spec.dtype.is_floating_point
+        has_kind = torch.can_cast(tensor.dtype, spec.dtype)
+        is_kept = has_kind and _is_kept(tensor, converted, is_float)
         actual_dtype: Any = tensor.dtype
     else:
         array = np.asarray(value)
         _check_shape(spec, array.shape)
-        kinds = array.dtype.kind + np.dtype(spec.dtype).kind
-        with np.errstate(over="ignore"):  # found below
-            converted = array.astype(spec.dtype) if array.dtype != spec.dtype else array
-        is_kind = np.can_cast(array.dtype, spec.dtype, "same_kind") or (
-            kinds[0] in "biu" and kinds[1] in "iu"
-        )
-        is_kept = is_kind and (kinds[1] not in "iuf" or _is_kept(array, converted, kinds[1] == "f"))
+        kind = array.dtype.kind
+        spec_kind = np.dtype(spec.dtype).kind
+        converted = array
+        if array.dtype != spec.dtype:
+            with np.errstate(over="ignore"):  # _is_kept finds what has overflowed
+                converted = array.astype(spec.dtype)
+        are_integers = kind in "biu" and spec_kind in "iu"
+        has_kind = are_integers or np.can_cast(array.dtype, spec.dtype, "same_kind")
+        is_kept = has_kind
+        if has_kind and spec_kind in "iuf":
+            is_kept = _is_kept(array, converted, spec_kind == "f")
         actual_dtype = array.dtype
     if not is_kept:
+        beginning = str(value)[:60]
         raise _misfit(
-            f"arrays of {spec.dtype}", f"one of {actual_dtype} that does not fit: {str(value)[:60]}"
+            f"arrays of {spec.dtype}", f"one of {actual_dtype} that does not fit: {beginning}"
         )
     return converted
 
@@ -181,20 +207,23 @@ def _is_kept(original: Any, converted: Any, is_float: bool) -> bool:
     """Return whether whole numbers are the same after a conversion, and floats no less finite."""
     if converted.dtype == original.dtype:
         return True
+    if not is_float:
+        return bool((converted == original).all())
     library: Any = torch if isinstance(original, torch.Tensor) else np
-    return bool(
-        (library.isfinite(converted) == library.isfinite(original)).all()
-        if is_float
-        else (converted == original).all()
-    )
+    are_finite = library.isfinite(converted) == library.isfinite(original)
+    return bool(are_finite.all())
 
 
 def _check_shape(spec: Any, actual_shape: Sequence[int]) -> None:
-    shape = tuple(actual_shape) if spec.shape is None else tuple(spec.shape)
-    if len(shape) != len(actual_shape) or any(
-        size not in (None, actual_size)
-        for size, actual_size in zip(shape, actual_shape, strict=True)
-    ):
+    """Raise DataError unless the shape of an array is as its signature says."""
+    if spec.shape is None:
+        return
+    shape = tuple(spec.shape)
+    has_shape = len(shape) == len(actual_shape)
+    if has_shape:
+        for size, actual_size in zip(shape, actual_shape, strict=True):
+            has_shape = has_shape and size in (None, actual_size)
+    if not has_shape:
         raise _misfit(f"arrays of shape {shape}", f"one of shape {tuple(actual_shape)}")
 
 
@@ -207,7 +236,12 @@ def _misfit(expected: str, actual: str) -> DataError:
 
 def spec_of(part: Nest, n_rows: int | None) -> Nest:
     """Return the nest with a TensorSpec in place of every (n, ...) array; its first dimension is `n_rows`."""
-    return map_nest(lambda array: TensorSpec((n_rows, *array.shape[1:]), array.dtype), part)
+
+    def array_spec(array: Any) -> TensorSpec:
+        shape = (n_rows, *array.shape[1:])
+        return TensorSpec(shape, array.dtype)
+
+    return map_nest(array_spec, part)
 
 
 def apply(functions: tuple[Function, ...], element: Nest) -> Nest:
@@ -242,6 +276,9 @@ def explaining_empty_parts(values: Iterable[Nest]) -> Iterator[None]:
 
 
 def _has_empty_array(values: Iterable[Nest]) -> bool:
-    return any(
-        tuple(getattr(leaf, "shape", ()))[:1] == (0,) for value in values for leaf in leaves(value)
-    )
+    for value in values:
+        for leaf in leaves(value):
+            shape = tuple(getattr(leaf, "shape", ()))
+            if shape[:1] == (0,):
+                return True
+    return False

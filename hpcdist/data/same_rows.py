@@ -1,7 +1,7 @@
-"""Whether all ranks hold the same rows: a dataset that is distributed is read on each of them, a part on each.
+"""Whether all ranks hold the same rows: each rank reads a part of a dataset that is distributed.
 
-Unseeded random rows, or an unseeded random_split, would give every rank a dataset of its own, and a global batch rows
-of several.
+Unseeded random rows, or an unseeded random_split, would give every rank another dataset, and a global batch rows of
+several datasets.
 """
 
 import itertools
@@ -18,29 +18,32 @@ from hpcdist.nest import Nest, leaves
 
 #: Reads of a sample that show whether rows are random.
 _N_READS = 8
-#: Rows of a stream that are compared where ranks have drawn others.
+#: Number of rows of a stream that are compared where ranks have drawn different ones.
 _N_FIRST_ROWS = 8
 #: How deep the attributes of objects are looked at that are no arrays.
 _MAX_DEPTH = 3
-#: What `describe_rows` says of rows that are.
+#: Description of random rows.
 RANDOM = "random"
 
 
 def describe_rows(source: RowSource) -> str:
     """Return the number of rows, and a digest of a sample of them; RANDOM for rows that differ between two reads.
 
-    Random numbers that the rows are made of are drawn from the same seeds each time, and the program's are left as they
-    were. Rows that cannot be read here count as random: a dataset may be readable in its worker processes only.
+    Random numbers that the rows are made of are drawn from the same seeds each time, and the program's numbers are left
+    as they were. Rows that cannot be read here count as random: a dataset may be readable in its worker processes only.
 
     Cost: `source.n_sampled` rows are read twice.
     """
-    digests = {_digest(source) for _ in range(2)}
-    return f"{source.n_rows} rows, {digests.pop() if len(digests) == 1 else RANDOM}"
+    digest = _digest(source)
+    if _digest(source) != digest:
+        digest = RANDOM
+    return f"{source.n_rows} rows, {digest}"
 
 
 def are_random(source: RowSource) -> bool:
     """Return whether repeated reads of a sample of the rows differ. Cost: the sample is read eight times."""
-    return len({_digest(source) for _ in range(_N_READS)}) > 1
+    digests = [_digest(source) for _ in range(_N_READS)]
+    return len(set(digests)) > 1
 
 
 def digest_of(rows: Nest) -> int:
@@ -53,7 +56,11 @@ def digest_of(rows: Nest) -> int:
 
 def leaf_digests(row: Nest) -> tuple[int, ...]:
     """Return a digest of each leaf of a row, of 63 bits."""
-    return tuple(xxhash.xxh3_64_intdigest(_content_of(leaf)) >> 1 for leaf in leaves(row))
+    digests: list[int] = []
+    for leaf in leaves(row):
+        digest = xxhash.xxh3_64_intdigest(_content_of(leaf))
+        digests.append(digest >> 1)
+    return tuple(digests)
 
 
 def describe_first_rows(stream: Stream, epoch: int) -> list[int | None]:
@@ -76,10 +83,12 @@ def describe_first_rows(stream: Stream, epoch: int) -> list[int | None]:
 
 
 def _digest(source: RowSource) -> str:
+    """Return a digest of a sample of the rows; RANDOM for rows that cannot be read here."""
     if not source.n_rows:
         return "none"
-    n = min(source.n_sampled, source.n_rows)
-    rows = np.unique(np.linspace(0, source.n_rows - 1, n).astype(np.int64))
+    n_sampled = min(source.n_sampled, source.n_rows)
+    positions = np.linspace(0, source.n_rows - 1, n_sampled)
+    rows = np.unique(positions.astype(np.int64))
     digest = xxhash.xxh3_64()
     with own_random_numbers():
         try:
@@ -92,10 +101,13 @@ def _digest(source: RowSource) -> str:
 
 
 def _content_of(leaf: Any, depth: int = 0) -> bytes:
+    """Return bytes that tell a leaf from others: its values, or the contents of its attributes."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        return f"{leaf.dtype} {tuple(leaf.shape)}".encode() + _bytes_of(leaf)
+        form = f"{leaf.dtype} {tuple(leaf.shape)}"
+        return form.encode() + _bytes_of(leaf)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind != "O":
-        return f"{leaf.dtype} {leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes()
+        form = f"{leaf.dtype} {leaf.shape}"
+        return form.encode() + np.ascontiguousarray(leaf).tobytes()
     if isinstance(leaf, (bool, int, float, complex, str, bytes, type(None))):
         return repr(leaf).encode()
     name = type(leaf).__name__.encode()
@@ -103,9 +115,11 @@ def _content_of(leaf: Any, depth: int = 0) -> bytes:
         return name + np.asarray(leaf).tobytes()
     if depth == _MAX_DEPTH or isinstance(leaf, type):
         return name
-    parts = leaves(list(getattr(leaf, "__dict__", {}).values()))
+    attributes = getattr(leaf, "__dict__", {})
+    parts = leaves(list(attributes.values()))
     return name + b"".join(_content_of(part, depth + 1) for part in parts)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    return values.view(torch.uint8).numpy().tobytes()

@@ -1,6 +1,6 @@
 """A sampler for programs that keep their own DataLoader.
 
-In a file of its own: worker processes of a DataLoader import `torch_source.py`, and must not start MPI.
+It is not in `torch_source.py`: worker processes of a DataLoader import that file, and must not start MPI.
 """
 
 import itertools
@@ -26,9 +26,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     `experimental_distribute_dataset(loader)` needs no sampler, divides each batch exactly, and resumes on other ranks.
 
-    In `Checkpoint(data=sampler)` it resumes at the exact batch, on as many ranks: begin the loop over epochs at
-    `sampler.epoch`. The position is counted where a DataLoader with this sampler yields batches in the main thread, and
-    counts those that a step was made of.
+    In `Checkpoint(data=sampler)` it resumes at the exact batch, on the same number of ranks: begin the loop over epochs
+    at `sampler.epoch`. The position is counted where a DataLoader with this sampler yields batches in the main thread;
+    it counts the batches that a step was made of.
 
     >>> sampler = hpcdist.DistributedSampler(range(10))
     >>> loader = torch.utils.data.DataLoader(range(10), batch_size=2, sampler=sampler)
@@ -36,12 +36,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     Not collective, but for the start of MPI in a process that has made no strategy.
 
     Args:
-        dataset: has a length, equal on all ranks.
-        num_replicas: default: the ranks of the strategy's role.
-        rank: default: this one's number among them.
-        shuffle: a new order in each epoch that `set_epoch` names.
-        seed: of the order; equal on all ranks.
-        drop_last: drop rows that do not divide evenly, instead of giving some twice.
+        dataset: dataset with a length that is equal on all ranks.
+        num_replicas: number of shares. By default, the number of ranks of the strategy's role.
+        rank: number of this rank's share. By default, the number of this rank in its role.
+        shuffle: whether each epoch that `set_epoch` names has a new random order.
+        seed: seed of the order, equal on all ranks.
+        drop_last: whether rows that do not divide evenly are dropped, instead of giving some rows twice.
     """
 
     def __init__(
@@ -53,10 +53,13 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        comm = make_world().role_comm if num_replicas is None or rank is None else None
-        n_replicas = comm.size if num_replicas is None and comm is not None else num_replicas
-        replica_rank = comm.rank if rank is None and comm is not None else rank
-        super().__init__(dataset, n_replicas, replica_rank, shuffle, seed, drop_last)
+        if num_replicas is None or rank is None:
+            comm = make_world().role_comm
+            if num_replicas is None:
+                num_replicas = comm.size
+            if rank is None:
+                rank = comm.rank
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self._order_epoch = 0
         self._n_used = 0
         self._is_named = False
@@ -71,8 +74,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         After a restore, the rows that the restored epoch has used are left out.
 
         Args:
-            epoch: its number.
-            n_used: rows of this rank's share that the epoch has used already: they are left out of the next pass.
+            epoch: number of the epoch.
+            n_used: number of rows of this rank's share that the epoch has used already: they are left out of the next
+                pass.
 
         Raises:
             DataError: after a restore, for another epoch than the restored one.
@@ -113,7 +117,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         """Take the position from what a DataLoader has handed out and steps have completed.
 
         Returns:
-            Whether it does: not if another DataLoader with this sampler is followed.
+            whether the position is taken: not if another DataLoader with this sampler is followed.
         """
         if self._source is not None and not self._source.is_abandoned:
             return False
@@ -126,9 +130,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     @contextmanager
     def beginning_pass(self, loader: "torch.utils.data.DataLoader[Any]") -> Iterator[None]:
-        """Let a DataLoader begin a pass in the block: rows get random numbers of their own, the same after a restart.
+        """Let a DataLoader begin a pass in the block: each row gets other random numbers, the same after a restart.
 
-        So do its workers, when they begin, from torch's generator, which is left as it was.
+        The workers get theirs when they begin, from torch's generator, which is left as it was.
         """
         if self._seeded_loader is None:
             self._seeded_loader = SeededLoader(loader, self._row_seeds)
@@ -167,7 +171,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         """Return the epoch, and how many rows of this rank's share it has used. Equal on all ranks.
 
         Raises:
-            DataError: if rows were drawn otherwise than by a DataLoader, so that nobody knows how many were used.
+            DataError: if rows were drawn otherwise than by a DataLoader, so that the number of used rows is unknown.
         """
         if self._has_unknown_position:
             raise DataError(

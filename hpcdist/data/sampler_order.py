@@ -1,7 +1,7 @@
-"""The batches that a sampler of the program's own draws: the same on all ranks, and the same after a restart.
+"""The batches that a sampler of the program draws: the same on all ranks, and the same after a restart.
 
 The numbers that a sampler draws at random are seeded anew for each pass, by the seed of the loader and the number of
-the pass. Between two looks at a sampler its random numbers and those of the program are kept apart.
+the pass. Between two looks at a sampler its random numbers and the program's are kept apart.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ class SamplerOrder:
         n_passes: number of passes before this one.
 
     Attributes:
-        n_passes: as given.
+        n_passes: number of passes before this one.
         batches: keys of the items of each batch that was drawn so far.
-        digests: one for each batch: a digest of all keys up to its end.
+        digests: digest of all keys up to the end of each batch.
         is_whole: whether the sampler has no more batches.
     """
 
@@ -38,13 +38,14 @@ class SamplerOrder:
         self.is_whole = False
         self._digest = xxhash.xxh3_64()
         self._batch_sampler: Any = loader.batch_sampler
-        self._seed = xxhash.xxh3_64_intdigest(f"{seed} {n_passes}".encode()) >> 1
+        seed_text = f"{seed} {n_passes}"
+        self._seed = xxhash.xxh3_64_intdigest(seed_text.encode()) >> 1
         self.n_passes = n_passes
         self._iterator: Iterator[Any] | None = None
         self._random_state: RandomState | None = None
 
     def draw(self, n_batches: int) -> None:
-        """Draw until there are `n_batches` batches and some more, or no more. Not collective."""
+        """Draw until there are at least `n_batches` batches, or the sampler has no more. Not collective."""
         if self.is_whole or len(self.batches) >= n_batches:
             return
         n_batches = -(-n_batches // _CHUNK_BATCHES) * _CHUNK_BATCHES
@@ -58,6 +59,7 @@ class SamplerOrder:
             program_state.restore()
 
     def _begin_or_go_on(self) -> Iterator[Any]:
+        """Return the iterator over the batches, with its random numbers set as it has left them."""
         if self._iterator is not None and self._random_state is not None:
             self._random_state.restore()
             return self._iterator
@@ -81,17 +83,19 @@ class SamplerOrder:
 
     def digest_of(self, n_batches: int) -> int:
         """Return the digest of the first batches; 0 for none."""
-        return self.digests[n_batches - 1] if n_batches else 0
+        if not n_batches:
+            return 0
+        return self.digests[n_batches - 1]
 
 
 def samplers_of(batch_sampler: Any) -> list[Any]:
     """Return a batch sampler and the samplers that it holds, such as its `sampler`, each once."""
     samplers = [batch_sampler]
+    seen_ids = {id(batch_sampler)}
     for sampler in samplers:
         for value in _attributes_of(sampler).values():
-            if isinstance(value, Sampler) and not any(
-                value is earlier_sampler for earlier_sampler in samplers
-            ):
+            if isinstance(value, Sampler) and id(value) not in seen_ids:
+                seen_ids.add(id(value))
                 samplers.append(value)
     return samplers
 
@@ -109,12 +113,17 @@ def _seed_generators(sampler: Any, seed: int) -> None:
 
 def drawn_seed(loader: "DataLoader[Any]") -> int:
     """Return a seed for the passes of a loader, drawn from its sampler's generator, or else from torch's."""
-    generators: list[torch.Generator] = []
-    for sampler in samplers_of(loader.batch_sampler):
-        generators += [
-            value
-            for value in _attributes_of(sampler).values()
-            if isinstance(value, torch.Generator)
-        ]
-    generator = generators[0] if generators else loader.generator
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    generator = _first_generator(samplers_of(loader.batch_sampler))
+    if generator is None:
+        generator = loader.generator
+    seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return int(seed)
+
+
+def _first_generator(samplers: list[Any]) -> torch.Generator | None:
+    """Return the first generator of torch that one of the samplers holds; None if there is none."""
+    for sampler in samplers:
+        for value in _attributes_of(sampler).values():
+            if isinstance(value, torch.Generator):
+                return value
+    return None

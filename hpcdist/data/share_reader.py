@@ -29,8 +29,8 @@ class ShareReader(WorkerReader):
 
     Args:
         loader: DataLoader of the program over an IterableDataset, with workers.
-        shares: into which rows are cut.
-        part_rows: rows of a part, but for the last ones of each worker.
+        shares: shares into which rows are cut.
+        part_rows: number of rows of a part; the last parts of each worker have fewer.
     """
 
     def __init__(self, loader: "DataLoader[Any]", shares: Shares, part_rows: int) -> None:
@@ -51,7 +51,7 @@ class ShareReader(WorkerReader):
         """Yield the parts of a pass.
 
         Args:
-            number: of the pass, by which random numbers are seeded.
+            number: number of the pass, by which random numbers are seeded.
 
         Raises:
             DataError: when a worker ends or takes too long; on this rank only.
@@ -67,7 +67,7 @@ class ShareReader(WorkerReader):
             yield joined.n_rows, joined.part
 
     def first_rows(self) -> list[FirstRows]:
-        """Return what the workers of this rank have drawn first in the pass, as far as their parts have come."""
+        """Return the rows that this rank's workers have drawn first in the pass, as far as their parts have come."""
         return list(self._first_rows.values())
 
     def describe_first_share(self) -> list[RowDigests]:
@@ -85,7 +85,7 @@ class ShareReader(WorkerReader):
         )
 
     def _read_at_once(self, worker_loader: WorkerLoader) -> list[Any]:
-        """Return all that the workers of a loader send."""
+        """Return all objects that the workers of a loader send."""
         batches = self._start_workers(worker_loader)
         received: list[Any] = []
         try:
@@ -110,7 +110,7 @@ class ShareReader(WorkerReader):
         """Return a part of no rows. Cost: a worker draws the first row, unless parts have been read.
 
         Raises:
-            DataError: for a stream without rows, or a collate_fn that returns what has no value for none.
+            DataError: for a stream without rows, or a collate_fn that returns something that has no value for no rows.
         """
         if self._empty_part is None:
             progress = Progress(1, "row {} of its stream")
@@ -150,10 +150,10 @@ class _ShareLoader(WorkerLoader):
     """Reads a share of a stream.
 
     Args:
-        share: what each worker iterates over.
+        share: rows over which each worker iterates.
         numbers: seeds of the workers' random numbers.
-        progress: where workers note what they read.
-        join: makes a part of a list of rows.
+        progress: memory in which workers note the rows that they read.
+        join: function that makes a part of a list of rows.
         settings: settings of the workers, and batch_size.
     """
 

@@ -27,7 +27,7 @@ from hpcdist.plan.sample_order import Rows
 
 #: Arrays up to this size are compared in full; of larger ones, a sample of rows.
 _COMPARED_BYTES = 16 << 20
-#: What a source says of itself: JSON.
+#: Description of a source, as JSON.
 Description = dict[str, Any]
 
 
@@ -37,8 +37,8 @@ class Request:
 
     Attributes:
         rows: (n,) int64 numbers of the rows.
-        numbers: calls what reads and maps them.
-        seeds: of their random numbers; None leaves those as they come.
+        numbers: caller of the functions that read and map the rows.
+        seeds: seeds of the rows' random numbers. None leaves the numbers as they come.
     """
 
     rows: Rows
@@ -49,8 +49,8 @@ class Request:
         """Return a request for rows of another source.
 
         Args:
-            rows: by their numbers there.
-            branch: what tells the source apart, where several are asked for the same rows.
+            rows: numbers of the rows in the other source.
+            branch: name that tells the source apart, where several are asked for the same rows.
         """
         if self.seeds is None or branch is None:
             return replace(self, rows=rows)
@@ -58,14 +58,13 @@ class Request:
 
     def in_no_epoch(self) -> "Request":
         """Return the request with random numbers that are the same in every epoch."""
-        return (
-            self
-            if self.seeds is None
-            else replace(self, seeds=replace(self.seeds, epoch=-1, first=None))
-        )
+        if self.seeds is None:
+            return self
+        seeds = replace(self.seeds, epoch=-1, first=None)
+        return replace(self, seeds=seeds)
 
     def call(self, function: Any, *arguments: Any, stage: int = 0) -> Any:
-        """Return what a function returns that reads, or maps, all rows at once."""
+        """Return the result of a function that reads, or maps, all rows at once."""
         seeds = self.seeds
         if seeds is None or not len(self.rows):
             return self.numbers.call(None, function, *arguments)
@@ -74,18 +73,18 @@ class Request:
         )
 
     def call_once(self, function: Any, *arguments: Any) -> Any:
-        """Return what a function returns that reads all rows at once, and is not to be called again."""
+        """Return the result of a function that reads all rows at once, and is not to be called twice."""
         seeds = self.seeds
         if seeds is None or not len(self.rows):
             return self.numbers.call_once(None, function, *arguments)
         return self.numbers.call_once(lambda: seeds.of_all(int(self.rows[0])), function, *arguments)
 
     def call_for_rows(self, stage: int, function: Any, values: Sequence[Any]) -> list[Any]:
-        """Return what a function returns that maps a row, for all of them."""
+        """Return the result of a function that maps a row, for each row."""
         return self.numbers.call_for_rows(self._row_seeds(stage), function, values)
 
     def _row_seeds(self, stage: int) -> Callable[[int], int] | None:
-        """Return what returns the seed of a row by its index; None where numbers are left as they come."""
+        """Return a function that returns the seed of a row by its index; None where numbers are not seeded."""
         seeds = self.seeds
         if seeds is None:
             return None
@@ -106,13 +105,14 @@ class RowSource(ABC):
     With `prefetch`, `take` is called in a thread.
 
     Attributes:
-        n_rows: how many there are.
+        n_rows: number of rows.
         rows_of_files: rows of each file, in the order of the rows; empty when rows are not read from files. With it
             AutoShardPolicy.FILE can divide the source.
-        n_sampled: rows that ranks compare when a dataset is distributed.
-        n_stages: how many functions, one after another, may draw random numbers for a row.
-        chunk_rows: rows that cost as much to read as one of them, rows 0 to chunk_rows - 1 and so on. Where it is more
-            than 1, `shuffle(buffer_size)` mixes no more than buffer_size rows at a time, and tells `keeping`.
+        n_sampled: number of rows that ranks compare when a dataset is distributed.
+        n_stages: number of functions that, one after another, may draw random numbers for a row.
+        chunk_rows: number of rows that together cost as much to read as one of them, rows 0 to chunk_rows - 1 and so
+            on. Where it is more than 1, `shuffle(buffer_size)` mixes no more than buffer_size rows at a time, and calls
+            `keeping`.
     """
 
     n_rows: int
@@ -123,10 +123,10 @@ class RowSource(ABC):
 
     @abstractmethod
     def take(self, rows: Rows) -> Nest:
-        """Return the given rows as a nest of (len(rows), ...) arrays or tensors.
+        """Return rows as a nest of (len(rows), ...) arrays or tensors.
 
         Args:
-            rows: (n,) int64 numbers from 0 to n_rows - 1 in any order; n may be 0, and a row may be asked for twice.
+            rows: (n,) int64 numbers from 0 to n_rows - 1 in any order; n may be 0, and a row may come twice.
         """
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
@@ -153,17 +153,17 @@ class RowSource(ABC):
         return self
 
     def to_compare(self, rows: Rows) -> Any:
-        """Return what must be equal on all ranks of some rows: a nest of arrays, numbers and texts; None for nothing.
+        """Return the content of some rows that must be equal on all ranks, as a nest; None if there is none.
 
-        Override it where `take` is expensive, or gives each rank something else on purpose. Rows that differ between
-        two reads, such as randomly transformed ones, are not compared.
+        The nest holds arrays, numbers and texts. Override it where `take` is expensive, or gives each rank something
+        else on purpose. Rows that differ between two reads, such as randomly transformed ones, are not compared.
         """
         return self.take(rows)
 
     def describe(self) -> Description:
         """Return the description of the source that a file of cached rows records, as JSON.
 
-        Override it with what tells two sources of one class apart, such as a path and its time of change.
+        Override it to add facts that tell two sources of one class apart, such as a path and its time of change.
         """
         return {"kind": type(self).__name__, "n_rows": self.n_rows}
 
@@ -175,7 +175,9 @@ class ArraySource(RowSource):
         self.tensors = tensors
         self.n_rows = n_rows
         nbytes = sum(int(getattr(array, "nbytes", 0)) for array in leaves(tensors))
-        self.n_sampled = n_rows if nbytes <= _COMPARED_BYTES else 64
+        self.n_sampled = n_rows
+        if nbytes > _COMPARED_BYTES:
+            self.n_sampled = 64
 
     def take(self, rows: Rows) -> Nest:
         """Return the rows, copied."""
@@ -187,7 +189,10 @@ class ArraySource(RowSource):
 
     def describe(self) -> Description:
         """Return the shapes and dtypes of the arrays."""
-        arrays = [[*map(int, array.shape), str(array.dtype)] for array in leaves(self.tensors)]
+        arrays: list[list[int | str]] = []
+        for array in leaves(self.tensors):
+            shape = map(int, array.shape)
+            arrays.append([*shape, str(array.dtype)])
         return {**super().describe(), "arrays": arrays}
 
 
@@ -212,12 +217,16 @@ class ShardSource(RowSource):
         )
 
     def to_compare(self, rows: Rows) -> Any:
-        """Return what must be equal on all ranks of some rows."""
+        """Return the content of some rows that must be equal on all ranks."""
         return self._source.to_compare(self._shard.source_rows(rows))
 
     def describe(self) -> Description:
         """Return the source and which of its rows these are."""
-        return {"kind": "shard", "of": self._source.describe(), "shard": self._shard.describe()}
+        return {
+            "kind": "shard",
+            "of": self._source.describe(),
+            "shard": self._shard.describe(),
+        }
 
 
 class ZippedSource(RowSource):
@@ -225,9 +234,10 @@ class ZippedSource(RowSource):
 
     def __init__(self, sources: Nest) -> None:
         self._sources = sources
-        self.n_rows = min(source.n_rows for source in leaves(sources))
-        self.n_sampled = min(source.n_sampled for source in leaves(sources))
-        self.n_stages = max(source.n_stages for source in leaves(sources))
+        members = leaves(sources)
+        self.n_rows = min(source.n_rows for source in members)
+        self.n_sampled = min(source.n_sampled for source in members)
+        self.n_stages = max(source.n_stages for source in members)
 
     def take(self, rows: Rows) -> Nest:
         """Return the nest of the sources' rows."""
@@ -235,31 +245,39 @@ class ZippedSource(RowSource):
 
     def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request, for which random numbers are seeded; each source may read ahead."""
-        copies = tee(requests, len(leaves(self._sources)))
+        sources = leaves(self._sources)
+        copies = tee(requests, len(sources))
         readers: list[Iterator[Nest]] = []
-        for number, (source, copy) in enumerate(zip(leaves(self._sources), copies, strict=True)):
-            readers.append(source.take_requests(_branched(copy, number)))
+        for number, (source, copy) in enumerate(zip(sources, copies, strict=True)):
+            source_requests = _branched(copy, number)
+            readers.append(source.take_requests(source_requests))
         for parts in zip(*readers, strict=True):
             yield with_leaves(self._sources, parts)
 
     def to_compare(self, rows: Rows) -> Any:
-        """Return what must be equal on all ranks of some rows."""
+        """Return the content of some rows that must be equal on all ranks."""
         return [source.to_compare(rows) for source in leaves(self._sources)]
 
     def describe(self) -> Description:
         """Return the sources."""
-        return {**super().describe(), "of": [source.describe() for source in leaves(self._sources)]}
+        descriptions = [source.describe() for source in leaves(self._sources)]
+        return {**super().describe(), "of": descriptions}
 
 
 def require_kind(rows: Nest, kind: str | None = None) -> str:
     """Return form and dtypes of rows or of a batch as text.
 
     Raises:
-        DataError: when they are not of a given kind.
+        DataError: when `kind` is another one.
     """
-    dtypes = [str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves(rows)]
-    names = ["text" if dtype.startswith("<U") else dtype for dtype in dtypes]  # of any length
-    new_kind = f"{form_of(rows)} of {', '.join(names)}"
+    names: list[str] = []
+    for leaf in leaves(rows):
+        name = str(getattr(leaf, "dtype", type(leaf).__name__))
+        if name.startswith("<U"):
+            name = "text"  # of any length
+        names.append(name)
+    joined_names = ", ".join(names)
+    new_kind = f"{form_of(rows)} of {joined_names}"
     if kind is not None and new_kind != kind:
         raise DataError(
             f"concatenate: expected elements of one form and dtype, got {new_kind} behind {kind}; convert them in map."
@@ -282,14 +300,12 @@ class JoinedSource(RowSource):
 
     def __init__(self, first: RowSource, second: RowSource) -> None:
         self._sources = first, second
-        kind = None
+        kind: str | None = None
         with own_random_numbers():
             for source in self._sources:
-                kind = (
-                    require_kind(source.take(np.zeros(1, np.int64)), kind)
-                    if source.n_rows
-                    else kind
-                )
+                if source.n_rows:
+                    first_row = source.take(np.zeros(1, np.int64))
+                    kind = require_kind(first_row, kind)
         self.n_rows = first.n_rows + second.n_rows
         self.n_sampled = first.n_sampled + second.n_sampled
         self.n_stages = max(first.n_stages, second.n_stages)
@@ -297,12 +313,13 @@ class JoinedSource(RowSource):
             self.rows_of_files = first.rows_of_files + second.rows_of_files
 
     def take(self, rows: Rows) -> Nest:
-        """Return rows by their numbers in both.
+        """Return rows by their numbers in both sources together.
 
         Raises:
             DataError: when the sources' rows differ in form or shape.
         """
-        return next(self.take_requests(iter((Request(rows, RowNumbers()),))))
+        request = Request(rows, RowNumbers())
+        return next(self.take_requests(iter((request,))))
 
     def take_requests(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the rows of every request, for which random numbers are seeded; each source may read ahead."""
@@ -319,7 +336,7 @@ class JoinedSource(RowSource):
                 yield _in_order(next(first_parts), next(second_parts), is_second)
 
     def _requests_of(self, requests: Iterable[Request], is_second: bool) -> Iterator[Request]:
-        """Yield what one of the sources is asked for; for no rows, the first one."""
+        """Yield the requests for one of the sources; a request for no rows goes to the first source."""
         n_first = self._sources[0].n_rows
         for request in requests:
             rows = request.rows
@@ -331,7 +348,7 @@ class JoinedSource(RowSource):
                 yield request.with_rows(rows, f"second {is_second}")
 
     def to_compare(self, rows: Rows) -> Any:
-        """Return what must be equal on all ranks of some rows."""
+        """Return the content of some rows that must be equal on all ranks."""
         first, second = self._sources
         return [
             first.to_compare(rows[rows < first.n_rows]),
@@ -340,7 +357,8 @@ class JoinedSource(RowSource):
 
     def describe(self) -> Description:
         """Return both sources."""
-        return {**super().describe(), "of": [source.describe() for source in self._sources]}
+        descriptions = [source.describe() for source in self._sources]
+        return {**super().describe(), "of": descriptions}
 
 
 class Mapped(RowSource):
@@ -373,20 +391,24 @@ class Mapped(RowSource):
     def _mapped(self, request: Request, part: Nest) -> Nest:
         if n_rows_of(part):
             map_row = functools.partial(apply, self._functions)
-            return stack(request.call_for_rows(self._source.n_stages, map_row, unstack(part)))
+            rows = request.call_for_rows(self._source.n_stages, map_row, unstack(part))
+            return stack(rows)
         if self._no_rows is None:
             first = zeros_like(spec_of(part, 1))
             with own_random_numbers():
                 if self.n_rows:
                     first = self._source.take(np.zeros(1, np.int64))
-                self._no_rows = no_rows(
-                    stack([apply(self._functions, row) for row in unstack(first)])
-                )
+                mapped_rows = [apply(self._functions, row) for row in unstack(first)]
+                self._no_rows = no_rows(stack(mapped_rows))
         return self._no_rows
 
     def describe(self) -> Description:
-        """Return the source and the number of functions; what they do is not looked at."""
-        return {"kind": "mapped", "of": self._source.describe(), "functions": len(self._functions)}
+        """Return the source and the number of functions; the code of the functions is not looked at."""
+        return {
+            "kind": "mapped",
+            "of": self._source.describe(),
+            "functions": len(self._functions),
+        }
 
 
 def _in_order(first: Nest, second: Nest, is_second: Any) -> Nest:
@@ -398,4 +420,6 @@ def _in_order(first: Nest, second: Nest, is_second: Any) -> Nest:
 
 def mapped(source: RowSource, functions: tuple[Function, ...]) -> RowSource:
     """Return the source with functions applied to every row."""
-    return Mapped(source, functions) if functions else source
+    if not functions:
+        return source
+    return Mapped(source, functions)

@@ -1,7 +1,7 @@
-"""What a worker process of a distributed stream does: it draws rows, keeps those of its share, and joins them.
+"""The work of a worker process of a distributed stream: it draws rows, keeps the rows of its share, and joins them.
 
-A dataset that asks `get_worker_info()` for the number of workers cuts its rows itself; for it, the workers of all ranks
-are those of one loader. Of one that does not ask, each worker draws all rows and keeps every n-th.
+A dataset that asks `get_worker_info()` for the number of workers cuts its rows itself; to it, the workers of all ranks
+appear as the workers of one loader. From any other dataset, each worker draws all rows and keeps every n-th.
 
 Worker processes import this file: nothing here may start MPI.
 """
@@ -28,13 +28,13 @@ _NO_ROW = object()
 
 @dataclass(frozen=True)
 class Shares:
-    """Into which shares the rows of a stream are cut.
+    """The shares into which the rows of a stream are cut.
 
     Attributes:
-        rank: this rank.
+        rank: number of this rank.
         n_ranks: number of ranks.
         n_workers: number of workers of each rank.
-        is_sharded: whether the dataset gives each rank rows of its own, and all rows of a worker are used.
+        is_sharded: whether the dataset gives each rank other rows, so that all rows of a worker are used.
     """
 
     rank: int
@@ -44,11 +44,11 @@ class Shares:
 
     @property
     def n_shares(self) -> int:
-        """Number of workers that the dataset sees: those of all ranks, or of one rank if it cuts by rank."""
+        """Number of workers that the dataset sees: of all ranks, or of one rank if it cuts by rank."""
         return self.n_workers if self.is_sharded else self.n_ranks * self.n_workers
 
     def number_of(self, worker: int) -> int:
-        """Return the number of a worker among those that the dataset sees.
+        """Return the number of a worker among the workers that the dataset sees.
 
         The first workers of all ranks come first: fewer files than workers are spread over the ranks.
         """
@@ -60,24 +60,24 @@ class Shares:
 
 
 class ShareInfo:
-    """What `get_worker_info()` returns to the dataset and its worker_init_fn, in place of torch's WorkerInfo.
+    """The result of `get_worker_info()` for the dataset and its worker_init_fn, in place of torch's WorkerInfo.
 
-    Random numbers of the libraries are the same in all workers until the dataset asks for their number, so that what it
-    shuffles before it cuts is the same everywhere; from then on each worker has numbers of its own.
+    Random numbers of the libraries are the same in all workers until the dataset asks for their number, so that a
+    shuffle before the cut is the same everywhere; from then on each worker has different numbers.
 
     Args:
         worker: number of the worker in its rank.
-        shares: into which rows are cut.
+        shares: shares into which rows are cut.
         numbers: seeds of the random numbers.
-        dataset: the program's dataset.
+        dataset: dataset of the program.
 
     Attributes:
         worker: number of the worker in its rank.
-        dataset: the program's dataset.
-        has_told_number: whether somebody has asked for `id`.
-        has_told_count: whether somebody has asked for `num_workers`.
+        dataset: dataset of the program.
+        has_told_number: whether `id` was read.
+        has_told_count: whether `num_workers` was read.
         first_rows: digests of the leaves of each of the first rows of this pass, whichever worker keeps them.
-        n_parts: parts that were joined in this pass.
+        n_parts: number of parts that were joined in this pass.
     """
 
     def __init__(self, worker: int, shares: Shares, numbers: "RandomNumbers", dataset: Any) -> None:
@@ -139,18 +139,16 @@ class ShareInfo:
     def seed_of_next_part(self) -> int:
         """Return a seed of the random numbers that joining the next part of this pass takes."""
         self.n_parts += 1
-        return self._numbers.seed_of(
-            f"join {self._shares.number_in_job(self.worker)}", self.n_parts
-        )
+        purpose = f"join {self._shares.number_in_job(self.worker)}"
+        return self._numbers.seed_of(purpose, self.n_parts)
 
     def tell_first_rows(self) -> FirstRows | None:
-        """Return what the worker has drawn first, if that has grown since the last time."""
+        """Return the rows that the worker has drawn first, if there are more than the last time."""
         if self._n_told == len(self.first_rows):
             return None
         self._n_told = len(self.first_rows)
-        return FirstRows(
-            self._shares.number_in_job(self.worker), self.is_cut, tuple(self.first_rows)
-        )
+        number = self._shares.number_in_job(self.worker)
+        return FirstRows(number, self.is_cut, tuple(self.first_rows))
 
 
 class RandomNumbers:
@@ -171,11 +169,16 @@ class RandomNumbers:
 
     def seed_of(self, purpose: str, number: int) -> int:
         """Return a seed for a purpose in this pass, of 63 bits."""
-        key = f"{self._seed} {int(self._pass_number)} {purpose} {number}"
+        pass_number = int(self._pass_number)
+        key = f"{self._seed} {pass_number} {purpose} {number}"
         return xxhash.xxh3_64_intdigest(key.encode()) >> 1
 
 
-def begin_stream_worker(owner: int, init: Callable[[int], None] | None, worker: int) -> None:
+def begin_stream_worker(
+    owner: int,
+    init: Callable[[int], None] | None,
+    worker: int,
+) -> None:
     """Begin the work of a process. The program's worker_init_fn gets the number of its share.
 
     Args:
@@ -197,16 +200,20 @@ class ShareOfStream(IterableDataset[Any]):
 
     Args:
         items: dataset of the program.
-        shares: into which its rows are cut.
+        shares: shares into which its rows are cut.
         numbers: seeds of the random numbers.
-        progress: where workers note which row they draw.
+        progress: memory in which workers note the rows that they draw.
 
     Attributes:
-        shares: into which rows are cut.
+        shares: shares into which rows are cut.
     """
 
     def __init__(
-        self, items: Any, shares: Shares, numbers: RandomNumbers, progress: Progress
+        self,
+        items: Any,
+        shares: Shares,
+        numbers: RandomNumbers,
+        progress: Progress,
     ) -> None:
         self.shares = shares
         self._items = items
@@ -214,11 +221,11 @@ class ShareOfStream(IterableDataset[Any]):
         self._progress = progress
 
     def info_of(self, worker: int) -> ShareInfo:
-        """Return what `get_worker_info()` returns in a worker."""
+        """Return the result of `get_worker_info()` in a worker."""
         return ShareInfo(worker, self.shares, self._numbers, self._items)
 
     def __iter__(self) -> Iterator[Any]:
-        info: Any = get_worker_info()  # what info_of has returned
+        info: Any = get_worker_info()  # made by info_of
         info.begin_pass()
         rows = iter(self._items)
         row = self._draw(rows, info, 0)
@@ -243,7 +250,8 @@ class ShareOfStream(IterableDataset[Any]):
         """Return the next row, or `_NO_ROW`.
 
         Raises:
-            DataError: for a dataset that knows which worker it is in, and not of how many: rows may be lost.
+            DataError: for a dataset that reads the number of its worker, and not the number of workers: rows may be
+                lost.
         """
         self._progress.note(info.worker, number)
         row = next(rows, _NO_ROW)
@@ -260,7 +268,7 @@ class DescribedStream(ShareOfStream):
     """Yields the digests of the first rows of the first share, whichever rank and worker reads them."""
 
     def info_of(self, worker: int) -> ShareInfo:
-        """Return what `get_worker_info()` returns."""
+        """Return the result of `get_worker_info()`."""
         return ShareInfo(0, self.shares, self._numbers, self._items)
 
     def __iter__(self) -> Iterator[Any]:
@@ -272,13 +280,13 @@ class DescribedStream(ShareOfStream):
 
 
 class JoinShare:
-    """Joins rows in a worker, and tells with the first parts of a pass which rows the worker has drawn first.
+    """Joins rows in a worker, and sends with the first parts of a pass which rows the worker has drawn first.
 
-    What joining draws at random is seeded for each part, and leaves the dataset's own random numbers as they were:
-    workers that draw all rows must draw the same ones.
+    Random numbers for joining are seeded for each part, and the dataset's random numbers are left as they were: workers
+    that draw all rows must draw the same ones.
 
     Args:
-        join: makes a part of a list of rows.
+        join: function that makes a part of a list of rows.
     """
 
     def __init__(self, join: Callable[[list[Any]], Nest]) -> None:

@@ -17,6 +17,8 @@ from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 _NO_ROW = object()
+#: Steps by which the rows of a stream were made of another one's: a name and two numbers for each.
+StreamParts = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -24,24 +26,24 @@ class Stream:
     """Rows in the order in which they come.
 
     Attributes:
-        draw: starts again and returns an iterator over the rows; called with the number of the epoch.
-        signature: what a row looks like: a nest of anything with a shape and a dtype; None where it is not known.
-        parts: which shards and first rows of the stream these are: what a file of cached rows records of them.
-        holds_batches: whether what comes are global batches, nests of (rows, ...) arrays.
+        draw: function that starts again and returns an iterator over the rows; called with the number of the epoch.
+        signature: form of a row: a nest of anything with a shape and a dtype; None where it is not known.
+        parts: shards and first rows of a stream that were taken, as a file of cached rows records them.
+        holds_batches: whether the stream yields global batches, nests of (rows, ...) arrays, and no rows.
     """
 
     draw: Callable[[int], Iterator[Nest]]
     signature: Nest = None
-    parts: tuple[tuple[str, int, int], ...] = ()
+    parts: StreamParts = ()
     holds_batches: bool = False
     n_rows = UNKNOWN
 
     def describe(self) -> Description:
-        """Return what a file of cached rows records: a stream says nothing of its rows."""
+        """Return the description that a file of cached rows records: it says nothing of the rows."""
         return {"kind": "stream", "parts": [list(part) for part in self.parts]}
 
     def shard(self, n_shards: int, index: int) -> "Stream":
-        """Return every n-th row; the others are drawn and dropped."""
+        """Return every n-th row; all other rows are drawn and dropped."""
         return replace(
             self,
             draw=lambda epoch: itertools.islice(self.draw(epoch), index, None, n_shards),
@@ -69,14 +71,17 @@ class Stream:
 
 
 def _shuffled(
-    rows: Iterator[Nest], buffer_rows: int, seed: int, order_epoch: int
+    rows: Iterator[Nest],
+    buffer_rows: int,
+    seed: int,
+    order_epoch: int,
 ) -> Generator[Nest, None, None]:
     """Yield the rows of an epoch mixed as in tf.data: each is picked from the next `buffer_rows`.
 
     Args:
         rows: rows of an epoch.
-        buffer_rows: rows to pick from.
-        seed: of the order.
+        buffer_rows: number of rows to pick from.
+        seed: seed of the order.
         order_epoch: epoch whose random order it is.
     """
     raw = np.random.Philox(key=[seed % 2**64, order_epoch])
@@ -92,25 +97,31 @@ def _shuffled(
 def _after(cursor: Cursor, n_rows: int, stream: StreamPosition) -> Cursor:
     """Return the cursor after a batch of a stream."""
     return replace(
-        cursor, position=cursor.position + n_rows, stream=stream, n_batches=cursor.n_batches + 1
+        cursor,
+        position=cursor.position + n_rows,
+        stream=stream,
+        n_batches=cursor.n_batches + 1,
     )
 
 
 def _pick(buffer: list[Any], raw: Any) -> Any:
+    """Return a random row of a buffer; the last one takes its place."""
     index = int(raw.random_raw()) % len(buffer)
-    buffer[index], buffer[-1] = buffer[-1], buffer[index]
-    return buffer.pop()
+    picked = buffer[index]
+    buffer[index] = buffer[-1]
+    buffer.pop()
+    return picked
 
 
 class StreamReader:
     """Global batches of a stream, from a cursor on.
 
     Args:
-        stream: what is drawn.
-        order: of its rows, and the sizes of batches.
-        buffer_rows: rows that are mixed at a time.
-        numbers: draws the rows.
-        seed: of the random numbers that are drawn for a row; None leaves them as they come.
+        stream: stream that is drawn.
+        order: order of the rows, and the sizes of batches.
+        buffer_rows: number of rows that are mixed at a time.
+        numbers: caller of the functions that draw the rows.
+        seed: seed of the random numbers that are drawn for a row. None leaves the numbers as they come.
 
     Cost: to start inside an epoch, the rows of the epoch before the cursor are drawn and dropped.
     """
@@ -138,7 +149,10 @@ class StreamReader:
             start = cursor.stream
             batch = list[Nest]()
             for position, row in self._rows_of_run(start):
-                batch += unstack(row) if self._stream.holds_batches else [row]
+                if self._stream.holds_batches:
+                    batch += unstack(row)
+                else:
+                    batch.append(row)
                 if len(batch) == size or self._stream.holds_batches:
                     cursor = _after(cursor, len(batch), position)
                     yield cursor, batch
@@ -155,34 +169,35 @@ class StreamReader:
         """Yield (position after it, row) for the rest of a run."""
         run = self._order.inner_epochs
         n_left = self._order.run_limit - position.run_offset
-        end = math.inf if math.isinf(run) else (position.epoch // int(run) + 1) * int(run)
+        end = math.inf
+        if not math.isinf(run):
+            run_number = position.epoch // int(run)
+            end = (run_number + 1) * int(run)
         n_drawn = position.offset
         epoch = position.epoch
         while epoch < end and n_left > 0:
             stop = min(self._order.epoch_limit, n_drawn + n_left)
-            rows = itertools.islice(
-                self._rows_of_epoch(epoch), n_drawn, None if math.isinf(stop) else int(stop)
-            )
+            last = None if math.isinf(stop) else int(stop)
+            rows = itertools.islice(self._rows_of_epoch(epoch), n_drawn, last)
             for row in rows:
-                n_drawn = n_drawn + 1
-                n_left = n_left - 1
+                n_drawn += 1
+                n_left -= 1
                 position = StreamPosition(epoch, n_drawn, position.run_offset + 1)
                 yield position, row
             if not n_drawn:
                 return
             n_drawn = 0
-            epoch = epoch + 1
+            epoch += 1
 
     def _rows_of_epoch(self, epoch: int) -> Iterator[Nest]:
         rows = self._drawn_rows(epoch)
         if self._order.seed is None:
             return rows
-        return _shuffled(
-            rows, self._buffer_rows, self._order.seed, self._order.shuffle_epoch(epoch)
-        )
+        order_epoch = self._order.shuffle_epoch(epoch)
+        return _shuffled(rows, self._buffer_rows, self._order.seed, order_epoch)
 
     def _drawn_rows(self, epoch: int) -> Iterator[Nest]:
-        """Yield the rows of an epoch, for each of which random numbers are seeded once one has drawn some."""
+        """Yield the rows of an epoch. Random numbers are seeded for each row once a row has drawn some."""
         rows = self._numbers.call_once(self._seed_of(epoch, -1), self._stream.draw, epoch)
         for number in itertools.count():
             row = self._numbers.call_once(self._seed_of(epoch, number), next, rows, _NO_ROW)

@@ -30,36 +30,40 @@ class ItemsSource(RowSource):
     """Items of a map-style dataset, joined as by a DataLoader, except that tuples stay tuples.
 
     Args:
-        items: has a length and items by number.
+        items: dataset with a length and items by number.
         loader: DataLoader over `items`, whose workers and settings are kept. None reads in this process.
     """
 
     def __init__(self, items: Any, loader: "DataLoader[Any] | None" = None) -> None:
         self._items = items
-        self._loader = DataLoader(items) if loader is None else loader
+        if loader is None:
+            loader = DataLoader(items)
+        self._loader = loader
         self._reader = LoaderReader(self._loader)
         weakref.finalize(self, self._reader.close)
         self.n_rows = len(items)
 
     def describe(self) -> Description:
-        """Return the class of the dataset and its rows; what it reads is not looked at."""
+        """Return the class of the dataset and its number of rows; the data itself is not looked at."""
         return {**super().describe(), "class": type(self._items).__qualname__}
 
     def to_compare(self, rows: Rows) -> Any:
-        """Return items as they are, and which ones of a larger dataset these are.
+        """Return items as they are, and their indices in a larger dataset.
 
         Items that worker processes read are not read here: a dataset may open its files at the first read, and could
         not be sent to them any more.
         """
         if self._loader.num_workers:
             return _indices_of(self._items)
-        return [_indices_of(self._items), [self._items[row] for row in rows.tolist()]]
+        indices = _indices_of(self._items)
+        items = [self._items[row] for row in rows.tolist()]
+        return [indices, items]
 
     def take(self, rows: Rows) -> Nest:
         """Return items, read in this process. For none, one item is read, once, which gives shapes and dtypes.
 
         Raises:
-            DataError: for no items where the loader's collate_fn returns what has no value for none.
+            DataError: for no items where the loader's collate_fn returns something that has no value for no items.
         """
         if len(rows):
             return self._reader.read_here(ItemRequest(rows.tolist()), RowNumbers())
@@ -75,12 +79,14 @@ class ItemsSource(RowSource):
         first = next(iter(for_reader), None)
         if first is None:
             return
-        with_rows = (
-            request for request in itertools.chain([first], for_reader) if len(request.rows)
-        )
+        all_requests = itertools.chain([first], for_reader)
+        with_rows = (request for request in all_requests if len(request.rows))
         parts = self._reader.read(map(_item_request, with_rows), first.numbers)
         for request in now:
-            yield next(parts) if len(request.rows) else self.take(request.rows)
+            if len(request.rows):
+                yield next(parts)
+            else:
+                yield self.take(request.rows)
 
 
 def _item_request(request: Request) -> ItemRequest:
@@ -88,7 +94,7 @@ def _item_request(request: Request) -> ItemRequest:
 
 
 def _indices_of(items: Any) -> list[Any]:
-    """Return the indices of a Subset, such as one of random_split, and of those that it is a part of."""
+    """Return the indices of a Subset, such as one of random_split, and of the Subsets of which it is a part."""
     indices: list[Any] = []
     while isinstance(items, Subset):
         indices.append(np.asarray(items.indices))
@@ -129,7 +135,7 @@ def has_plain_order(loader: "DataLoader[Any]") -> bool:
 
 
 def describe_sampler(loader: "DataLoader[Any]") -> str:
-    """Return what decides the order of a loader's rows, for messages."""
+    """Return the name of the sampler that decides the order of a loader's rows, for messages."""
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):
         return f"the batch_sampler {type(loader.batch_sampler).__name__}"
     return f"the sampler {type(loader.sampler).__name__}"
@@ -141,4 +147,6 @@ def stream_of(items: Any) -> Stream:
 
 
 def _as_tensor(value: Any) -> Any:
-    return value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.as_tensor(np.asarray(value))

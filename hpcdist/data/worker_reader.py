@@ -19,7 +19,7 @@ from hpcdist.data.loader_worker import EmptyPart, Joined, Progress, collate_of
 from hpcdist.errors import DataError
 from hpcdist.runtime.worker_start import worker_context
 
-#: Share of HPCDIST_TIMEOUT_S that a batch may take: this rank is to report its worker before others report this rank.
+#: Share of HPCDIST_TIMEOUT_S that a batch may take: this rank must report its worker before other ranks report it.
 _TIMEOUT_SHARE = 0.8
 #: How long a worker whose connection has ended may take to end, too.
 _EXIT_S = 0.5
@@ -29,15 +29,15 @@ _readers: "weakref.WeakSet[WorkerReader]" = weakref.WeakSet()
 
 
 class WorkerLoader(DataLoader[Any]):
-    """A DataLoader whose workers read for a distributed dataset, which shows to the program's loop what it hands out.
+    """A DataLoader whose workers read for a distributed dataset, which itself shows its parts to the program's loop.
 
     Args:
-        data: what its workers read, a dataset of torch.
-        progress: where workers note what they read.
+        data: dataset of torch that the workers read.
+        progress: memory in which workers note the items that they read.
         settings: other settings of a DataLoader.
 
     Attributes:
-        progress: as given.
+        progress: memory in which workers note the items that they read.
     """
 
     #: Whether a loop over this loader is a loop of the program.
@@ -45,7 +45,7 @@ class WorkerLoader(DataLoader[Any]):
 
     def __init__(self, data: Any, progress: Progress, **settings: Any) -> None:
         self.progress = progress
-        # a generator of its own: torch's would be drawn from where a pass begins, and a restart begins it elsewhere
+        # a separate generator: torch's would be drawn from where a pass begins, and a restart begins it elsewhere
         super().__init__(data, generator=torch.Generator(), **settings)
 
     def seed_workers(self, seed: int) -> None:
@@ -83,7 +83,7 @@ class WorkerReader(ABC):
         """End all workers. Not collective.
 
         To be called before the garbage collector takes iterators of torch: it would close their queues first, and each
-        would wait 5 s for workers that nobody can reach.
+        iterator would wait 5 s for workers that it cannot reach.
         """
         for batches in list(self._loaders):
             self._end_workers(batches)
@@ -94,7 +94,7 @@ class WorkerReader(ABC):
         batches._shutdown_workers()
 
     def _take_worker_loader(self) -> WorkerLoader:
-        """Return the loader of a pass: that of the last pass, or one of its own for a pass beside another one."""
+        """Return the loader of a pass: the one of the last pass, or a new one for a pass beside another pass."""
         if self._is_reading:
             return self._make_worker_loader()
         self._is_reading = True
@@ -103,7 +103,7 @@ class WorkerReader(ABC):
         return self._worker_loader
 
     def _parts_of_pass(self, worker_loader: WorkerLoader) -> Iterator[Joined]:
-        """Yield what workers join, until they have no more.
+        """Yield the parts that workers join, until there are no more.
 
         Raises:
             DataError: when a worker ends or takes too long; on this rank only.
@@ -126,7 +126,7 @@ class WorkerReader(ABC):
                 self._end_workers(batches)
 
     def _start_workers(self, worker_loader: WorkerLoader) -> Any:
-        """Return an iterator of torch over what the workers of a pass join."""
+        """Return an iterator of torch over the parts that the workers of a pass join."""
         try:
             with signals_held_back():
                 batches = iter(worker_loader)
@@ -141,7 +141,7 @@ class WorkerReader(ABC):
         return batches
 
     def _next_batch(self, batches: Iterator[Any], worker_loader: WorkerLoader) -> Any:
-        """Return what a worker sends next; None when workers have no more."""
+        """Return the next object that a worker sends; None when workers have no more."""
         try:
             return next(batches, None)
         except DataError as error:
@@ -164,8 +164,8 @@ class WorkerReader(ABC):
         """Return the settings of a DataLoader that are about its workers.
 
         Args:
-            begin: what each worker calls first, with the id of this process, the program's worker_init_fn, and its own
-                number.
+            begin: function that each worker calls first, with the id of this process, the program's worker_init_fn, and
+                the number of the worker.
         """
         loader = self._loader
         return {
@@ -233,12 +233,10 @@ def _ended_worker(batches: Any, error: Exception) -> tuple[int, str, str]:
         if not isinstance(error, RuntimeError):
             process.join(_EXIT_S)
         if process.exitcode == -signal.SIGKILL:
-            advice = "use fewer workers, or a smaller prefetch_factor"
-            return (
-                worker,
-                f"process {process.pid} killed by signal 9, as where a host runs out of memory",
-                advice,
+            what_happened = (
+                f"process {process.pid} killed by signal 9, as where a host runs out of memory"
             )
+            return worker, what_happened, "use fewer workers, or a smaller prefetch_factor"
         if process.exitcode:
             what_happened = f"process {process.pid} ended with exit code {process.exitcode}"
             return worker, what_happened, "look at its lines above"
