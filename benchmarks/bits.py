@@ -35,11 +35,18 @@ class Tokens(nn.Module):
 
     def forward(self, images):
         """Return (rows, 10) from (rows, 1, 8, 8)."""
-        return self.head(self.encoder(self.embed(images.flatten(1, 2))).mean(dim=1))
+        rows = self.embed(images.flatten(1, 2))
+        encoded = self.encoder(rows)
+        return self.head(encoded.mean(dim=1))
 
 
 def build_mlp():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 def build_cnn():
@@ -122,7 +129,8 @@ def print_table():
     for n_ranks in RANKS:
         command = [mpirun, "-n", str(n_ranks), sys.executable, __file__, "--one"]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        rows[n_ranks] = json.loads(done.stdout.strip().splitlines()[-1])
+        last_line = done.stdout.strip().splitlines()[-1]
+        rows[n_ranks] = json.loads(last_line)
     for case, digests in rows[1].items():
         weights, losses = digests
         verdicts = []

@@ -223,7 +223,8 @@ class Training:
 
     def _train(self, n_steps):
         for number in range(n_steps):
-            train_step(self._model, self._optimizer, self._data[number % len(self._data)])
+            batch = self._data[number % len(self._data)]
+            train_step(self._model, self._optimizer, batch)
 
     def block(self, with_save):
         """Return the time of a block."""

@@ -55,10 +55,11 @@ class ByHand:
         """Train for an epoch; return loss and accuracy."""
         for batch in self._batches:
             self._strategy.run(self._step, args=batch)
-        results = float(self._loss.result()), float(self._accuracy.result())
+        loss = float(self._loss.result())
+        accuracy = float(self._accuracy.result())
         self._loss.reset_state()
         self._accuracy.reset_state()
-        return results
+        return loss, accuracy
 
 
 class ByFit:

@@ -29,11 +29,14 @@ class SharedRows:
 
     def __init__(self, comm: MPI.Comm, n_elements: int) -> None:
         world = make_world()
-        board = NodeWindow(comm, 8 * CELLS * comm.size, world).pieces[0].cast("q")
+        cells = NodeWindow(comm, 8 * CELLS * comm.size, world).pieces
+        board = cells[0].cast("q")
         names = [f"rank {rank}" for rank in range(comm.size)]
         self._barrier = NodeBarrier(board, comm.rank, names, 60.0, is_busy_waiting=True)
-        pieces = NodeWindow(comm, 4 * n_elements, world).pieces
-        self.rows = [torch.frombuffer(piece, dtype=torch.float32)[:n_elements] for piece in pieces]
+        self.rows: list[Tensor] = []
+        for piece in NodeWindow(comm, 4 * n_elements, world).pieces:
+            row = torch.frombuffer(piece, dtype=torch.float32)
+            self.rows.append(row[:n_elements])
 
     def wait(self) -> None:
         """Wait for the other ranks. Collective over the ranks of the host."""
@@ -146,7 +149,8 @@ def shares(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer
     gradients = SharedRows(comm, n_elements)
     low = comm.rank * n_elements // comm.size
     high = (comm.rank + 1) * n_elements // comm.size
-    for parameter, memory in zip(parameters, views_of(weights.rows[0], parameters), strict=True):
+    memories = views_of(weights.rows[0], parameters)
+    for parameter, memory in zip(parameters, memories, strict=True):
         if comm.rank == 0:
             memory.copy_(parameter.data)
         parameter.data = memory

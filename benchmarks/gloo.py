@@ -27,13 +27,16 @@ def start_gloo(comm: MPI.Comm, backend: str = "gloo") -> Iterator[None]:
         backend: backend of the group; "nccl" needs a GPU for each rank.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="hpcdist-gloo-") if comm.rank == 0 else None))
+    folder_name = None
+    if comm.rank == 0:
+        folder_name = tempfile.mkdtemp(prefix="hpcdist-gloo-")
+    folder = Path(comm.bcast(folder_name))
     meeting = f"file://{folder / 'meeting'}"
     report = sys.excepthook
     dist.init_process_group(
         backend, init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT
     )
-    # torch's holds back what is printed until the hook returns; a hook that aborts never does
+    # torch's hook holds back printed text until it returns, and a hook that aborts never does
     sys.excepthook = report
     yield
     dist.destroy_process_group()  # not after an error: other ranks would not be there

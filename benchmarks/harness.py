@@ -16,10 +16,10 @@ SILENCE_S = 10.0
 #: Ending of the name of the gate's second side; before it is the name of the first side.
 AGAIN = " (A/A)"
 
-#: The two samples of a contender in every round, in the order in which they were taken.
-Pairs = list[tuple[float, float]]
-#: contender -> its two samples in every round.
-Samples = Mapping[str, Sequence[tuple[float, float]]]
+#: Two numbers of a contender: its two samples in a round, or wall seconds and CPU-seconds of a block.
+Pair = tuple[float, float]
+#: contender -> its two samples in every round, in the order in which they were taken.
+Samples = Mapping[str, Sequence[Pair]]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def block_order(names: Sequence[str], round_number: int) -> list[str]:
 
 
 def run_rounds(
-    contenders: Mapping[str, Callable[[], tuple[float, float]]], n_rounds: int
-) -> tuple[dict[str, Pairs], dict[str, Pairs]]:
+    contenders: Mapping[str, Callable[[], Pair]], n_rounds: int
+) -> tuple[dict[str, list[Pair]], dict[str, list[Pair]]]:
     """Run every contender twice a round; return wall seconds and CPU-seconds of both blocks of every round.
 
     Collective if the contenders are: every rank runs the same blocks in the same order.
@@ -55,10 +55,10 @@ def run_rounds(
     """
     began_at = time.monotonic()
     said_at = began_at
-    wall: dict[str, Pairs] = {name: [] for name in contenders}
-    cpu: dict[str, Pairs] = {name: [] for name in contenders}
+    wall: dict[str, list[Pair]] = {name: [] for name in contenders}
+    cpu: dict[str, list[Pair]] = {name: [] for name in contenders}
     for number in range(n_rounds):
-        blocks: dict[str, Pairs] = {}
+        blocks: dict[str, list[Pair]] = {}
         for name in block_order(list(contenders), number):
             if time.monotonic() - said_at > SILENCE_S:
                 said_at = time.monotonic()
@@ -84,20 +84,18 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def per_round(samples: Sequence[tuple[float, float]]) -> np.ndarray:
+def per_round(samples: Sequence[Pair]) -> np.ndarray:
     """Return one value per round: the mean of its two blocks, in which a linear drift cancels."""
     pairs = np.asarray(samples, dtype=np.float64)
     return pairs.mean(axis=1)
 
 
-def median_of_rounds(samples: Sequence[tuple[float, float]]) -> float:
+def median_of_rounds(samples: Sequence[Pair]) -> float:
     """Return the median over the rounds."""
     return float(np.median(per_round(samples)))
 
 
-def paired_ratios(
-    reference: Sequence[tuple[float, float]], contender: Sequence[tuple[float, float]]
-) -> np.ndarray:
+def paired_ratios(reference: Sequence[Pair], contender: Sequence[Pair]) -> np.ndarray:
     """Return, round by round, how many times faster `contender` is than `reference`."""
     if len(reference) != len(contender):
         raise ValueError(

@@ -48,7 +48,9 @@ def show(row, usable, n_hosts):
     row["times_bytes"] = max(row["sent"]) / bound_bytes
     way = f"{row['nbytes'] >> 20:5} MiB  {row['name']:24}"
     factor = f"{row['times_bound']:.3f} of the bound"
-    spread = f"({times[0] / bound_s:.3f} .. {times[-1] / bound_s:.3f})"
+    lowest = times[0] / bound_s
+    highest = times[-1] / bound_s
+    spread = f"({lowest:.3f} .. {highest:.3f})"
     sent = f"bytes {row['times_bytes']:.3f}"
     print(f"{way} {1000 * median_s:8.1f} ms  {factor} {spread}  {sent}")
 

@@ -62,7 +62,8 @@ def time_one(group, call, tolerance, nbytes, seed):
     taken_s = time.perf_counter() - started
     group.comm.Barrier()
     sent = bytes_sent() - sent
-    assert np.abs(array - total).max() <= tolerance * total.max(), "a wrong sum"
+    error = np.abs(array - total).max()
+    assert error <= tolerance * total.max(), "a wrong sum"
     per_host = []
     for local_rank, n_sent in group.comm.allgather((group.node_comm.rank, sent)):
         if local_rank == 0:
@@ -93,7 +94,8 @@ def main():
             _, sent = results[-1]
             rows.append({"nbytes": nbytes, "name": name, "seconds": seconds, "sent": sent})
     if group.rank == 0:
-        print(json.dumps({"n_hosts": len(group.placement.hosts), "rows": rows}), flush=True)
+        result = {"n_hosts": len(group.placement.hosts), "rows": rows}
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def epoch_s(batches):
 
 
 def compare(strategy, arguments, n_workers, is_persistent):
-    """Return the median seconds of an epoch by torch, and by hpcdist. Collective: all ranks."""
+    """Return the median seconds of an epoch by torch, and by hpcdist. Collective over all ranks."""
     world = strategy.world
     data = SlowRows(arguments.rows * world.size, arguments.row_ms / 1000)
     settings = {"num_workers": n_workers, "persistent_workers": is_persistent}
@@ -72,7 +72,9 @@ def compare(strategy, arguments, n_workers, is_persistent):
             seconds = epoch_s(sides[side])
             if epoch:
                 times_s[side].append(seconds)
-    return statistics.median(times_s["torch"]), statistics.median(times_s["hpcdist"])
+    torch_s = statistics.median(times_s["torch"])
+    hpcdist_s = statistics.median(times_s["hpcdist"])
+    return torch_s, hpcdist_s
 
 
 def main():
@@ -87,8 +89,10 @@ def main():
         for is_persistent in (False, True) if n_workers else (False,):
             torch_s, hpcdist_s = compare(strategy, arguments, n_workers, is_persistent)
             if strategy.is_chief:
-                row = f"{n_workers:7d}  {is_persistent!s:10s}  {1000 * torch_s:8.1f}  {1000 * hpcdist_s:10.1f}"
-                print(f"{row}  {hpcdist_s / torch_s:5.3f}", flush=True)
+                setting = f"{n_workers:7d}  {is_persistent!s:10s}"
+                times = f"{1000 * torch_s:8.1f}  {1000 * hpcdist_s:10.1f}"
+                ratio = hpcdist_s / torch_s
+                print(f"{setting}  {times}  {ratio:5.3f}", flush=True)
 
 
 if __name__ == "__main__":

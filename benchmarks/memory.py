@@ -89,7 +89,8 @@ def main():
     comm = make_world().comm
     take_step(*build(32, 1, args.sharded), comm)
     before = comm.allreduce(pss_bytes())
-    model, optimizer = build(WIDTH, max(1, round(args.parameters / 10.24)), args.sharded)
+    n_layers = max(1, round(args.parameters / 10.24))
+    model, optimizer = build(WIDTH, n_layers, args.sharded)
     with Sampler() as sampler:
         for step in range(args.steps):
             if step == args.steps - 1:  # earlier steps make the memory that stays

@@ -15,36 +15,44 @@ class SmallTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Linear(28, 128)
         layer = nn.TransformerEncoderLayer(
-            128, 4, 512, dropout=0.0, batch_first=True, norm_first=True
+            128,
+            4,
+            512,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
         )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(128, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return (rows, 10) from (rows, 784)."""
-        return self.head(self.encoder(self.embed(images.view(-1, 28, 28))).mean(dim=1))
+        rows = self.embed(images.view(-1, 28, 28))
+        encoded = self.encoder(rows)
+        return self.head(encoded.mean(dim=1))
 
 
 def _mlp(width: int) -> nn.Module:
-    layers = (
+    return nn.Sequential(
         nn.Linear(784, width),
         nn.ReLU(),
         nn.Linear(width, width),
         nn.ReLU(),
         nn.Linear(width, 10),
     )
-    return nn.Sequential(*layers)
 
 
 def _cnn() -> nn.Module:
-    convolution = (
+    return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)),
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
+        nn.Linear(32 * 13 * 13, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
     )
-    return nn.Sequential(*convolution, nn.Linear(32 * 13 * 13, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def _deep() -> nn.Module:
@@ -54,7 +62,8 @@ def _deep() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(64, 10))
 
 
-#: Name -> what builds it. "mlp" and "cnn" are those of the guides; "wide" has 5.8 M parameters, "deep" 98 small ones.
+#: Name -> function that builds the model. "mlp" and "cnn" are the guides' models; "wide" has 5.8 M parameters; "deep"
+#: has 98 small parameters.
 MODELS = {
     "mlp": lambda: _mlp(256),
     "wide": lambda: _mlp(2048),
@@ -65,7 +74,7 @@ MODELS = {
 
 
 def build(name: str, device: str = "cpu") -> nn.Module:
-    """Return the model, on a device, with the values that it starts with in every contender."""
+    """Return a model on a device, with the same initial values in every contender."""
     torch.manual_seed(1)
     with torch.device("cpu"):
         model = MODELS[name]()
@@ -84,14 +93,20 @@ def batches(
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(N_BATCHES, global_batch, 784, generator=generator).to(device)
     labels = torch.randint(10, (N_BATCHES, global_batch), generator=generator).to(device)
-    rows = slice(rank * global_batch // size, (rank + 1) * global_batch // size)
-    return [
-        (images[number, rows].clone(), labels[number, rows].clone()) for number in range(N_BATCHES)
-    ]
+    start = rank * global_batch // size
+    stop = (rank + 1) * global_batch // size
+    parts = []
+    for number in range(N_BATCHES):
+        rank_images = images[number, start:stop].clone()
+        rank_labels = labels[number, start:stop].clone()
+        parts.append((rank_images, rank_labels))
+    return parts
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Take one step and return the loss, a mean over this rank's rows. The same code for every contender."""
     images, labels = batch

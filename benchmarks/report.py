@@ -17,6 +17,14 @@ from harness import (
     strongest,
 )
 
+#: A case of a report, with the entries that `case` makes.
+Case = dict[str, Any]
+#: A report: its label, its environment and its cases.
+Report = dict[str, Any]
+_TIME_COLUMNS = f"{'wall':>10s} {'CPU':>10s}"
+_FACTOR_COLUMNS = f"{'factor':>6s} {'95 % interval':14s} {'difference':>10s}"
+_HEADER = f"  {'':44s} {_TIME_COLUMNS}  {_FACTOR_COLUMNS}"
+
 
 def case(
     name: str,
@@ -24,7 +32,7 @@ def case(
     cpu: Samples,
     baselines: list[str],
     nbytes: int | None = None,
-) -> dict[str, Any]:
+) -> Case:
     """Return one case of a report.
 
     Args:
@@ -37,7 +45,7 @@ def case(
     return {"case": name, "bytes": nbytes, "baselines": baselines, "samples": samples, "cpu": cpu}
 
 
-def table(measured_case: dict[str, Any]) -> str:
+def table(measured_case: Case) -> str:
     """Return the rows of a case, the strongest baseline first, then by time.
 
     The factor tells how many times faster a contender is than the strongest baseline, with its 95 % interval; the
@@ -48,10 +56,7 @@ def table(measured_case: dict[str, Any]) -> str:
     ratio = gate_ratio(samples)
     names = [name for name in samples if not name.endswith(AGAIN)]
     names.sort(key=lambda name: (name != first, median_of_rounds(samples[name])))
-    lines = [
-        f"{measured_case['case']}: {_verdict(ratio)}",
-        f"  {'':44s} {'wall':>10s} {'CPU':>10s}  {'factor':>6s} {'95 % interval':14s} {'difference':>10s}",
-    ]
+    lines = [f"{measured_case['case']}: {_verdict(ratio)}", _HEADER]
     for name in names:
         lines.append(_row(name, measured_case, first, passes_gate(ratio)))
     return "\n".join(lines)
@@ -65,7 +70,7 @@ def _verdict(ratio: float | None) -> str:
     return f"A/A {ratio:.3f}, {verdict}"
 
 
-def _row(name: str, measured_case: dict[str, Any], first: str, is_quotable: bool) -> str:
+def _row(name: str, measured_case: Case, first: str, is_quotable: bool) -> str:
     """Return the row of a contender.
 
     Args:
@@ -102,14 +107,14 @@ def duration(seconds: float) -> str:
     raise AssertionError("the last unit takes everything")
 
 
-def merge(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge(reports: list[Report]) -> list[Case]:
     """Return the cases of several launches side by side, as if they had been one.
 
     Rounds of launches with the same label follow each other. A name that two labels share gets its label added. Rounds
     are paired by their number, so launches should take turns. A merged case has the baselines of all launches.
     """
     labels_of = _labels_of_names(reports)
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, Case] = {}
     for report in reports:
         for measured_case in report["cases"]:
             title = measured_case["case"]
@@ -123,7 +128,7 @@ def merge(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
-def _labels_of_names(reports: list[dict[str, Any]]) -> dict[tuple[str, str], set[str]]:
+def _labels_of_names(reports: list[Report]) -> dict[tuple[str, str], set[str]]:
     """Return (case, contender) -> labels of the launches that timed it."""
     labels_of: dict[tuple[str, str], set[str]] = {}
     for report in reports:
@@ -144,15 +149,21 @@ def _labelled(name: str, label: str, labels: set[str]) -> str:
     return f"{name} [{label}]"
 
 
-def _add(target: dict[str, Any], source: dict[str, Any], name: str, new_name: str) -> None:
+def _add(
+    target: Case,
+    source: Case,
+    name: str,
+    new_name: str,
+) -> None:
     """Add the samples of a contender to a merged case."""
     for kind in ("samples", "cpu"):
-        target[kind].setdefault(new_name, []).extend(source[kind][name])
+        samples = target[kind].setdefault(new_name, [])
+        samples.extend(source[kind][name])
     if name in source["baselines"] and new_name not in target["baselines"]:
         target["baselines"].append(new_name)
 
 
-def _cut_to_shortest(measured_case: dict[str, Any]) -> None:
+def _cut_to_shortest(measured_case: Case) -> None:
     """Drop the last rounds of contenders that have more rounds than others."""
     n_rounds = min(map(len, measured_case["samples"].values()))
     for kind in ("samples", "cpu"):
@@ -160,7 +171,7 @@ def _cut_to_shortest(measured_case: dict[str, Any]) -> None:
             measured_case[kind][name] = values[:n_rounds]
 
 
-def publish(report: dict[str, Any], folder: Path, stem: str) -> None:
+def publish(report: Report, folder: Path, stem: str) -> None:
     """Print the tables and write `stem`.json and `stem`.png to the folder. On rank 0 only."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.json"
@@ -171,7 +182,7 @@ def publish(report: dict[str, Any], folder: Path, stem: str) -> None:
     print(f"raw samples: {path}; {outcome}", flush=True)
 
 
-def picture(report: dict[str, Any], path: Path) -> str:
+def picture(report: Report, path: Path) -> str:
     """Draw time against bytes, or without bytes against cases, log-log; return a text about the outcome."""
     try:
         import matplotlib as mpl
@@ -181,7 +192,7 @@ def picture(report: dict[str, Any], path: Path) -> str:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 6), layout="constrained")
-    cases_of: dict[str, list[dict[str, Any]]] = {}
+    cases_of: dict[str, list[Case]] = {}
     for measured_case in report["cases"]:
         for name in measured_case["samples"]:
             if not name.endswith(AGAIN):

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-#: Open MPI refuses root, and more ranks than cores, unless it is told.
+#: Open MPI refuses root, and more ranks than cores, without these variables.
 OPENMPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -50,7 +50,7 @@ def parse_args():
 
 
 def launch(command, environ, limit_s):
-    """Run one launch in a session of its own; end it when its time is up."""
+    """Run one launch in a new session; kill the session when its time is up."""
     print("+", *command, flush=True)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     process = subprocess.Popen([str(part) for part in command], env=environ, start_new_session=True)
@@ -77,16 +77,13 @@ def mpirun(bin_folder, args, script, *options, python=None):
 
 
 def has(python, module):
-    """Return whether a Python has a module; says so when not."""
-    is_installed = (
-        subprocess.run(
-            [python, "-c", f"import {module}"], capture_output=True, timeout=120
-        ).returncode
-        == 0
-    )
-    if not is_installed:
+    """Return whether a Python has a module; print a line if not."""
+    command = [python, "-c", f"import {module}"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    if done.returncode:
         print(f"{module}: not installed, left out", flush=True)
-    return is_installed
+        return False
+    return True
 
 
 def run_allreduce(args):
@@ -102,14 +99,15 @@ def run_allreduce(args):
         bin_folder, environ = sides[label]
         folder = args.out / f"allreduce-{number}"
         options = ["--out", folder, "--label", label, "--rounds", args.rounds]
-        options += ["--sizes", args.sizes] if args.sizes else []
+        if args.sizes:
+            options += ["--sizes", args.sizes]
         launch(mpirun(bin_folder, args, "allreduce.py", *options), environ, args.limit)
         reports.append(folder / "allreduce.json")
     merge("allreduce.py", reports, args.out, args)
 
 
 def peers(args, model):
-    """Return the commands of the peers that are there for this model, each without its --out."""
+    """Return the commands of the peers that are installed and have this model, each without its --out."""
     options = ["--model", model, "--rounds", args.rounds]
     commands = {
         "threads": [

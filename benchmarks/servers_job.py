@@ -47,30 +47,40 @@ def make_strategy(args):
     return hpcdist.ParameterServerStrategy(None, partitioner, args.max_staleness, is_synchronous)
 
 
+def make_model(n_elements=None):
+    """Return a layer with one parameter of this many elements; the guides' MLP without a number."""
+    if n_elements:
+        return nn.Linear(n_elements // 64, 64, bias=False)
+    return nn.Sequential(
+        nn.Linear(784, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
+
+
 def make_step(args, strategy):
-    """Return a function that makes one training step of this worker."""
+    """Return a function that takes one training step of this worker."""
     torch.manual_seed(1)
     with strategy.scope():
-        if args.elements:
-            model = nn.Linear(args.elements // 64, 64, bias=False)
-        else:
-            model = nn.Sequential(
-                nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-            )
+        model = make_model(args.elements)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randn(args.batch, next(model.parameters()).shape[1])
+    first_weight = next(model.parameters())
+    x = torch.randn(args.batch, first_weight.shape[1])
     y = torch.randint(0, 10, (args.batch,))
+    global_batch = args.batch * strategy.size
     stalls = random.Random(strategy.rank)
     fixed = [torch.full_like(parameter, 1e-6) for parameter in model.parameters()]
 
     def step():
         optimizer.zero_grad()
         if args.compute_s is not None:
-            time.sleep(args.compute_s * (6 if stalls.random() < args.stalls else 1))
+            n_units = 6 if stalls.random() < args.stalls else 1
+            time.sleep(args.compute_s * n_units)
         losses = nn.functional.cross_entropy(model(x), y, reduction="none")
-        hpcdist.compute_average_loss(
-            losses, global_batch_size=args.batch * strategy.size
-        ).backward()
+        loss = hpcdist.compute_average_loss(losses, global_batch_size=global_batch)
+        loss.backward()
         optimizer.step()
 
     def step_of_bytes():
@@ -90,9 +100,7 @@ def coordinate(args):
     n_workers = resolver.cluster_spec().num_tasks("worker")
     torch.manual_seed(1)
     with strategy.scope():
-        model = nn.Sequential(
-            nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-        )
+        model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     coordinator = hpcdist.ClusterCoordinator(strategy)
     n_rows = args.batch
@@ -112,12 +120,12 @@ def coordinate(args):
             coordinator.schedule(step, (batch,))
         coordinator.join()
         seconds = time.perf_counter() - since
-    print(
-        json.dumps(
-            {"steps_per_s": n_steps / seconds, "step_s": seconds / args.steps, "workers": n_workers}
-        ),
-        flush=True,
-    )
+    result = {
+        "steps_per_s": n_steps / seconds,
+        "step_s": seconds / args.steps,
+        "workers": n_workers,
+    }
+    print(json.dumps(result), flush=True)
 
 
 def main():
@@ -141,15 +149,19 @@ def main():
         step()
     if args.kind != "async":
         strategy.barrier()
-    own_s = time.perf_counter() - since
-    slowest_s = max(strategy.world.role_comm.allgather(own_s))
+    taken_s = time.perf_counter() - since
+    slowest_s = max(strategy.world.role_comm.allgather(taken_s))
     if strategy.is_chief:
-        staleness = strategy.statistics()["staleness"] if args.kind != "all-reduce" else {}
-        rates = {
+        staleness = {}
+        if args.kind != "all-reduce":
+            staleness = strategy.statistics()["staleness"]
+        result = {
             "steps_per_s": args.steps * strategy.size / slowest_s,
             "step_s": slowest_s / args.steps,
+            "workers": strategy.size,
+            "staleness": staleness,
         }
-        print(json.dumps({**rates, "workers": strategy.size, "staleness": staleness}), flush=True)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -105,10 +105,11 @@ def walk_a_gradient():
 def walk_a_batch():
     """Return the walk of batches of a distributed dataset that maps, shuffles and batches."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
-    dataset = hpcdist.Dataset.from_tensor_slices(
-        (np.zeros((512, 8), np.float32), np.zeros(512, np.int64))
-    )
-    dataset = dataset.map(lambda x, y: (x + 1, y)).shuffle(512, seed=1).batch(64)
+    rows = np.zeros((512, 8), np.float32)
+    labels = np.zeros(512, np.int64)
+    dataset = hpcdist.Dataset.from_tensor_slices((rows, labels))
+    dataset = dataset.map(lambda x, y: (x + 1, y))
+    dataset = dataset.shuffle(512, seed=1).batch(64)
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     next(batches)
     walk = Walk()
@@ -154,7 +155,8 @@ def report(title, walk, per, with_names):
     """
     n_frames = walk.entered.total() / per
     files = {name.partition(":")[0] for name in walk.entered}
-    print(f"{title}: {n_frames:.1f} frames of {len(walk.entered)} functions in {len(files)} files")
+    n_functions = len(walk.entered)
+    print(f"{title}: {n_frames:.1f} frames of {n_functions} functions in {len(files)} files")
     if with_names:
         for name, count in walk.entered.most_common():
             print(f"    {count / per:8.1f}  {name}")

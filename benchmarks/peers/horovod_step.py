@@ -33,13 +33,12 @@ def main():
     rounds = time_rounds(train, args, hvd.size())
     cycle_time = os.environ.get("HOROVOD_CYCLE_TIME", "its default")
     if hvd.rank() == 0:
-        write(
-            "Horovod",
-            rounds,
-            args,
-            {"horovod": horovod.__version__, "ranks": hvd.size(), "cycle_time": cycle_time},
-            is_baseline=True,
-        )
+        environment = {
+            "horovod": horovod.__version__,
+            "ranks": hvd.size(),
+            "cycle_time": cycle_time,
+        }
+        write("Horovod", rounds, args, environment, is_baseline=True)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,13 @@ def coordinate(args):
 def launch(args):
     ports = free_ports(args.workers + 2)
     addresses = [f"localhost:{port}" for port in ports]
-    cluster = {"worker": addresses[: args.workers], "ps": [addresses[-2]], "chief": [addresses[-1]]}
-    tasks = [("worker", index) for index in range(args.workers)] + [("ps", 0), ("chief", 0)]
+    cluster = {
+        "worker": addresses[: args.workers],
+        "ps": [addresses[-2]],
+        "chief": [addresses[-1]],
+    }
+    workers = [("worker", index) for index in range(args.workers)]
+    tasks = [*workers, ("ps", 0), ("chief", 0)]
     threads = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     processes = []
     try:

@@ -41,9 +41,8 @@ def launch(args):
 def start_worker(addresses, index):
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
     threads = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    return subprocess.Popen(
-        [sys.executable, *sys.argv], env={**os.environ, **threads, "TF_CONFIG": json.dumps(config)}
-    )
+    environ = {**os.environ, **threads, "TF_CONFIG": json.dumps(config)}
+    return subprocess.Popen([sys.executable, *sys.argv], env=environ)
 
 
 def free_ports(n_ports):

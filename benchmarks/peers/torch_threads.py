@@ -27,8 +27,10 @@ def main():
             loss = train_step(model, optimizer, data[number % N_BATCHES])
         return loss.item()
 
+    rounds = time_rounds(train, args)
     name = f"torch, one process, {args.threads} threads"
-    write(name, time_rounds(train, args), args, {"torch": torch.__version__}, is_baseline=False)
+    environment = {"torch": torch.__version__}
+    write(name, rounds, args, environment, is_baseline=False)
 
 
 if __name__ == "__main__":
