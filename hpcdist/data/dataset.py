@@ -218,7 +218,7 @@ class Dataset(Elements):
         )
 
         def draw(_: int) -> Iterator[Nest]:
-            rows = iter(generator(*args))
+            rows: Iterator[Nest] = iter(generator(*args))
             if output_signature is None:
                 return rows
             return (fitted(output_signature, row) for row in rows)

@@ -52,7 +52,8 @@ def _without_rows_of_array(single: Any, double: Any) -> Any:
         doubled[dimension] = 2 * length
         if length == 1 and doubled == list(double.shape):
             all_before = (slice(None),) * dimension
-            return single[(*all_before, slice(0))]
+            index = (*all_before, slice(0))
+            return single[index]
     raise _refusal(single)
 
 

@@ -85,10 +85,16 @@ def _padded_arrays(
 ) -> list[Any]:
     """Return arrays padded to one shape; see `padded`."""
     shapes = [array.shape for array in arrays]
-    longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    limits: list[int | None] = [None] * len(longest)
+    limits: list[int | None] = [None] * len(shapes[0])
     if shape is not None:
         limits = list(shape)
+    numbers_of_dimensions = {len(array_shape) for array_shape in shapes}
+    if numbers_of_dimensions != {len(limits)}:
+        raise DataError(
+            f"padded_batch: expected arrays of {len(limits)} dimensions, got {sorted(numbers_of_dimensions)}; give "
+            f"padded_shapes with one size for each dimension."
+        )
+    longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
     sizes: list[int] = []
     for limit, longest_size in zip(limits, longest, strict=True):
         size = longest_size

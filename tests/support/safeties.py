@@ -118,7 +118,7 @@ ON_DISK = [
     ),
     Mutant("size of the file", "CheckpointFile._read_index", "status.st_size != header.nbytes", "False", HOSTILE),
     Mutant("regular files only", "CheckpointFile._read_index", "stat.S_ISREG(...)", "True", STORE),
-    Mutant("no waiting for a pipe", "open_checkpoint", "os.O_NONBLOCK", "0", HOSTILE),
+    Mutant("no waiting for a pipe", "_open_at_once", "os.O_NONBLOCK", "0", HOSTILE),
     Mutant("arrays within the file", "_parse_index", "end <= array.offset <= ...", "True", HOSTILE),
     Mutant("types of numbers", "_parse_index", "all(...)", "True", HOSTILE),
     Mutant("newer formats", "_check_format", "stored > FORMAT", "False", FILE),
