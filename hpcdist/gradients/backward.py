@@ -1,12 +1,13 @@
-"""Backwards, from what parameters hold before one to the sums that it leaves in them.
+"""Backwards, from the gradients that parameters hold before one to the sums that it leaves in them.
 
-A backward is seen to begin and to end (`torch_hooks.around_gradients`). At its begin what parameters hold is put away,
-so that autograd leaves there what this backward alone has made. At its end that is taken to the slots, and once all
-replicas of the process are there, summed over all ranks. Where sums overlap with the backward, a parameter's hook takes
-its gradient at once.
+`torch_hooks.around_gradients` shows the begin and the end of a backward. At its begin the gradients that parameters
+hold are put away, so that autograd leaves only the gradients of this backward. At its end these are taken to the slots,
+and, once all replicas of the process have ended theirs, summed over all ranks. Where sums overlap with the backward, a
+parameter's hook takes its gradient at once.
 
-Replicas of one process run in turn, and a backward may wait in its middle while others run, as SyncBatchNorm's does:
-the scheduler switches `parameter.grad`, and each replica has its own `_Pass`. A single replica waits for nobody.
+Replicas of one process run in turn, and a backward may wait in its middle while other replicas run, as with
+SyncBatchNorm. The scheduler switches `parameter.grad`, and each replica has its own `_Pass`. A single replica does not
+wait.
 """
 
 import functools
@@ -34,24 +35,24 @@ class _Pass:
     """One replica's running backward.
 
     Args:
-        replica: its number; None outside of `run` where there are several.
-        parameters: those of all slots; None for one that is gone.
+        replica: number of the replica; None outside of `run` where there are several.
+        parameters: parameters of all slots; None for a parameter that is gone.
         creates_graph: whether gradients can be differentiated.
-        is_nested: whether it runs inside another call of autograd.
+        is_nested: whether the backward runs inside another call of autograd.
 
     Attributes:
-        replica: its number.
-        parameters: those of all slots.
+        replica: number of the replica.
+        parameters: parameters of all slots.
         creates_graph: whether gradients can be differentiated.
-        stashed: what parameters held before it, by the number of the slot.
-        taken_slots: slots that have taken the gradient while it runs.
-        weight: weight of what was taken then; None before anything was.
-        is_scaled: whether it has reached a scaled loss.
-        has_crossed: whether it went through the sum of an all_reduce, so that what one replica's loss gives to another
-            replica's parameters is weighted by the rows of the latter.
-        is_nested: whether it runs inside another one, or one inside it has made gradients of the same parameters.
-        depth: backwards that run: 1 for this one alone.
-        inner: marks of what parameters held when one inside it began; None outside of it.
+        stashed: gradients that parameters held before the backward, by the number of the slot.
+        taken_slots: slots that have taken their gradients while the backward runs.
+        weight: weight of the gradients that were taken while it runs; None before any was taken.
+        is_scaled: whether the backward has reached a scaled loss.
+        has_crossed: whether it went through the sum of an all_reduce. Then gradients that one replica's loss gives to
+            another replica's parameters are weighted by the rows of that other replica.
+        is_nested: whether it runs inside another backward, or one inside it has made gradients of the same parameters.
+        depth: number of backwards that run, 1 for this one alone.
+        inner: marks of the gradients when a backward inside it began; None outside of an inner backward.
     """
 
     def __init__(
@@ -74,42 +75,43 @@ class _Pass:
         self.depth = 1
 
     def local_replica(self) -> int:
-        """Return the replica's number. Backwards outside of replicas are refused before."""
+        """Return the number of the replica. Backwards outside of replicas have been refused."""
         assert self.replica is not None, "a backward outside of replicas is refused"
         return self.replica
 
     def stash(self) -> None:
-        """Put away what parameters hold."""
+        """Put away the gradients of all parameters."""
         for number, parameter in enumerate(self.parameters):
             if parameter is not None and parameter.grad is not None:
                 self.stashed[number] = parameter.grad
                 parameter.grad = None
 
     def restore(self) -> None:
-        """Put back what parameters held that the backward has written no gradients of."""
+        """Put back the gradients of parameters for which the backward has written none."""
         for number, gradient in self.stashed.items():
             parameter = self.parameters[number]
             if parameter is not None and parameter.grad is None:
                 parameter.grad = gradient
 
     def gradients(self) -> "list[Tensor | None]":
-        """Return what the backward has written, for each slot."""
+        """Return the gradients that the backward has written, for each slot."""
         return [None if parameter is None else parameter.grad for parameter in self.parameters]
 
     def written(self, slots: Sequence[Slot]) -> list[tuple[Slot, TensorWeakRef]]:
-        """Return weak references to what the backward has written."""
+        """Return weak references to the gradients that the backward has written, with their slots."""
         pairs = zip(slots, self.gradients(), strict=True)
         return [(slot, TensorWeakRef(gradient)) for slot, gradient in pairs if gradient is not None]
 
     def marks(self) -> list[tuple[int, int]]:
-        """Return what differs once a backward has written a gradient."""
+        """Return marks of the gradients, which differ once a backward has written one."""
         marks: list[tuple[int, int]] = []
         for gradient in self.gradients():
-            marks.append((id(gradient), 0 if gradient is None else gradient._version))
+            version = 0 if gradient is None else gradient._version
+            marks.append((id(gradient), version))
         return marks
 
     def clear(self) -> None:
-        """Leave nothing in the parameters."""
+        """Remove the gradients of all parameters."""
         for parameter in self.parameters:
             if parameter is not None:
                 parameter.grad = None
@@ -119,9 +121,9 @@ class Backward:
     """Sums the gradients of every synchronized backward over the replicas, one or more of which are in this process.
 
     Args:
-        sums: what is summed, and how it is published.
+        sums: sums gradients, and publishes the sums.
         scheduler: runs the replicas.
-        state: what each replica resumes with after a sum.
+        state: gradients and buffers with which each replica resumes after a sum.
         is_switched: whether buffers and gradients are switched between replicas, so that they resume with the sums.
     """
 
@@ -140,28 +142,28 @@ class Backward:
         self._has_several = len(scheduler.replicas) > 1
         self._is_overlapped = sums.reducer.route.is_overlapped and not self._has_several
         self._looks_for_infinity = "finite" in sums.reducer.group.world.debug
-        self._arrivals: list[nn.Parameter] = []  # that running backwards have reached
+        self._arrivals: list[nn.Parameter] = []  # parameters that running backwards have reached
         self._passes: dict[int | None, _Pass] = {}
-        self._unsynced: set[int | None] = set()  # the replicas inside no_sync; None: all of them
+        self._unsynced: set[int | None] = set()  # replicas inside no_sync; None for all replicas
         # gradients of a backward that raised in its middle
         self._failed: list[tuple[Slot, TensorWeakRef]] = []
-        # sums of earlier backwards, which the first replica has found
+        # sums of earlier backwards that the first replica had in its parameters
         self._earlier: dict[Slot, Tensor] = {}
         torch_hooks.around_gradients(self)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def hook(self, slot: Slot, parameter: nn.Parameter) -> None:
-        """Take part in every backward that reaches a parameter, for as long as it lives."""
+        """Take part in every backward that reaches a parameter, for as long as the parameter lives."""
         arrive = functools.partial(self._arrivals.append)
         if self._is_overlapped and isinstance(slot, DenseSlot):
             arrive = functools.partial(self._take_early, slot)
-        # which lives as long as the parameter, whose hooks hold what they call
+        # this object lives as long as the parameter, whose hook holds it
         vars(arrive)["owner"] = self
         torch_hooks.after_accumulation(parameter, arrive)
 
     def require_seen(self) -> None:
-        """Raise GradientError for gradients of a backward whose begin nobody has seen; on this rank only."""
+        """Raise GradientError for gradients of a backward whose begin was not seen; on this rank only."""
         if self._arrivals and not self._passes:
             self._arrivals.clear()
             raise GradientError(
@@ -172,20 +174,20 @@ class Backward:
     def require_host(self, slots: Sequence[Slot]) -> None:
         """Raise GradientError for parameters on a device, whose hooks torch calls in one thread for all replicas.
 
-        On every rank that has several replicas.
+        The error is raised on every rank that has several replicas.
         """
-        elsewhere = [slot.name for slot in slots if slot.device.type != "cpu"]
-        if elsewhere and self._has_several:
+        names_on_device = [slot.name for slot in slots if slot.device.type != "cpu"]
+        if names_on_device and self._has_several:
             raise GradientError(
                 f"strategy: expected parameters on the host for {len(self._scheduler.replicas)} replicas of one rank, "
-                f"got {elsewhere[0]!r} on a device; start as many ranks as replicas, or leave them on the host."
+                f"got {names_on_device[0]!r} on a device; start as many ranks as replicas, or leave them on the host."
             )
 
     # -- synchronized or not ----------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards in the block accumulate the calling replica's gradients; outside of `run`, those of all."""
+        """Let backwards in the block accumulate gradients of the calling replica; outside of `run`, of all replicas."""
         replica = self._scheduler.replica
         before = set(self._unsynced)
         self._unsynced.add(replica)
@@ -197,7 +199,7 @@ class Backward:
 
     @property
     def is_syncing(self) -> bool:
-        """Whether backwards of the calling replica sum: False inside `no_sync`."""
+        """Whether backwards of the calling replica sum; False inside `no_sync`."""
         return not self._unsynced or not self._unsynced & {None, self._scheduler.replica}
 
     @property
@@ -219,11 +221,11 @@ class Backward:
 
     @property
     def _key(self) -> int | None:
-        """The calling replica; None outside of `run` where there are several."""
+        """The calling replica; None outside of `run` where there are several replicas."""
         return self._scheduler.replica if self._has_several else self._scheduler.replicas[0]
 
     def take_scaled_loss(self, loss: Tensor) -> None:
-        """Sum gradients from the first backward on that reaches this loss, unless they are averaged."""
+        """Sum gradients from the first backward that reaches this loss, unless they are averaged."""
         self._sums.op.take_scaled_loss(loss)
 
     def mark_scaled(self, loss: Tensor) -> None:
@@ -237,7 +239,7 @@ class Backward:
             running.is_scaled = True
 
     def note_crossing(self) -> None:
-        """Note that the running backward goes from each replica's loss into the others' graphs."""
+        """Note that the running backward goes from each replica's loss into the graphs of other replicas."""
         running = self._passes.get(self._key)
         if running is not None:
             running.has_crossed = True
@@ -245,7 +247,7 @@ class Backward:
     # -- a backward begins ------------------------------------------------------------------------------------------
 
     def begin_backward(self, creates_graph: bool) -> None:
-        """Put away what parameters hold."""
+        """Put away the gradients that parameters hold."""
         if not self._sums.slots:
             return
         self.require_seen()
@@ -264,7 +266,7 @@ class Backward:
         running.stash()
 
     def _take_early(self, slot: DenseSlot, parameter: nn.Parameter) -> None:
-        """Take a gradient while the backward runs, and start to sum what is complete."""
+        """Take a gradient while the backward runs, and start the sums of complete buckets."""
         self._arrivals.append(parameter)
         running = self._passes.get(self._key)
         gradient = parameter.grad
@@ -272,7 +274,7 @@ class Backward:
             return
         is_plain = gradient is not None and not running.creates_graph and running.depth == 1
         if not is_plain or not self._is_summing or not self._sums.op.is_settled(running.is_scaled):
-            return  # nothing is started before the end
+            return  # taken at the end of the backward
         if running.stashed or self._looks_for_infinity or gradient is None:
             return
         slot.require_kind(gradient)
@@ -299,7 +301,7 @@ class Backward:
                 running.is_nested = running.is_nested or running.inner != running.marks()
             return
         has_gradients = bool(self._arrivals)
-        if self._has_several:  # others may run, too
+        if self._has_several:  # other backwards may run, too
             has_gradients = any(gradient is not None for gradient in running.gradients())
         if len(self._passes) == 1:
             self._arrivals.clear()
@@ -315,6 +317,7 @@ class Backward:
             self._sums.drop()
 
     def _end(self, running: _Pass) -> None:
+        """Sum or accumulate the gradients of a backward that has returned."""
         is_summing = self._is_summing
         try:
             self._require_usual(running)
@@ -331,7 +334,7 @@ class Backward:
         if not is_summing:
             return
         if self._has_several:
-            running.clear()  # the sums of this rank have its gradients
+            running.clear()  # the gradients are in the sums of this rank
             self._scheduler.barrier("a backward")
         if not self._has_several or self._scheduler.is_last:
             self._finish(counts, running)
@@ -384,12 +387,13 @@ class Backward:
                 )
 
     def _accumulate(self, running: _Pass) -> None:
-        """Leave a replica's gradients in `parameter.grad`, added to what it has accumulated before."""
+        """Leave a replica's gradients in `parameter.grad`, added to the gradients that it has accumulated before."""
         replica = running.local_replica()
         index = self._scheduler.replicas.index(replica)
         scale = 1.0
         if self._sums.is_local:
-            scale = self._sums.op.local_scale(self._sums.weights.take(index, None).rows)
+            weight = self._sums.weights.take(index, None)
+            scale = self._sums.op.local_scale(weight.rows)
         else:
             self._forget_dropped(replica, running.stashed)
             weight = self._sums.weights.take(index, self._local.weight(replica))
@@ -402,23 +406,24 @@ class Backward:
                 # not in place: autograd may have written views of one tensor; zero rows may have made NaN
                 gradient = gradient * scale if scale else torch.zeros_like(gradient)
             slot = self._sums.slots[number]
-            parameter.grad = self._local.accumulate(
-                replica, slot, running.stashed.get(number), gradient
-            )
+            stashed = running.stashed.get(number)
+            parameter.grad = self._local.accumulate(replica, slot, stashed, gradient)
         running.restore()
 
-    def _forget_dropped(self, replica: int, stashed: Mapping[int, Tensor]) -> None:
-        """Forget the weight of what was accumulated, if the program has dropped that."""
+    def _forget_dropped(
+        self,
+        replica: int,
+        stashed: Mapping[int, Tensor],
+    ) -> None:
+        """Forget the weight of accumulated gradients, if the program has dropped these."""
         slots = self._sums.slots
-        is_kept = any(
-            self._local.holds(replica, slots[number], gradient)
-            for number, gradient in stashed.items()
-        )
-        if not is_kept:
-            self._local.begin_anew(replica)
+        for number, gradient in stashed.items():
+            if self._local.holds(replica, slots[number], gradient):
+                return
+        self._local.begin_anew(replica)
 
     def _contribute(self, running: _Pass) -> list[float]:
-        """Take a replica's gradients, and those that it has accumulated, to the sums; return its counts.
+        """Take a replica's new and accumulated gradients to the sums; return its counts.
 
         Raises:
             GradientError: when a gradient was set by hand before the backward, or cannot be taken; on this rank only.
@@ -426,15 +431,16 @@ class Backward:
         replica = running.local_replica()
         index = self._scheduler.replicas.index(replica)
         self._forget_dropped(replica, running.stashed)
-        weight = self._sums.weights.take(index, running.weight or self._local.weight(replica))
-        if running.weight is not None:  # by which gradients were multiplied already
+        earlier_weight = running.weight or self._local.weight(replica)
+        weight = self._sums.weights.take(index, earlier_weight)
+        if running.weight is not None:  # gradients were multiplied by this weight already
             weight = running.weight._replace(refusal=weight.refusal)
         has_crossed = running.has_crossed or self._local.has_crossed(replica)
         self._local.begin_anew(replica)
         gradients = running.gradients()
-        zeros = (
-            self._sort_stashed(replica, running.stashed, gradients) if running.stashed else set()
-        )
+        zeros: set[int] = set()
+        if running.stashed:
+            zeros = self._sort_stashed(replica, running.stashed, gradients)
         self._local.forget(replica)
         is_touched: list[bool] = []
         for number, gradient in enumerate(gradients):
@@ -445,9 +451,12 @@ class Backward:
         return self._sums.add(replica, gradients, is_touched, weight, has_crossed)
 
     def _sort_stashed(
-        self, replica: int, stashed: Mapping[int, Tensor], gradients: list[Tensor | None]
+        self,
+        replica: int,
+        stashed: Mapping[int, Tensor],
+        gradients: list[Tensor | None],
     ) -> set[int]:
-        """Add what was accumulated to this backward's gradients; keep sums of earlier backwards to be added later.
+        """Add accumulated gradients to this backward's gradients; keep sums of earlier backwards to be added later.
 
         Returns:
             Numbers of slots whose parameters held zeros, which count as a gradient: an optimizer may decay them.
@@ -464,14 +473,16 @@ class Backward:
             else:
                 if not self._state.has_given(slot, gradient):
                     slot.require_published(gradient)
-                if replica == self._scheduler.replicas[0]:
-                    self._earlier[slot] = (
-                        gradient.clone() if self._has_several else slot.keep_earlier(gradient)
-                    )
+                if replica != self._scheduler.replicas[0]:
+                    continue
+                if self._has_several:
+                    self._earlier[slot] = gradient.clone()
+                else:
+                    self._earlier[slot] = slot.keep_earlier(gradient)
         return zeros
 
     def _finish(self, counts: list[float], running: _Pass) -> None:
-        """Sum what all replicas have contributed, and let them resume with it. Collective over all ranks."""
+        """Sum the gradients of all replicas, and let the replicas resume with the sums. Collective over all ranks."""
         earlier = self._earlier
         self._earlier = {}
         try:
@@ -486,7 +497,7 @@ class Backward:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def _drop(self, running: _Pass) -> None:
-        """Forget a backward, and its gradients, which cannot be told apart from earlier sums."""
+        """Forget a backward, and its gradients, which cannot be distinguished from earlier sums."""
         self._passes.pop(running.replica, None)
         self._earlier.clear()
         self._sums.drop()
@@ -505,7 +516,7 @@ class Backward:
                 parameter.grad = None
 
     def stop(self) -> None:
-        """Forget what replicas had begun before an error stopped them."""
+        """Forget the backwards that replicas had begun before an error stopped them."""
         if self._has_several:
             self._passes.clear()
             self._earlier.clear()

@@ -1,4 +1,4 @@
-"""Buckets in memory of this rank: small gradients side by side in flat memory, large ones where torch made them.
+"""Buckets in memory of this rank: small gradients side by side in flat memory, large gradients where torch made them.
 
 Each bucket is summed by the strategy's route, or by a hook of the program.
 """
@@ -20,7 +20,7 @@ from hpcdist.gradients.slot import weigh
 from hpcdist.plan.buckets import BucketShape, Entry, plan_buckets
 from hpcdist.program import torch_hooks
 
-#: Returns what sums are divided by, None for nothing, given the sums of the counts.
+#: Returns the divisor of sums, by the sums of the counts; None if they are not divided.
 DivisorOf = Callable[[Sequence[float]], float | None]
 CommHook = Callable[[GradBucket], Any]
 
@@ -44,11 +44,11 @@ class Bucket:
     """One bucket of a plan.
 
     Args:
-        flat: its memory; None where the gradient stays where torch made it.
+        flat: memory of the bucket; None where the gradient stays where torch made it.
 
     Attributes:
-        flat: its memory.
-        parts: the gradients in it.
+        flat: memory of the bucket.
+        parts: parts of the gradients in the bucket.
     """
 
     def __init__(self, flat: Tensor | None) -> None:
@@ -56,7 +56,8 @@ class Bucket:
         self.parts: list[Part] = []
         self._numbers: list[int] = []
         self._views: list[Tensor] = []
-        # else a converted parameter refuses its gradient when that is published
+        # whether the memory has another dtype than a parameter: then gradients are checked before they are copied;
+        # without it a converted parameter refuses its gradient when the sum is published
         self._has_converted = False
 
     def add(self, part: Part) -> None:
@@ -65,14 +66,15 @@ class Bucket:
         self._numbers.append(part.number)
         if part.view is not None:
             self._views.append(part.view)
-            self._has_converted = self._has_converted or part.slot.dtype is not part.view.dtype
+            if part.slot.dtype is not part.view.dtype:
+                self._has_converted = True
 
     def fill(self, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Take what this replica adds to the sum.
+        """Take the gradients that this replica adds to the sum.
 
         Args:
-            gradients: those of all slots in buckets; None: zeros.
-            scale: the weight of the replica.
+            gradients: gradients of all slots in buckets; None for zeros.
+            scale: weight of the replica.
         """
         if self.flat is None or self._has_converted:
             self.require_kinds(gradients)
@@ -82,12 +84,12 @@ class Bucket:
             return
         values = [gradients[number] for number in self._numbers]
         views = self._views
-        arrived = [value for value in values if value is not None]
-        if len(arrived) < len(values):
+        present_values = [value for value in values if value is not None]
+        if len(present_values) < len(values):
             self.flat.zero_()
             views = [view for view, value in zip(views, values, strict=True) if value is not None]
         try:
-            torch_hooks.copy_all(views, arrived)
+            torch_hooks.copy_all(views, present_values)
         except RuntimeError:
             self.require_kinds(gradients)
             raise
@@ -112,17 +114,21 @@ class Buckets(ABC):
 
     @abstractmethod
     def fill(self, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Take what this replica adds to the sums; see `Bucket.fill`."""
+        """Take the gradients that this replica adds to the sums; see `Bucket.fill`."""
 
     @abstractmethod
-    def finish(self, counts: Sequence[float], divisor_of: DivisorOf) -> list[float]:
+    def finish(
+        self,
+        counts: Sequence[float],
+        divisor_of: DivisorOf,
+    ) -> list[float]:
         """Sum all buckets over all replicas, and divide the sums; return the sums of `counts`.
 
         Collective over the reducer's group.
 
         Args:
-            counts: those of this replica.
-            divisor_of: what sums are divided by.
+            counts: counts of this replica.
+            divisor_of: function that returns the divisor of the sums.
         """
 
     @abstractmethod
@@ -136,16 +142,16 @@ class PrivateBuckets(Buckets):
     Collective over the reducer's group at the first call for several hosts.
 
     Args:
-        slots: the gradients, in the order of the model.
-        n_counts: float32 numbers that are summed along, in the last bucket.
+        slots: slots of the gradients, in the order of the model.
+        n_counts: number of float32 numbers that are summed with the gradients, in the last bucket.
         reducer: sums the buckets.
-        hook: called with each bucket of gradients at the end of the backward, and sums it instead; None: the reducer
-            does, as it does with the counts.
+        hook: function that is called with each bucket of gradients at the end of the backward, and sums it. None if the
+            reducer sums them, as it sums the counts.
 
     Attributes:
         counts_bucket: number of the bucket with the counts, the last one.
-        is_counted_first: whether the counts are alone in it, and summed before the others: they tell what sums are
-            divided by. Not where buckets are summed while backward runs.
+        is_counted_first: whether the counts are alone in their bucket, which is summed before the other buckets: the
+            divisor of sums depends on them. False where buckets are summed while backward runs.
     """
 
     def __init__(
@@ -156,7 +162,9 @@ class PrivateBuckets(Buckets):
         hook: CommHook | None = None,
     ) -> None:
         device = reducer.device
-        entries = [Entry(n_counts, "float32"), *(entry_of(slot, device) for slot in slots)]
+        entries = [Entry(n_counts, "float32")]
+        for slot in slots:
+            entries.append(entry_of(slot, device))
         limits = reducer.begin_buckets(sum(entry.nbytes for entry in entries))
         self.is_counted_first = not reducer.route.is_overlapped
         if hook is not None or self.is_counted_first:
@@ -167,27 +175,24 @@ class PrivateBuckets(Buckets):
         self.counts_bucket = plan.slots[0].bucket
         self._buckets: list[Bucket] = []
         self._streams: list[ProducerStreams] = []
+        # where the counts are alone in their bucket, the host reads them before gradients are summed
+        are_counts_read = self.is_counted_first and not reducer.route.is_on_device
         for number, shape in enumerate(plan.buckets):
-            # where the counts are alone in their bucket, the host reads them before anything else is summed
-            is_read = (
-                number == self.counts_bucket
-                and self.is_counted_first
-                and not reducer.route.is_on_device
-            )
+            memory_device = device
+            if are_counts_read and number == self.counts_bucket:
+                memory_device = torch.device("cpu")
             self._streams.append(ProducerStreams(device))
-            self._buckets.append(
-                Bucket(_new_memory(shape, torch.device("cpu") if is_read else device))
-            )
+            self._buckets.append(Bucket(_new_memory(shape, memory_device)))
         for number, (slot, place) in enumerate(zip(slots, plan.slots[1:], strict=True)):
             bucket = self._buckets[place.bucket]
-            memory = (
-                None if bucket.flat is None else bucket.flat[place.offset :][: place.n_elements]
-            )
+            memory: Tensor | None = None
+            if bucket.flat is not None:
+                memory = bucket.flat[place.offset :][: place.n_elements]
             slot.assign(place.bucket, memory)
             bucket.add(Part(number, slot, slot.view))
-        counts = self._buckets[self.counts_bucket].flat
-        assert counts is not None, "counts are never direct"
-        self._counts = counts[plan.slots[0].offset :][:n_counts]
+        counts_memory = self._buckets[self.counts_bucket].flat
+        assert counts_memory is not None, "counts are never direct"
+        self._counts = counts_memory[plan.slots[0].offset :][:n_counts]
         self._handles: list[Any] = []
         self.reset()
 
@@ -201,7 +206,7 @@ class PrivateBuckets(Buckets):
         self._n_missing[self.counts_bucket] += 1
 
     def fill(self, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Take what this replica adds to the sums that have not begun; see `Bucket.fill`."""
+        """Take the gradients that this replica adds to the sums that have not begun; see `Bucket.fill`."""
         for bucket in self._buckets[self._n_started :]:
             if not self._taken_slots:
                 bucket.fill(gradients, scale)
@@ -211,10 +216,16 @@ class PrivateBuckets(Buckets):
                 if part.slot not in self._taken_slots:
                     part.slot.take(gradients[part.number], scale)
 
-    def take_early(self, slot: DenseSlot, gradient: Tensor, scale: float) -> None:
+    def take_early(
+        self,
+        slot: DenseSlot,
+        gradient: Tensor,
+        scale: float,
+    ) -> None:
         """Take a gradient while backward runs; start the buckets that are complete, in their order.
 
-        A hook's collectives would come between others of the backward, elsewhere on each rank: it waits for the end.
+        A comm hook is called at the end of the backward. Earlier, its collectives would come between other collectives
+        of the backward, at different places on each rank.
         """
         slot.take(gradient, scale)
         self._streams[slot.bucket].note()
@@ -223,8 +234,12 @@ class PrivateBuckets(Buckets):
         while self._hook is None and self._n_missing[self._n_started] == 0:
             self._start()
 
-    def finish(self, counts: Sequence[float], divisor_of: DivisorOf) -> list[float]:
-        """Start what has not been started, wait for all sums and divide them; see `Buckets.finish`."""
+    def finish(
+        self,
+        counts: Sequence[float],
+        divisor_of: DivisorOf,
+    ) -> list[float]:
+        """Start the sums that have not been started, wait for all sums and divide them; see `Buckets.finish`."""
         if self._hook is not None:
             return self._finish_by_hook(self._hook, counts, divisor_of)
         if self.is_counted_first:
@@ -244,25 +259,30 @@ class PrivateBuckets(Buckets):
     def _sum_counts(self, counts: Sequence[float]) -> list[float]:
         """Return the sums of `counts` alone, before the gradients are summed."""
         self.set_counts(counts)
-        handle = self._reducer.start(
-            self.begin(self.counts_bucket), self.counts_bucket, is_exact=True
-        )
+        array = self.begin(self.counts_bucket)
+        handle = self._reducer.start(array, self.counts_bucket, is_exact=True)
         if handle is not None:
             handle.wait()
         totals: list[float] = self._counts.tolist()
         return totals
 
     def _finish_by_hook(
-        self, hook: CommHook, counts: Sequence[float], divisor_of: DivisorOf
+        self,
+        hook: CommHook,
+        counts: Sequence[float],
+        divisor_of: DivisorOf,
     ) -> list[float]:
+        """Let a hook sum all buckets of gradients, and divide the sums; return the sums of `counts`."""
         totals = self._sum_counts(counts)
         divisor = divisor_of(totals)
         sums: list[HookedSum] = []
         for number in range(self.counts_bucket):
-            slots = [part.slot for part in self._buckets[number].parts if totals[part.number]]
+            parts = self._buckets[number].parts
+            slots = [part.slot for part in parts if totals[part.number]]
             is_last = number == self.counts_bucket - 1
             bucket = GradBucket(number, self.tensor(number), slots, is_last, divisor or 1.0)
-            sums.append(HookedSum(hook(bucket), bucket, self._reducer.group))
+            result = hook(bucket)
+            sums.append(HookedSum(result, bucket, self._reducer.group))
         for hooked_sum in sums:
             hooked_sum.wait()
         self.divide(divisor)
@@ -281,17 +301,17 @@ class PrivateBuckets(Buckets):
         self._n_started += 1
         has_counts = number == self.counts_bucket
         self._streams[number].order_sum()
-        self._handles.append(
-            self._reducer.start(self.begin(number), number, is_exact=has_counts, divisor=divisor)
-        )
+        array = self.begin(number)
+        handle = self._reducer.start(array, number, is_exact=has_counts, divisor=divisor)
+        self._handles.append(handle)
 
     def begin(self, number: int) -> Any:
-        """Return what an algorithm sums now: a numpy array of host memory, or a device tensor."""
+        """Return the memory of a bucket that is summed now: a numpy array of host memory, or a device tensor."""
         self.is_started = True
         return _array(self.tensor(number))
 
     def wait(self, handles: Sequence[Any]) -> list[float]:
-        """Wait for the sums of all buckets; return those of the counts, and expect a new backward."""
+        """Wait for the sums of all buckets; return the sums of the counts, and expect a new backward."""
         for handle in handles:
             if handle is not None:
                 handle.wait()
@@ -301,7 +321,7 @@ class PrivateBuckets(Buckets):
 
     @property
     def n_buckets(self) -> int:
-        """Buckets of the plan."""
+        """Number of buckets of the plan."""
         return len(self._buckets)
 
     def is_direct(self, number: int) -> bool:
@@ -309,31 +329,37 @@ class PrivateBuckets(Buckets):
         return self._buckets[number].flat is None
 
     def tensor(self, number: int) -> Tensor:
-        """Return what is summed in a bucket: its flat memory, or that of its only gradient."""
+        """Return the memory that is summed in a bucket: its flat memory, or the memory of its only gradient."""
         bucket = self._buckets[number]
-        flat = bucket.parts[0].slot.flat if bucket.flat is None else bucket.flat
+        flat = bucket.flat
+        if flat is None:
+            flat = bucket.parts[0].slot.flat
         assert flat is not None, "a direct gradient is taken before its bucket starts"
         return flat
 
     def set_counts(self, counts: Sequence[float]) -> None:
-        """Write the numbers that are summed along."""
+        """Write the numbers that are summed with the gradients."""
         self._counts.copy_(torch.tensor(counts))
 
 
 def entry_of(slot: DenseSlot, device: torch.device) -> Entry:
-    """Return what a gradient takes in the plan of buckets on a device."""
-    sum_dtype = SUM_DTYPES[dtype_name(slot)]
-    is_direct = slot.device.type == device.type and sum_dtype == dtype_name(slot)
+    """Return the entry of a gradient in the plan of buckets on a device."""
+    dtype = dtype_name(slot)
+    sum_dtype = SUM_DTYPES[dtype]
+    is_direct = slot.device.type == device.type and sum_dtype == dtype
     return Entry(slot.shape.numel(), sum_dtype, is_direct)
 
 
 def _new_memory(shape: BucketShape, device: torch.device) -> Tensor | None:
-    """Return the flat memory of a bucket, or None for one that is summed where torch made its only gradient."""
+    """Return the flat memory of a bucket; None for a bucket that is summed where torch made its only gradient."""
     if shape.is_direct:
         return None
-    return torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype), device=device)
+    dtype = getattr(torch, shape.dtype)
+    return torch.zeros(shape.n_elements, dtype=dtype, device=device)
 
 
 def _array(tensor: Tensor) -> Any:
-    """Return what an algorithm takes: a numpy array of host memory, a device tensor as it is."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+    """Return a tensor in the form that algorithms take: a numpy array of host memory, a device tensor unchanged."""
+    if tensor.device.type == "cpu":
+        return tensor.numpy()
+    return tensor

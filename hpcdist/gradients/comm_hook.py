@@ -1,4 +1,4 @@
-"""Comm hooks: a program's own way to sum the gradients of a bucket, in the form of torch DDP's."""
+"""Comm hooks: functions of the program that sum the gradients of a bucket, in the form of torch DDP's hooks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,16 +12,16 @@ from hpcdist.runtime.waiting import late, wait_until
 
 
 class GradBucket:
-    """A bucket of gradients of this rank, as torch.distributed.GradBucket. Valid until the hook's result is there.
+    """A bucket of gradients of this rank, as torch.distributed.GradBucket. Valid until the hook's result is ready.
 
     Args:
-        index: its number, counted in the order in which buckets are summed.
-        tensor: (n_elements,) the gradients side by side, on the host, or on the GPU of the models. Where there are
-            several, each starts at a multiple of 64 bytes, with zeros in between, whose sum is not used.
-        slots: the parameters that the backward has reached on any rank, in the order of their gradients. The others
-            have zeros in the buffer, whose sum is not used.
-        is_last: whether it is the last one.
-        divisor: what the sum will be divided by.
+        index: number of the bucket, counted in the order in which buckets are summed.
+        tensor: (n_elements,) the gradients side by side, on the host, or on the GPU of the models. Of several gradients
+            each starts at a multiple of 64 bytes, with zeros in between, whose sum is not used.
+        slots: slots of the parameters that the backward has reached on any rank, in the order of their gradients. Other
+            parameters have zeros in the buffer, whose sum is not used.
+        is_last: whether this is the last bucket.
+        divisor: number that the sum will be divided by.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GradBucket:
         self._divisor = divisor
 
     def index(self) -> int:
-        """Return the bucket's number; it has the same parameters at every step, until the model is planned anew."""
+        """Return the bucket's number. It has the same parameters at every step, until the model is planned anew."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -52,21 +52,27 @@ class GradBucket:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters, in the order of `gradients`."""
-        return [parameter for slot in self._slots if (parameter := slot.parameter) is not None]
+        parameters: list[Tensor] = []
+        for slot in self._slots:
+            parameter = slot.parameter
+            if parameter is not None:
+                parameters.append(parameter)
+        return parameters
 
     def divisor(self) -> float:
-        """Return what the sum will be divided by: with ReduceOp.MEAN the rows of all ranks in this backward, else 1.
+        """Return the divisor of the sum: with ReduceOp.MEAN the rows of all ranks in this backward, otherwise 1.
 
-        What a hook keeps for a later step must be divided by this one's and multiplied by that one's.
+        A hook that keeps values for a later step must divide them by the divisor of this step, and multiply them by the
+        divisor of the later step.
         """
         return self._divisor
 
     def is_last(self) -> bool:
-        """Return whether no bucket comes after it in this backward."""
+        """Return whether this is the last bucket of the backward."""
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Copy `tensor`, of as many elements, to the buffer."""
+        """Copy `tensor`, which has the buffer's number of elements, to the buffer."""
         self._tensor.copy_(tensor.reshape(-1))
 
 
@@ -78,12 +84,17 @@ class HookedSum:
     """The sum of a bucket that a hook has started: `wait` writes it to the bucket.
 
     Args:
-        result: what the hook returned.
-        bucket: its argument.
+        result: value that the hook returned.
+        bucket: argument of the hook.
         group: the ranks.
     """
 
-    def __init__(self, result: Any, bucket: GradBucket, group: Group) -> None:
+    def __init__(
+        self,
+        result: Any,
+        bucket: GradBucket,
+        group: Group,
+    ) -> None:
         self._result = result
         self._bucket = bucket
         self._group = group
@@ -92,8 +103,8 @@ class HookedSum:
         """Wait until the sum is in the bucket.
 
         Raises:
-            CollectiveTimeoutError: when a future takes longer than the strategy's limit. GradientError: when the hook's
-                result is no such sum; on this rank only.
+            CollectiveTimeoutError: when a future takes longer than the strategy's limit.
+            GradientError: when the hook's result is no such sum; on this rank only.
         """
         result = self._result
         flat = self._bucket.buffer()
@@ -102,11 +113,13 @@ class HookedSum:
             result = result.wait()
         if result is None:  # of a collective that overwrites its buffer
             return
-        # as futures of torch's collectives have it
+        # futures of torch's collectives have a list of one tensor
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]
         if not isinstance(result, Tensor) or result.numel() != flat.numel():
-            form = f"{tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            form = type(result).__name__
+            if isinstance(result, Tensor):
+                form = f"{tuple(result.shape)}"
             raise GradientError(
                 f"comm hook: expected a sum of {flat.numel()} elements, as the bucket has, or a future of it, got "
                 f"{form}; return a tensor, an hpcdist handle or a torch.futures.Future."
@@ -115,7 +128,7 @@ class HookedSum:
             flat.copy_(result.detach().reshape(-1))
 
     def _wait_for(self, result: Any) -> None:
-        """Wait for a future of torch's, whose own wait is not bounded; handles of hpcdist's collectives are."""
+        """Wait for a future of torch, whose own wait is not bounded. Waits of hpcdist's handles are bounded."""
         is_done = getattr(result, "done", None)
         if is_done is None:
             return
@@ -125,7 +138,7 @@ class HookedSum:
 
 
 def name_of_hook(hook: CommHook) -> str:
-    """Return what checkpoints call a hook, which must be the same one on all ranks."""
+    """Return the name of a hook in checkpoints, which must be the same on all ranks."""
     if hasattr(hook, "__qualname__"):
         return f"{hook.__module__}.{hook.__qualname__}"
     return repr(type(hook))

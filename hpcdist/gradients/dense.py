@@ -1,4 +1,4 @@
-"""A dense gradient in memory of this rank: in its part of a flat bucket, or, a large one, where torch made it."""
+"""A dense gradient in memory of this rank: in a part of a flat bucket, or, if it is large, where torch made it."""
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,11 @@ class DenseSlot(Slot):
     """One parameter with a dense gradient.
 
     Attributes:
-        bucket: number of the bucket that it is summed in.
-        flat: what is summed: the part of the bucket, or, without one, the memory of the gradient.
-        view: the part of the bucket in the parameter's shape; None without one.
-        sum_view: where the sum is then, in the parameter's shape; the same memory, where sums replace what is summed.
-        is_native: whether `parameter.grad` can be a view of the sum: it has the parameter's device and dtype.
+        bucket: number of the bucket in which the gradient is summed.
+        flat: memory that is summed: the part of the bucket, or, without a part, the memory of the gradient.
+        view: the part of the bucket in the parameter's shape; None without a part.
+        sum_view: memory of the sum in the parameter's shape. It is the memory of `view` where sums replace gradients.
+        is_native: whether `parameter.grad` can be a view of the sum, as it has the parameter's device and dtype.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
@@ -27,13 +27,18 @@ class DenseSlot(Slot):
         self.is_native = True
         self._sums: Tensor | None = None
 
-    def assign(self, bucket: int, memory: Tensor | None, sums: Tensor | None = None) -> None:
-        """Take a part of a bucket, flat, in place of an earlier one.
+    def assign(
+        self,
+        bucket: int,
+        memory: Tensor | None,
+        sums: Tensor | None = None,
+    ) -> None:
+        """Take a part of a bucket in place of an earlier one.
 
         Args:
             bucket: number of the bucket.
-            memory: the part; None to be summed where torch made the gradient.
-            sums: where the sum is put; default: in the part itself.
+            memory: flat memory of the part; None if the gradient is summed where torch made it.
+            sums: flat memory of the sum; default: the part itself.
         """
         self.bucket = bucket
         self.flat = memory
@@ -42,26 +47,28 @@ class DenseSlot(Slot):
         self.is_native = True
         self.held_gradient = None
         if memory is not None:
-            self.is_native = (self.device, self.dtype) == (memory.device, memory.dtype)
+            self.is_native = self.device == memory.device and self.dtype == memory.dtype
             self.view = self.shaped(memory)
             self._sums = memory if sums is None else sums
             self._make_sum_view(self._sums)
 
     def _make_sum_view(self, sums: Tensor) -> None:
+        """Make a new view of the memory of the sum."""
         self.sum_view = self.shaped(sums)
         self.address = self.sum_view.data_ptr()
         if self.is_native:
             self.held_gradient = self.sum_view
 
     def take(self, gradient: Tensor | None, scale: float) -> None:
-        """Take what this replica adds to the sum, of this weight; None: zeros."""
+        """Take the gradient that this replica adds to the sum, and its weight; None for zeros."""
         if self.view is not None:
             if gradient is None:
                 self.view.zero_()
             else:
                 self.view.copy_(gradient)
         elif gradient is None:
-            self.flat = torch.zeros(self.shape.numel(), dtype=self.dtype, device=self.device)
+            n_elements = self.shape.numel()
+            self.flat = torch.zeros(n_elements, dtype=self.dtype, device=self.device)
         else:
             self.flat = self._flat_of(gradient)
         if gradient is not None and self.flat is not None:
@@ -70,22 +77,31 @@ class DenseSlot(Slot):
     def _flat_of(self, gradient: Tensor) -> Tensor:
         """Return a gradient's memory as a flat tensor in the parameter's order.
 
-        It is copied if it is laid out otherwise, or shared: autograd may give views of one tensor, or a tensor of the
-        user's, to several leaves.
+        The memory is copied if it has another layout, or is shared: autograd may give views of one tensor, or a tensor
+        of the user, to several leaves.
         """
         if self.stride is None:
-            return gradient.clone(memory_format=torch.contiguous_format).view(-1)
+            contiguous = gradient.clone(memory_format=torch.contiguous_format)
+            return contiguous.view(-1)
+        n_elements = self.shape.numel()
         if gradient.stride() != self.stride or not is_only_holder(gradient):
-            copied = gradient.new_empty(self.shape.numel())
+            copied = gradient.new_empty(n_elements)
             self.shaped(copied).copy_(gradient)
             return copied
-        return gradient.as_strided((self.shape.numel(),), (1,), gradient.storage_offset())
+        return gradient.as_strided((n_elements,), (1,), gradient.storage_offset())
 
     def keep_earlier(self, earlier: Tensor) -> Tensor:
-        """Return the sum of an earlier backward in memory that the next sum leaves alone."""
-        return earlier if self.view is None or not self.is_native else earlier.clone()
+        """Return the sum of an earlier backward in memory that the next sum does not overwrite."""
+        if self.view is None or not self.is_native:
+            return earlier
+        return earlier.clone()
 
-    def publish(self, parameter: nn.Parameter, earlier: Tensor | None, is_copied: bool) -> None:
+    def publish(
+        self,
+        parameter: nn.Parameter,
+        earlier: Tensor | None,
+        is_copied: bool,
+    ) -> None:
         """Make `parameter.grad` the sum over all replicas; see `Slot.publish`."""
         result = self.summed()
         if not self.is_native:
@@ -109,7 +125,7 @@ class DenseSlot(Slot):
         return self.shaped(self.flat)
 
     def note_published(self, gradient: Tensor) -> None:
-        """Remember a gradient that was published: for good if its memory is the slot's."""
+        """Remember a gradient that was published, not weakly if its memory belongs to the slot."""
         if gradient is self.sum_view:
             self.published = gradient
         else:

@@ -1,8 +1,8 @@
 """The gradient engine: models start identical, and `loss.backward()` leaves the sum over all replicas in `.grad`.
 
-One engine per strategy. It is made of four parts: the planner makes models equal at their first use and plans their
-sums, `Backward` takes what each backward has made, `GradientSums` sums and publishes it, and `StepChecks` sees that
-optimizers step on sums. Every replica joins every bucket of every synchronized backward, and a count per parameter
+Each strategy has one engine, made of four parts. The planner makes models equal at their first use and plans their
+sums. `Backward` takes the gradients of each backward, `GradientSums` sums and publishes them, and `StepChecks` checks
+that optimizers step on sums. Every replica joins every bucket of every synchronized backward, and a count per parameter
 distinguishes a gradient of zero from no gradient at all.
 """
 
@@ -30,21 +30,21 @@ class GradientEngine:
     """Keeps the replicas of one strategy equal.
 
     Args:
-        world: who is where; the ranks of `world.role_comm` hold the replicas, the chief's first.
+        world: world of the strategy; the ranks of `world.role_comm` hold the replicas, the chief's first.
         reducer: sums buckets over the replicas, and broadcasts the chief's values.
         is_mean: whether gradients are averaged by rows instead of summed; None until it is settled.
-        is_entered: returns whether the caller is inside the strategy's scope or run.
-        has_fixed_replicas: whether the number of replicas was given: random numbers then do not depend on ranks.
-        storage: where the parameters live.
+        is_entered: function that returns whether the caller is inside the strategy's scope or run.
+        has_fixed_replicas: whether the number of replicas was set: random numbers then do not depend on ranks.
+        storage: storage of the parameters.
 
     Attributes:
-        managed: the models and optimizers of the scope, and where their parameters live.
+        managed: the models and optimizers of the scope, and the storage of their parameters.
         scheduler: runs this rank's replicas.
         generators: random numbers keyed by seed, step and replica.
-        sums: what is summed, and how sums are published.
+        sums: sums gradients, and publishes the sums.
         backward: takes the gradients of each backward to the sums.
         planner: plans models at their first use.
-        steps: checks what optimizers step on.
+        steps: checks the gradients that optimizers step on.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class GradientEngine:
         self._world = world
         self._n_replicas = reducer.replicas.n_replicas
         has_one_copy = storage.is_summed and not storage.is_private
-        # by replicas of a rank, or by the ranks of a host
+        # replicas of a rank, or the ranks of a host, share parameters
         is_shared = has_fixed_replicas or has_one_copy
         self.managed = Managed(storage, is_shared and self._n_replicas > 1, is_entered)
-        self.generators = StepGenerators(None if has_fixed_replicas else world.role_comm.rank)
-        state = ReplicaState(
-            reducer.own_replicas, functools.partial(world.agree, comm=world.role_comm)
-        )
+        replica = None if has_fixed_replicas else world.role_comm.rank
+        self.generators = StepGenerators(replica)
+        agree = functools.partial(world.agree, comm=world.role_comm)
+        state = ReplicaState(reducer.own_replicas, agree)
         switched: list[Switched] = [state, self.generators] if has_fixed_replicas else []
         if self.managed.writes is not None:
             switched.append(self.managed.writes)
@@ -88,9 +88,11 @@ class GradientEngine:
             watch_loop(world.step_flags)
 
     def writing(self) -> AbstractContextManager[None]:
-        """Let the block write to parameters in a replica's turn: it does so once for all local replicas."""
+        """Let the block write to parameters in a replica's turn. It writes once for all local replicas."""
         writes = self.managed.writes
-        return nullcontext() if writes is None else writes.merging()
+        if writes is None:
+            return nullcontext()
+        return writes.merging()
 
     def make_local_steps(self, n_steps: int, first_step: int) -> None:
         """Let replicas step on their own gradients, and average every `n_steps` steps, from a step on. Not collective.
@@ -101,11 +103,13 @@ class GradientEngine:
         n_ranks = self._world.role_comm.size
         is_private = self.managed.storage.is_private
         if self._n_replicas != n_ranks or not is_private:
+            replicas = f"{self._n_replicas} replicas"
+            if not is_private:
+                replicas += " of one copy"
             raise agreed(
                 ConfigurationError(
                     f"strategy: expected one replica with weights of its own on each of {n_ranks} ranks for "
-                    f"local_steps, got {self._n_replicas} replicas{'' if is_private else ' of one copy'}; "
-                    f"use MultiWorkerMirroredStrategy without num_replicas."
+                    f"local_steps, got {replicas}; use MultiWorkerMirroredStrategy without num_replicas."
                 )
             )
         if self._n_replicas > 1:
@@ -115,6 +119,6 @@ class GradientEngine:
             self.sums.make_rounds(rounds)
 
     def stop_replicas(self) -> None:
-        """Forget what several local replicas had begun before an error stopped them."""
+        """Forget the backwards and steps that several local replicas had begun before an error stopped them."""
         self.backward.stop()
         self.steps.stop()

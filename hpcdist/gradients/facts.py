@@ -1,4 +1,4 @@
-"""What travels with every sum of gradients, as numbers that each replica adds and all ranks learn the sums of."""
+"""The facts that travel with every sum of gradients: numbers that each replica adds, and whose sums all ranks get."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from hpcdist.runtime.step_flags import N_NUMBERS
 
 #: Numbers that must agree travel modulo these, so that sums of squares over thousands of replicas are exact in float32.
 MODULI = (31, 29)
-#: Numbers of `Facts`, and with the step flags those behind the counts of gradients and buffers.
+#: Number of numbers in `Facts`, and, with the step flags, behind the counts of gradients and buffers.
 _N_FACTS = 6 + 2 * (1 + 2 * len(MODULI))
 N_BEHIND_COUNTS = _N_FACTS + N_NUMBERS
 #: Index of the weight of all replicas among all sums.
@@ -17,18 +17,19 @@ _WEIGHT = -N_BEHIND_COUNTS + 5
 
 
 class Contribution(NamedTuple):
-    """What one replica adds to a sum outside of the buckets.
+    """Numbers and tensors that one replica adds to a sum outside of the buckets.
 
     Attributes:
         is_touched: for each slot, whether the replica has a gradient.
         buffers: for each float buffer, its values if the replica has changed it.
         sparse: gradients of the slots that are in no bucket.
         weight: rows of the replica.
-        doubtful_rows: rows that must be as many on all replicas, as gradients are weighted wrongly otherwise.
-        refusal: why the gradients cannot be weighted; None if they can.
-        key: names the batch, if one is known.
+        doubtful_rows: number of rows that must be equal on all replicas, as gradients are weighted wrongly otherwise.
+            None where nothing is in doubt.
+        refusal: text that explains why the gradients cannot be weighted; None if they can.
+        key: number that names the batch; None where it is not known.
         has_entry: whether a forward was seen that could begin the iteration.
-        has_peeks: whether passes were begun of which nothing was used.
+        has_peeks: whether passes were begun whose batches were not used.
         has_crossed: whether the backward went through the sum of an all_reduce.
     """
 
@@ -44,25 +45,25 @@ class Contribution(NamedTuple):
     has_crossed: bool
 
     def counts(self) -> list[float]:
-        """Return which gradients and buffers there are, and which gradients of sparse slots are dense."""
-        changed = [buffer is not None for buffer in self.buffers]
-        dense = [gradient is not None and not gradient.is_sparse for gradient in self.sparse]
-        return [*self.is_touched, *changed, *dense]
+        """Return flags: which gradients and buffers exist, and which gradients of sparse slots are dense."""
+        are_changed = [buffer is not None for buffer in self.buffers]
+        are_dense = [gradient is not None and not gradient.is_sparse for gradient in self.sparse]
+        return [*self.is_touched, *are_changed, *are_dense]
 
 
 class Facts(NamedTuple):
-    """What all ranks learn of a backward beside its sums: sums over all replicas of numbers that each adds.
+    """Facts of a backward that all ranks get beside its sums: sums over all replicas of numbers that each adds.
 
     Attributes:
-        n_doubtful: replicas that may be weighted wrongly.
-        n_refused: replicas that cannot be weighted.
-        n_keyed: replicas that know which batch they have used.
-        n_entered: replicas that have seen a forward which could begin the iteration.
-        n_peeked: replicas that have begun passes of which nothing was used.
+        n_doubtful: number of replicas that may be weighted wrongly.
+        n_refused: number of replicas that cannot be weighted.
+        n_keyed: number of replicas that know which batch they have used.
+        n_entered: number of replicas that have seen a forward which could begin the iteration.
+        n_peeked: number of replicas that have begun passes whose batches were not used.
         weight: rows of all replicas.
-        numbers: sum of the numbers of the backward, and of their squares.
-        keys: sums of the keys of the batch, for each modulus, and of their squares.
-        states: digests of what must be equal on all ranks, in the same way.
+        numbers: sum of the numbers of the backward, and sum of their squares.
+        keys: for each modulus, the sum of the remainders of the batch's keys, and the sum of their squares.
+        states: for each modulus, the same sums of digests of the state that must be equal on all ranks.
     """
 
     n_doubtful: float
@@ -83,17 +84,27 @@ class Facts(NamedTuple):
         keys = tuple(digests[: len(MODULI)])
         states = tuple(digests[len(MODULI) :])
         return cls(
-            n_doubtful, n_refused, n_keyed, n_entered, n_peeked, weight, numbers, keys, states
+            n_doubtful,
+            n_refused,
+            n_keyed,
+            n_entered,
+            n_peeked,
+            weight,
+            numbers,
+            keys,
+            states,
         )
 
     @property
     def key(self) -> list[int] | None:
-        """Remainders of the key of the batch, if a replica knows it."""
-        return [round(total / self.n_keyed) for total, _ in self.keys] if self.n_keyed else None
+        """Remainders of the key of the batch; None if no replica knows it."""
+        if not self.n_keyed:
+            return None
+        return [round(total / self.n_keyed) for total, _ in self.keys]
 
     @property
     def is_same_batch(self) -> bool:
-        """Whether all replicas that know their batch have used the same."""
+        """Whether all replicas that know their batch have used the same batch."""
         return all(self.n_keyed * squares == total * total for total, squares in self.keys)
 
     def is_same_backward(self, n_replicas: int) -> bool:
@@ -102,17 +113,21 @@ class Facts(NamedTuple):
         return n_replicas * squares == total * total
 
     def is_same_state(self, n_replicas: int) -> bool:
-        """Return whether all replicas have the same digest of what must be equal."""
+        """Return whether all replicas have the same digest of the state that must be equal."""
         return all(n_replicas * squares == total * total for total, squares in self.states)
 
 
-def encode_facts(contribution: Contribution, backward_number: int, state: int = 0) -> list[float]:
-    """Return what a replica adds to the facts of a backward.
+def encode_facts(
+    contribution: Contribution,
+    backward_number: int,
+    state: int = 0,
+) -> list[float]:
+    """Return the numbers that a replica adds to the facts of a backward.
 
     Args:
-        contribution: what it adds outside of the buckets.
+        contribution: contribution of the replica outside of the buckets.
         backward_number: number of this backward, from 1.
-        state: digest of what must be equal on all ranks.
+        state: digest of the state that must be equal on all ranks.
     """
     number = backward_number % MODULI[0]
     values: list[float] = [
@@ -133,20 +148,20 @@ def encode_facts(contribution: Contribution, backward_number: int, state: int = 
 
 
 def counts_in(totals: Sequence[float]) -> Sequence[float]:
-    """Return the sums of `Contribution.counts` among the sums of all that travels."""
+    """Return the sums of `Contribution.counts` among all sums that travel with the gradients."""
     return totals[:-N_BEHIND_COUNTS]
 
 
 def facts_in(totals: Sequence[float]) -> Facts:
-    """Return the facts among the sums of all that travels."""
+    """Return the facts among all sums that travel with the gradients."""
     return Facts.decode(totals[-N_BEHIND_COUNTS:-N_NUMBERS])
 
 
 def weight_in(totals: Sequence[float]) -> float:
-    """Return the rows of all replicas among the sums of all that travels."""
+    """Return the rows of all replicas among all sums that travel with the gradients."""
     return totals[_WEIGHT]
 
 
 def flags_in(totals: Sequence[float]) -> Sequence[float]:
-    """Return the sums of the step flags among the sums of all that travels."""
+    """Return the sums of the step flags among all sums that travel with the gradients."""
     return totals[-N_NUMBERS:]

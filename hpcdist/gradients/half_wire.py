@@ -11,10 +11,10 @@ Array = npt.NDArray[Any]
 
 
 class HalfWire:
-    """Writes float32 elements in 16 bits; other dtypes travel as they are.
+    """Writes float32 elements in 16 bits; other dtypes travel unchanged.
 
-    What rounding takes away from a value is added to the value at the same position in the next step, so that small
-    gradients arrive late instead of never.
+    The rounding error of a value is added to the value at the same position in the next step, so that small gradients
+    arrive late instead of never.
 
     Args:
         dtype: "bfloat16" or "float16".
@@ -28,13 +28,14 @@ class HalfWire:
         self._lost: dict[tuple[int, ...], Tensor] = {}
 
     def encode(self, values: Array, key: tuple[int, ...]) -> Array:
-        """Return the bits of `values` plus what was lost at this position before, rounded."""
+        """Return the bits of `values` plus the last rounding errors at their positions, rounded."""
         if values.dtype != np.float32:
             return values
         full = torch.from_numpy(values)
         lost = self._lost.get(key)
         if lost is None or lost.shape != full.shape:
-            lost = self._lost[key] = torch.zeros_like(full)
+            lost = torch.zeros_like(full)
+            self._lost[key] = lost
         lost.add_(full)
         rounded = lost.to(self._dtype)
         lost.sub_(rounded)
@@ -44,9 +45,12 @@ class HalfWire:
 
     def empty(self, like: Array) -> Array:
         """Return 16 bits for each element of `like`."""
-        return np.empty(like.shape, np.uint16) if like.dtype == np.float32 else like
+        if like.dtype != np.float32:
+            return like
+        return np.empty(like.shape, np.uint16)
 
     def decode(self, received: Array, values: Array) -> None:
-        """Write the values of what was received."""
+        """Write the values that were received."""
         if received.dtype != values.dtype:
-            torch.from_numpy(values).copy_(torch.from_numpy(received).view(self._dtype))
+            rounded = torch.from_numpy(received).view(self._dtype)
+            torch.from_numpy(values).copy_(rounded)

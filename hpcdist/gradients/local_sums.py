@@ -1,4 +1,4 @@
-"""Sums over the replicas of this rank, as subtrees of the tree over all replicas; these are then summed over ranks."""
+"""Sums over the replicas of this rank, by subtrees of the tree over all replicas. They are then summed over ranks."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives import subtree_sums
+from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import combine
 from hpcdist.collectives.staging import add_rows
 from hpcdist.gradients.buckets import DivisorOf, PrivateBuckets
@@ -24,7 +25,7 @@ class SubtreeSums:
     At most one tensor of every subtree size is kept, so for k local replicas about log2(k) + 1.
 
     Args:
-        n_replicas: of the job.
+        n_replicas: number of replicas of the job.
     """
 
     def __init__(self, n_replicas: int) -> None:
@@ -37,24 +38,26 @@ class SubtreeSums:
         """Add a replica's tensor.
 
         Args:
-            replica: its number, one more than the last one's.
-            tensor: flat.
-            is_kept: whether it may be kept and overwritten; else it is copied where it is to be kept.
+            replica: number of the replica, one more than the number of the last one.
+            tensor: flat tensor of the replica.
+            is_kept: whether the tensor itself may be kept and overwritten; otherwise a copy is kept.
         """
-        subtree = (replica, replica + 1)
-        if self._subtrees and is_joint(self._subtrees[-1], subtree, self._n_replicas):
+        stop = replica + 1
+        if self._subtrees and is_joint(self._subtrees[-1], (replica, stop), self._n_replicas):
+            start, _ = self._subtrees[-1]
             self._sums[-1].add_(tensor)
-            self._subtrees[-1] = (self._subtrees[-1][0], subtree[1])
+            self._subtrees[-1] = (start, stop)
         else:
-            self._subtrees.append(subtree)
+            self._subtrees.append((replica, stop))
             self._sums.append(tensor if is_kept else tensor.clone())
-        while len(self._subtrees) > 1 and is_joint(
-            self._subtrees[-2], self._subtrees[-1], self._n_replicas
-        ):
-            right = self._sums.pop()
-            stop = self._subtrees.pop()[1]
-            self._sums[-1].add_(right)
-            self._subtrees[-1] = (self._subtrees[-1][0], stop)
+        while len(self._subtrees) > 1:
+            first_half, second_half = self._subtrees[-2:]
+            if not is_joint(first_half, second_half, self._n_replicas):
+                break
+            second_sum = self._sums.pop()
+            self._subtrees.pop()
+            self._sums[-1].add_(second_sum)
+            self._subtrees[-1] = (first_half[0], second_half[1])
 
     def take(self) -> list[Tensor]:
         """Return the sums, one for each subtree, and forget them."""
@@ -65,36 +68,38 @@ class SubtreeSums:
 
 
 class LocalSums:
-    """Sums of what this rank's replicas contribute to each bucket in one backward.
+    """Sums of the gradients that this rank's replicas contribute to each bucket in one backward.
 
     Args:
-        buckets: of the plan.
+        buckets: buckets of the plan.
         reducer: sums over the ranks.
     """
 
     def __init__(self, buckets: PrivateBuckets, reducer: Reducer) -> None:
         self._buckets = buckets
         self._reducer = reducer
-        self._sums = [SubtreeSums(reducer.replicas.n_replicas) for _ in range(buckets.n_buckets)]
+        n_replicas = reducer.replicas.n_replicas
+        self._sums = [SubtreeSums(n_replicas) for _ in range(buckets.n_buckets)]
 
     def add(self, replica: int, counts: list[float]) -> None:
         """Add the gradients of one replica, which are in the slots, and its counts.
 
-        Every record without a gradient must stand in.
+        Slots without a gradient must have zeros.
         """
-        self._buckets.set_counts(counts)
+        buckets = self._buckets
+        buckets.set_counts(counts)
         for bucket, sums in enumerate(self._sums):
-            sums.add(replica, self._buckets.tensor(bucket), is_kept=self._buckets.is_direct(bucket))
+            sums.add(replica, buckets.tensor(bucket), is_kept=buckets.is_direct(bucket))
 
     def drop(self) -> None:
-        """Forget what replicas have added before an error stopped them."""
+        """Forget the gradients that replicas have added before an error stopped them."""
         for sums in self._sums:
             sums.take()
 
     def finish(self, divisor_of: DivisorOf) -> list[float]:
-        """Sum over all ranks what all local replicas have added, and divide; return the sums of the counts.
+        """Sum the local sums over all ranks, and divide the totals; return the sums of the counts.
 
-        Collective over the reducer's group. The sums are in the slots then.
+        Collective over the reducer's group. Afterwards the totals are in the slots.
         """
         buckets = self._buckets
         if not buckets.is_counted_first:
@@ -102,12 +107,19 @@ class LocalSums:
             totals = buckets.wait(handles)
             buckets.divide(divisor_of(totals))
             return totals
-        totals = buckets.wait([self._start(buckets.counts_bucket)])
+        counts_handle = self._start(buckets.counts_bucket)
+        totals = buckets.wait([counts_handle])
         divisor = divisor_of(totals)
-        buckets.wait([self._start(bucket, divisor) for bucket in range(buckets.counts_bucket)])
+        handles = [self._start(bucket, divisor) for bucket in range(buckets.counts_bucket)]
+        buckets.wait(handles)
         return totals
 
-    def _start(self, bucket: int, divisor: float | None = None) -> Handle | None:
+    def _start(
+        self,
+        bucket: int,
+        divisor: float | None = None,
+    ) -> Handle | None:
+        """Start to sum a bucket over all ranks; return a handle, or None where the sum is ready."""
         sums = [tensor.numpy() for tensor in self._sums[bucket].take()]
         result = self._buckets.begin(bucket)
         has_counts = bucket == self._buckets.counts_bucket
@@ -124,26 +136,28 @@ def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
 
     Args:
         reducer: sums over the ranks.
-        rows: of any dtype that numpy adds; overwritten.
-        title: what reports call it.
+        rows: arrays of any dtype that numpy adds; overwritten.
+        title: name of the sum in reports.
     """
-    first = reducer.own_replicas[0]
+    first_replica = reducer.own_replicas[0]
     sums: list[Array] = []
     for start, stop in reducer.own_subtrees:
-        part = rows[start - first : stop - first]
+        subtree_rows = rows[start - first_replica : stop - first_replica]
         # a subtree of n replicas is the tree over n rows
-        add_rows(part, plan_row_additions(len(part)), np.add)
-        sums.append(part[0])
+        additions = plan_row_additions(len(subtree_rows))
+        add_rows(subtree_rows, additions, np.add)
+        sums.append(subtree_rows[0])
+    result = sums[0]
     if reducer.route.by_subtrees:
-        reducer.call(
-            lambda group: subtree_sums.all_reduce(sums, sums[0], group, reducer.replicas),
-            sums[0],
-            title,
-        )
+
+        def reduce(group: Group) -> None:
+            subtree_sums.all_reduce(sums, result, group, reducer.replicas)
+
+        reducer.call(reduce, result, title)
     else:
-        _add_up(sums, sums[0])
-        reducer.sum_array(sums[0], title)
-    return sums[0]
+        _add_up(sums, result)
+        reducer.sum_array(result, title)
+    return result
 
 
 def _start_by_subtrees(
@@ -155,14 +169,17 @@ def _start_by_subtrees(
 ) -> Handle | None:
     """Start to put the sum of all ranks' `sums`, one for each subtree, into `result`. Collective over the group."""
     replicas = reducer.replicas
-    return reducer.submit(
-        lambda group: subtree_sums.all_reduce(sums, result, group, replicas, divisor), result, title
-    )
+
+    def reduce(group: Group) -> None:
+        subtree_sums.all_reduce(sums, result, group, replicas, divisor)
+
+    return reducer.submit(reduce, result, title)
 
 
 def _add_up(sums: list[Array], result: Array) -> None:
     """Put the sum of this rank's arrays into `result`, in their order."""
+    total = sums[0]
     for array in sums[1:]:
-        combine(np.add, sums[0], array, sums[0])
-    if result is not sums[0]:
-        np.copyto(result, sums[0])
+        combine(np.add, total, array, total)
+    if result is not total:
+        np.copyto(result, total)

@@ -1,4 +1,4 @@
-"""The objects of a strategy: modules and optimizers of its scope, and where their parameters and gradients live."""
+"""The objects of a strategy: modules and optimizers of its scope, their storage, and the slots of gradients."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,21 +18,27 @@ class Managed:
     """The objects of one strategy: the planner adds to them, and steps are checked against them.
 
     Args:
-        storage: where the parameters live.
-        is_watched: whether writes to parameters, which several replicas share, are looked for.
-        is_entered: returns whether the caller is inside the strategy's scope or run. Its owner lives as long as this.
+        storage: storage of the parameters.
+        is_watched: whether writes to parameters that several replicas share are looked for.
+        is_entered: function that returns whether the caller is inside the strategy's scope or run. Its owner lives as
+            long as this object.
 
     Attributes:
-        modules: those made in the scope.
-        optimizers: those made or used in the scope.
+        modules: modules made in the scope.
+        optimizers: optimizers made or used in the scope.
         trained: parameters that are planned to be trained.
         slots: slot of each trained parameter, by the id of the parameter.
         shapes: shapes of trained parameters.
-        storage: where the parameters live; with each rank's share from the first ZeroRedundancyOptimizer on.
-        writes: finds writes to what replicas share; None where each has its own.
+        storage: storage of the parameters; with each rank's share from the first ZeroRedundancyOptimizer on.
+        writes: finds writes to parameters that replicas share; None where each replica has its own parameters.
     """
 
-    def __init__(self, storage: Storage, is_watched: bool, is_entered: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        is_watched: bool,
+        is_entered: Callable[[], bool],
+    ) -> None:
         self.modules = ModuleSet()
         self.optimizers: IdentitySet[Optimizer] = IdentitySet()
         self.trained: IdentitySet[nn.Parameter] = IdentitySet()
@@ -43,11 +49,17 @@ class Managed:
         self._is_entered = is_entered
 
     def slot_of(self, parameter: nn.Parameter) -> Slot | None:
-        """Return the slot of a trained parameter; None for another one."""
+        """Return the slot of a trained parameter; None for another parameter."""
         slot = self.slots.get(id(parameter))
-        return slot if slot is not None and slot.reference() is parameter else None
+        if slot is None or slot.reference() is not parameter:
+            return None
+        return slot
 
-    def is_ours(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+    def is_ours(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+    ) -> bool:
         """Return whether an optimizer was built or is used in the scope, or steps a parameter of its modules."""
         if optimizer in self.optimizers:
             return True
@@ -62,13 +74,17 @@ class Managed:
         """Note which parameters are trained from now on."""
         self.trained = IdentitySet(parameters)
 
-    def use_slots(self, slots: dict[int, Slot], shapes: Iterable[torch.Size]) -> None:
+    def use_slots(
+        self,
+        slots: dict[int, Slot],
+        shapes: Iterable[torch.Size],
+    ) -> None:
         """Take the slots of a new plan, and the shapes of their parameters."""
         self.slots = slots
         self.shapes = frozenset(shapes)
 
     def divide_storage(self, group: Group) -> SharedWrites:
-        """Let the ranks of a host hold parameters once, and each step its share; return what finds writes to them."""
+        """Let the ranks of a host hold parameters once, and each rank step its share; return the finder of writes."""
         self.storage = HostStorage(group, is_divided=True)
         self.writes = SharedWrites(self.optimizers)
         return self.writes

@@ -41,7 +41,7 @@ logger = logging.getLogger("hpcdist")
 
 
 class Planner:
-    """Watches what is built in the scope, and plans it at its first use.
+    """Watches the objects that are built in the scope, and plans them at their first use.
 
     Args:
         managed: the objects of the strategy.
@@ -50,7 +50,7 @@ class Planner:
         state: switches gradients and buffers between replicas.
         scheduler: runs this rank's replicas.
         generators: random numbers keyed by seed, step and replica.
-        has_fixed_replicas: whether the number of replicas was given: random numbers then do not depend on ranks.
+        has_fixed_replicas: whether the number of replicas was set: random numbers then do not depend on ranks.
     """
 
     def __init__(
@@ -89,20 +89,22 @@ class Planner:
     def watching(self) -> Iterator[None]:
         """Manage every module, parameter and optimizer that is built in the block, except in a run.
 
-        A plan made in the middle of a step would find replicas that have begun it and others that have not.
+        During a run, a plan could be made in the middle of a step, which some replicas have begun and others have not.
         """
         try:
             with torch_hooks.on_built(self._see, self._see_parameter, self._see_optimizer):
                 yield
-        finally:  # plan again if a parameter has become trainable since the plan was made
+        finally:
+            # a parameter may have become trainable since the plan was made
+            trained = self._managed.trained
+            parameters = self._managed.modules.parameters()
             if any(
-                p.requires_grad and p not in self._managed.trained
-                for p in self._managed.modules.parameters()
+                parameter.requires_grad and parameter not in trained for parameter in parameters
             ):
                 self._plan_at_next_forward()
 
     def _see(self, module: nn.Module) -> None:
-        # a replica's own, such as a loss or a copy; `step` refuses its parameters
+        # a module of a replica alone, such as a loss or a copy; `step` refuses its parameters
         if self._scheduler.is_running:
             return
         self._managed.modules.add(module)
@@ -119,13 +121,11 @@ class Planner:
         """Plan again if a module of the scope gets a new buffer after its first use, such as a mask for pruning."""
         is_late = self.has_plan and (id(module), name) not in self._planned_buffers
         is_known = id(module) in self._planned_modules
-        if (
-            is_late
-            and is_known
-            and not self._scheduler.is_running
-            and not torch_hooks.is_in_forward()
-        ):
-            self._plan_at_next_forward()  # what a forward keeps for its inputs is each rank's own
+        if not is_late or not is_known or self._scheduler.is_running:
+            return
+        # a buffer that a forward registers for its inputs belongs to this rank alone
+        if not torch_hooks.is_in_forward():
+            self._plan_at_next_forward()
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         self._managed.optimizers.add(optimizer)
@@ -139,9 +139,8 @@ class Planner:
     def _plan_at_next_forward(self) -> None:
         """Prepare at the next forward of a managed module."""
         if self._end_forward_watch is None:
-            handle = torch_hooks.before_any_forward(
-                functools.partial(_prepare_for, weakref.ref(self))
-            )
+            prepare = functools.partial(_prepare_for, weakref.ref(self))
+            handle = torch_hooks.before_any_forward(prepare)
             self._end_forward_watch = weakref.finalize(self, handle.remove)
 
     def prepare_module(self, module: nn.Module, batch: Any) -> None:
@@ -162,12 +161,12 @@ class Planner:
 
     @torch.inference_mode(False)
     def prepare(self, batch: Any = None) -> None:
-        """Make the models of the scope equal on all ranks and plan their buckets, if that is not done yet.
+        """Make the models of the scope equal on all ranks and plan their buckets, if they are not planned yet.
 
         Collective over `world.role_comm` at the first use of a model.
 
         Args:
-            batch: what the model is about to be fed, to find ranks that are fed the same.
+            batch: inputs that the model is about to get, to find ranks that get the same inputs.
 
         Raises:
             DesyncError, ConfigurationError: on every rank alike, when the models differ or cannot be summed.
@@ -183,7 +182,7 @@ class Planner:
             self._prepare(batch if is_plain else None)
 
     def prepare_objects(self, objects: Iterable[Any]) -> None:
-        """Make models among some objects equal: those not used yet, and those that local steps let differ.
+        """Make models among some objects equal, if they have not been used yet or differ because of local steps.
 
         Collective over `world.role_comm` if one of them was made in the scope. See `GradientSums.average_round`.
         """
@@ -191,15 +190,18 @@ class Planner:
         tensors: list[Tensor] = []
         for item in objects:
             if isinstance(item, nn.Module):
-                module_ids.update(id(part) for part in item.modules())
-            copies = getattr(item, "local_copies", (item,))
-            tensors += [copy for copy in copies if isinstance(copy, Tensor)]
+                module_ids.update(map(id, item.modules()))
+            for copy in getattr(item, "local_copies", (item,)):
+                if isinstance(copy, Tensor):
+                    tensors.append(copy)
         modules = self._managed.modules
-        if any(id(module) in module_ids for module in modules) or any(map(modules.holds, tensors)):
+        has_modules = any(id(module) in module_ids for module in modules)
+        if has_modules or any(map(modules.holds, tensors)):
             self.prepare()
             self._sums.average_round()
 
     def _prepare(self, batch: Any) -> None:
+        """Plan the models of the scope. Collective over `world.role_comm`."""
         plan = self._agreed_plan()
         self._planned_buffers = {buffer.place for buffer in plan.buffers}
         self._planned_modules = self._managed.modules.ids()
@@ -227,9 +229,10 @@ class Planner:
                 warn_of_local_metrics()
 
     def _agreed_plan(self) -> ModelPlan:
+        """Return the plan of the scope's models, which is the same on all ranks. Collective over `world.role_comm`."""
         plan = ModelPlan((), ())
         with self._world.agreed(self._comm, "first use of a model"):
-            gc.collect()  # whether an unused module is still there must not differ between ranks
+            gc.collect()  # whether an unused module still exists must not differ between ranks
             modules = self._managed.modules
             plan = plan_model(modules.roots(), modules.bare_parameters(), self._n_replicas > 1)
         self._require_same_tensors(plan.describe())
@@ -240,17 +243,16 @@ class Planner:
         return plan
 
     def _sharded_optimizers(self, plan: ModelPlan) -> list[ZeroRedundancyOptimizer]:
-        """Return the optimizers that step shares; then the ranks of a host hold parameters once.
+        """Return the optimizers that step shares. If there are any, the ranks of a host hold parameters once.
 
         Raises:
             UsageError: when the strategy cannot sum by shares; on every rank alike.
         """
         managed = self._managed
-        sharded = [
-            optimizer
-            for optimizer in managed.optimizers
-            if isinstance(optimizer, ZeroRedundancyOptimizer)
-        ]
+        sharded: list[ZeroRedundancyOptimizer] = []
+        for optimizer in managed.optimizers:
+            if isinstance(optimizer, ZeroRedundancyOptimizer):
+                sharded.append(optimizer)
         if not sharded or self._n_replicas == 1:
             return []
         obstacles: list[str] = []
@@ -283,15 +285,14 @@ class Planner:
 
     @torch.no_grad()
     def _broadcast(self, plan: ModelPlan) -> None:
-        """Give all ranks the chief's values of what was not planned before. Collective over all ranks."""
+        """Give all ranks the chief's values of tensors that were not planned before. Collective over all ranks."""
         if self._comm.size == 1:
             return
-        for tensor in [
-            tensor for tensor in plan.tensors() if tensor not in self._broadcast_already
-        ]:
+        tensors = [tensor for tensor in plan.tensors() if tensor not in self._broadcast_already]
+        for tensor in tensors:
             array, dtype = to_array(tensor)
             self._reducer.broadcast(array)
-            # unseen by autograd, as the chief's is: a graph may hold the tensor already
+            # unseen by autograd, as on the chief: a graph may hold the tensor already
             if self._comm.rank != 0:
                 tensor.data.copy_(from_array(array, dtype))
             self._broadcast_already.add(tensor)
@@ -303,15 +304,20 @@ class Planner:
 
     def _plan_slots(self, plan: ModelPlan) -> None:
         """Give each trained parameter a slot, and plan their sums. Collective over all ranks."""
-        alive = self._slots_of(plan)
-        self._require_same_tensors(
-            "\n".join(f"{slot.name} {layout(parameter)}" for slot, parameter in alive)
-        )
-        slots = [slot for slot, _ in alive]
-        self._managed.use_slots(
-            {id(parameter): slot for slot, parameter in alive}, {slot.shape for slot in slots}
-        )
-        self._sums.plan(slots, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged])
+        alive = self._slots_of(plan)  # keeps the parameters alive
+        slots: list[Slot] = []
+        slots_by_id: dict[int, Slot] = {}
+        lines: list[str] = []
+        for slot, parameter in alive:
+            slots.append(slot)
+            slots_by_id[id(parameter)] = slot
+            lines.append(f"{slot.name} {layout(parameter)}")
+        self._require_same_tensors("\n".join(lines))
+        self._managed.use_slots(slots_by_id, {slot.shape for slot in slots})
+        buffer_records: list[BufferRecord] = []
+        for buffer, tensor in plan.averaged:
+            buffer_records.append(BufferRecord(buffer, tensor))
+        self._sums.plan(slots, buffer_records)
         self._backward.require_host(self._sums.slots)
         self._state.watch(slots, plan.buffers)
         self._watch_parameters(plan)
@@ -321,18 +327,24 @@ class Planner:
         slots = dict(self._managed.slots)
         for name, parameter in plan.trained:
             if self._managed.slot_of(parameter) is None:
-                # not where a dead parameter with the same id was: the order of slots must not differ between ranks
+                # not at the place of a dead parameter of the same id: the order of slots must not differ between ranks
                 slots.pop(id(parameter), None)
-                slots[id(parameter)] = slot = self._new_slot(name, parameter, plan)
+                slot = self._new_slot(name, parameter, plan)
+                slots[id(parameter)] = slot
                 self._backward.hook(slot, parameter)
-        alive: list[tuple[Slot, nn.Parameter]] = []
+        pairs: list[tuple[Slot, nn.Parameter]] = []
         for slot in slots.values():
-            owner = slot.parameter
-            if owner is not None:
-                alive.append((slot, owner))
-        return alive
+            alive_parameter = slot.parameter
+            if alive_parameter is not None:
+                pairs.append((slot, alive_parameter))
+        return pairs
 
-    def _new_slot(self, name: str, parameter: nn.Parameter, plan: ModelPlan) -> Slot:
+    def _new_slot(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        plan: ModelPlan,
+    ) -> Slot:
         if self._managed.storage.is_divided:
             return ShardedSlot(name, parameter, self._reducer.group)
         if parameter in plan.sparse:
@@ -340,7 +352,7 @@ class Planner:
         return DenseSlot(name, parameter)
 
     def _watch_parameters(self, plan: ModelPlan) -> None:
-        """Compare parameters between ranks, and look for writes to those that several replicas share."""
+        """Compare parameters between ranks, and look for writes to parameters that several replicas share."""
         storage = self._managed.storage
         if storage.is_private:
             states = self._sums.states
@@ -348,11 +360,13 @@ class Planner:
             end_of_program.watch(self._world, states)
             logger.info("all parameters are compared within %d sums", states.n_sums_of_rotation)
         writes = self._managed.writes
-        if writes is not None:
-            shared = [
-                pair for pair in plan.parameters if not storage.is_divided or storage.holds(pair[1])
-            ]
-            writes.watch(shared)
+        if writes is None:
+            return
+        shared: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in plan.parameters:
+            if not storage.is_divided or storage.holds(parameter):
+                shared.append((name, parameter))
+        writes.watch(shared)
 
     # -- comm hooks -------------------------------------------------------------------------------------------------
 
@@ -365,26 +379,22 @@ class Planner:
         self._sums.set_comm_hook(functools.partial(hook, state))
 
     def _why_not_hooked(self, hook: CommHook) -> UsageError | None:
+        """Return the error for a hook that cannot be registered; None if it can."""
         if not callable(hook):
             return UsageError(
                 f"register_comm_hook: expected hook(state, bucket), got {type(hook).__name__}; pass a function."
             )
         if self._hook_name is not None or self._sums.slots:
-            reason = (
-                "a planned model"
-                if self._hook_name is None
-                else f"{self._hook_name} registered already"
-            )
+            reason = "a planned model"
+            if self._hook_name is not None:
+                reason = f"{self._hook_name} registered already"
             return UsageError(
                 f"register_comm_hook: expected one call before the first use of a model, got {reason}; register it "
                 f"right after the strategy is made."
             )
-        if self._n_replicas != self._comm.size or self._reducer.route.wire_dtype is not None:
-            reason = (
-                "wire_dtype"
-                if self._n_replicas == self._comm.size
-                else f"{self._n_replicas} replicas"
-            )
+        has_one_each = self._n_replicas == self._comm.size
+        if not has_one_each or self._reducer.route.wire_dtype is not None:
+            reason = "wire_dtype" if has_one_each else f"{self._n_replicas} replicas"
             return UsageError(
                 f"register_comm_hook: expected one replica on each of {self._comm.size} ranks, and no wire_dtype, got "
                 f"{reason}; leave num_replicas and wire_dtype out."
@@ -398,17 +408,20 @@ class Planner:
 
 
 def _stepped_by(
-    optimizers: Iterable[Optimizer], plan: ModelPlan
+    optimizers: Iterable[Optimizer],
+    plan: ModelPlan,
 ) -> Sequence[tuple[str, nn.Parameter]]:
     """Return the parameters of a plan, with their names, that optimizers step."""
-    stepped: set[int] = set()
+    stepped_ids: set[int] = set()
     for optimizer in optimizers:
-        stepped.update(id(parameter) for parameter in parameters_of(optimizer))
-    return [(name, parameter) for name, parameter in plan.parameters if id(parameter) in stepped]
+        stepped_ids.update(map(id, parameters_of(optimizer)))
+    return [pair for pair in plan.parameters if id(pair[1]) in stepped_ids]
 
 
 def _prepare_for(
-    reference: "weakref.ref[Planner]", module: nn.Module, args: tuple[Any, ...]
+    reference: "weakref.ref[Planner]",
+    module: nn.Module,
+    args: tuple[Any, ...],
 ) -> None:
     """Plan before the forward of a module, if it was made in the scope."""
     planner = reference()

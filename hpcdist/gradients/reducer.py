@@ -1,4 +1,4 @@
-"""How the buckets of a strategy are summed: by one route, in the main or in a background thread, in which sizes."""
+"""The sums of a strategy's buckets: by one route, in the main or in a background thread, and the sizes of buckets."""
 
 import functools
 import logging
@@ -29,16 +29,16 @@ from hpcdist.runtime.mpi import MPI
 logger = logging.getLogger("hpcdist")
 
 Array = npt.NDArray[Any]
-#: From this size on a gradient is summed where torch made it: a copy would cost more than a call of its own.
+#: From this size on a gradient is summed where torch made it: a copy would cost more than a separate call.
 DIRECT_BYTES = 1 << 20
-#: Buckets on one host, where only the number of calls counts.
+#: Bytes of buckets on one host, where only the number of calls counts.
 LOCAL_BUCKET_BYTES = 64 << 20
-#: Buckets that NCCL sums inside a host, and 1 MiB for the last one: DistributedDataParallel's sizes.
+#: Bytes of buckets that NCCL sums inside a host; the last one has 1 MiB. These are DistributedDataParallel's sizes.
 DEVICE_BUCKET_BYTES = 25 << 20
-#: Bounds for buckets that travel between hosts.
+#: Bounds for the bytes of buckets that travel between hosts.
 MIN_BUCKET_BYTES = 128 << 10
 MAX_BUCKET_BYTES = 32 << 20
-#: How a checkpoint names all routes that combine gradients in the binary tree over the replicas.
+#: Name in checkpoints of all routes that combine gradients in the binary tree over the replicas.
 ORDERED = "in the order of replicas"
 #: Bytes whose all-reduce is timed to learn latency and bandwidth.
 _PROBE_BYTES = (4 << 10, 1 << 20)
@@ -49,19 +49,20 @@ class Reducer:
 
     Args:
         group: the ranks.
-        options: which algorithm, pack size and wire.
-        replicas: which rank holds which; default: one each.
-        device: of this rank's models. If all are GPUs, AUTO sums by NCCL where every rank has it and a GPU of its own;
-            default: sums by NCCL are made on the GPU of its number on the host.
+        options: the algorithm, pack size and wire.
+        replicas: which rank holds which replicas; default: one on each rank.
+        device: device of this rank's models. If the models of all ranks are on GPUs, AUTO sums by NCCL where every rank
+            has NCCL and a GPU for itself. Default: sums by NCCL are made on the GPU of the rank's number on the host.
 
     Raises:
         ConfigurationError: for NCCL where a rank cannot have it, and for two algorithms; on every rank alike. Where no
             rank has a GPU, NCCL is replaced by AUTO with a warning, as in tf.distribute.
 
     Attributes:
-        replicas: see above. device: where buckets are.
-        route: how every bucket is summed. Between hosts, and by NCCL, buckets are summed while backward runs; else the
-            cores are busy with backward, and a sum would compete for them.
+        replicas: which rank holds which replicas.
+        device: device of the buckets.
+        route: how every bucket is summed. Between hosts, and by NCCL, buckets are summed while backward runs. Elsewhere
+            the cores are busy with backward, and a sum would compete for them.
     """
 
     def __init__(
@@ -91,15 +92,13 @@ class Reducer:
                     "strategy: expected NCCL and a GPU for each rank, got neither on some: sums go through host memory."
                 )
         # one route for all buckets: bits must not depend on how parameters are packed, so dtype and size are not used
+        device_dtype = "any" if are_on_gpus else None
         self.route: Route = choose_route(
-            group.facts, self._options, SUM, 0, "any" if are_on_gpus else None, self.replicas
+            group.facts, self._options, SUM, 0, device_dtype, self.replicas
         )
-        by_subtrees = functools.partial(_reduce_by_subtrees, self.replicas)
-        self._reduce = (
-            by_subtrees
-            if self.route.by_subtrees
-            else functools.partial(_reduce_by_route, self.route)
-        )
+        self._reduce = functools.partial(_reduce_by_route, self.route)
+        if self.route.by_subtrees:
+            self._reduce = functools.partial(_reduce_by_subtrees, self.replicas)
         self._thread: CommunicationThread | None = None
         self._wire: Wire = PLAIN
         if self.route.is_on_device and not is_on_gpu:
@@ -133,40 +132,45 @@ class Reducer:
         title: str = "gradients",
         divisor: float | None = None,
     ) -> Handle | None:
-        """Start to replace an array by its sum over all ranks; it is there when the handle's `wait` returns.
+        """Start to replace an array by its sum over all ranks, which is ready when the handle's `wait` returns.
 
         Collective over the group, in the order of calls.
 
         Args:
-            array: flat, on the host or the GPU of the models: of this rank's replica, or the sum over its replicas. A
-                tensor on a GPU without NCCL is summed in pinned host memory.
-                Where sums go by subtrees a rank of several replicas uses `replicas/local_sums.py` instead.
-            bucket: names the array to a wire that rounds.
-            is_exact: the sum must not be rounded.
-            title: what reports call it.
-            divisor: what the sum is divided by.
+            array: flat array on the host or the GPU of the models: the gradients of this rank's replica, or the sum
+                over its replicas. A tensor on a GPU without NCCL is summed in pinned host memory. Where sums are made
+                by subtrees, a rank of several replicas uses `gradients/local_sums.py` instead.
+            bucket: number that names the array to a wire that rounds.
+            is_exact: whether the sum must not be rounded.
+            title: name of the sum in reports.
+            divisor: number that the sum is divided by; None if it is not divided.
 
         Returns:
-            A handle; None where the sum is there already.
+            A handle; None where the sum is ready already.
         """
         wire = PLAIN if is_exact else self._wire
         if self._staging is not None and isinstance(array, torch.Tensor):
             run_staged = self._staging.behind_producer(array)
-            return self.submit(
-                lambda group: run_staged(
-                    lambda host: self._reduce(host, group, wire, bucket, divisor)
-                ),
-                array,
-                title,
-            )
+
+            def reduce_staged(group: Group) -> None:
+                run_staged(lambda host: self._reduce(host, group, wire, bucket, divisor))
+
+            return self.submit(reduce_staged, array, title)
         buffer = array
         if self._thread is not None and self.route.is_on_device:
             buffer = nccl.hand_over(array, self._group)
-        return self.submit(
-            lambda group: self._reduce(buffer, group, wire, bucket, divisor), array, title
-        )
 
-    def submit(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> Handle | None:
+        def reduce(group: Group) -> None:
+            self._reduce(buffer, group, wire, bucket, divisor)
+
+        return self.submit(reduce, array, title)
+
+    def submit(
+        self,
+        reduce: Callable[[Group], None],
+        buffer: Any,
+        title: str,
+    ) -> Handle | None:
         """Call reduce(group), recorded as the collective `title` on `buffer`, in the thread if there is one."""
         thread = self._thread
         if thread is None:
@@ -179,11 +183,17 @@ class Reducer:
 
         return thread.submit(reduce_in_thread)
 
-    def call(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> None:
+    def call(
+        self,
+        reduce: Callable[[Group], None],
+        buffer: Any,
+        title: str,
+    ) -> None:
         """Call reduce(group), recorded as the collective `title` on `buffer`, in the calling thread. Blocking.
 
-        The thread's communicator is left to buckets: when one starts depends on what the rank's backward has reached,
-        so another collective that is called inside a backward would come before it on one rank and after it on another.
+        The thread's communicator is used by buckets only. A bucket starts when the rank's backward has reached its
+        gradients, so another collective that is called inside a backward would come before the bucket on one rank and
+        after it on another.
         """
         with self._group.recorded(title, buffer):
             reduce(self._group)
@@ -191,53 +201,70 @@ class Reducer:
     def sum_array(self, array: Array, title: str) -> None:
         """Replace a flat host array by its exact sum over all ranks, in the order in which gradients are summed.
 
-        Collective over the group. Blocking. As `start`, not for a rank of several replicas where sums go by subtrees.
+        Collective over the group. Blocking. As with `start`, not for a rank of several replicas where sums are made by
+        subtrees.
 
         Args:
-            array: of any dtype that numpy adds.
-            title: what reports call it.
+            array: array of any dtype that numpy adds.
+            title: name of the sum in reports.
         """
         if self.route.is_on_device:
             self.call(lambda group: library.all_reduce(array, group), array, title)
         else:
             self.call(lambda group: self._reduce(array, group, PLAIN, 0, None), array, title)
 
-    def gather(self, array: Array, counts: Sequence[int], title: str) -> Array:
-        """Return the flat host arrays of all ranks joined, in the order of ranks. Collective over the group. Blocking.
+    def gather(
+        self,
+        array: Array,
+        counts: Sequence[int],
+        title: str,
+    ) -> Array:
+        """Return the flat host arrays of all ranks joined, in the order of the ranks.
+
+        Collective over the group. Blocking.
 
         Args:
-            array: this rank's, of any dtype.
-            counts: elements of every rank's.
-            title: what reports call it.
+            array: array of this rank, of any dtype.
+            counts: numbers of elements of every rank's array.
+            title: name of the gather in reports.
         """
         joined = np.empty(sum(counts), array.dtype)
-        self.call(lambda group: library.all_gather(array, counts, joined, group), joined, title)
+
+        def gather(group: Group) -> None:
+            library.all_gather(array, counts, joined, group)
+
+        self.call(gather, joined, title)
         return joined
 
     def broadcast(self, array: Array) -> None:
-        """Replace a host array, of any dtype, by the first replica's. Collective over the group. Blocking."""
+        """Replace a host array, of any dtype, by the array of the first replica.
+
+        Collective over the group. Blocking.
+        """
         with self._group.recorded("broadcast", array):
             library.broadcast(array, self._group.comm)
 
     def begin_buckets(self, total_bytes: int) -> Limits:
-        """Return how large buckets should be for gradients of this size; forget the rounding errors of older ones.
+        """Return the best sizes of buckets for gradients of this size; forget the rounding errors of older buckets.
 
-        From then on, where sums overlap with backward, a background thread makes them. Collective there at the first
-        call: the group.
+        From then on, where sums overlap with backward, a background thread makes them. There the first call is
+        collective over the group.
         """
         if self.route.is_overlapped:
             self._thread = thread_of(self._group)
-        self._wire = PLAIN if self.route.wire_dtype is None else HalfWire(self.route.wire_dtype)
-        if self._options.bytes_per_pack:
-            return Limits(
-                self._options.bytes_per_pack, DIRECT_BYTES, self._options.bytes_per_pack // 4
-            )
+        self._wire = PLAIN
+        if self.route.wire_dtype is not None:
+            self._wire = HalfWire(self.route.wire_dtype)
+        bytes_per_pack = self._options.bytes_per_pack
+        if bytes_per_pack:
+            return Limits(bytes_per_pack, DIRECT_BYTES, bytes_per_pack // 4)
         if not self.route.is_overlapped:
             return Limits(LOCAL_BUCKET_BYTES, DIRECT_BYTES)
         if len(self._group.placement.hosts) == 1:
             return Limits(DEVICE_BUCKET_BYTES, DIRECT_BYTES, DEVICE_BUCKET_BYTES // 25)
-        best = best_bucket_bytes(total_bytes, *self._group.keep("link", self._measure_link))
-        bucket_bytes = min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
+        latency_s, byte_s = self._group.keep("link", self._measure_link)
+        best_bytes = best_bucket_bytes(total_bytes, latency_s, byte_s)
+        bucket_bytes = min(max(best_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
         if self._group.rank == 0:
             logger.info(
                 "strategy: buckets of %d bytes for %d bytes of gradients", bucket_bytes, total_bytes
@@ -245,32 +272,35 @@ class Reducer:
         return Limits(bucket_bytes, DIRECT_BYTES, bucket_bytes // 4)
 
     def describe(self) -> dict[str, str | None]:
-        """Return what the bits of its sums depend on, as recorded with each checkpoint. Equal on all ranks."""
-        return {
-            "all_reduce": ORDERED if self.route.is_in_replica_order else self.route.name,
-            "wire": self.route.wire_dtype,
-        }
+        """Return the facts that determine the bits of sums, as checkpoints record them. Equal on all ranks."""
+        algorithm = ORDERED if self.route.is_in_replica_order else self.route.name
+        return {"all_reduce": algorithm, "wire": self.route.wire_dtype}
 
     def _measure_link(self) -> tuple[float, float]:
         """Return the latency in seconds, and the seconds per byte, of an all-reduce; the chief's times on all ranks."""
-        small_s, large_s = (self._probe(nbytes) for nbytes in _PROBE_BYTES)
-        per_byte_s = max(large_s - small_s, 1e-9) / (_PROBE_BYTES[1] - _PROBE_BYTES[0])
-        nanoseconds = [int(1e9 * small_s), int(1e15 * per_byte_s)]
-        chiefs = [
-            self._group.world.all_reduce_int(
-                value if self._group.rank == 0 else 0, MPI.MAX, self._group.comm
-            )
-            for value in nanoseconds
-        ]
-        return max(chiefs[0], 1000) / 1e9, max(chiefs[1], 1) / 1e15
+        small_bytes, large_bytes = _PROBE_BYTES
+        small_s = self._probe(small_bytes)
+        large_s = self._probe(large_bytes)
+        byte_s = max(large_s - small_s, 1e-9) / (large_bytes - small_bytes)
+        latency_nanoseconds = self._chiefs_number(int(1e9 * small_s))
+        byte_femtoseconds = self._chiefs_number(int(1e15 * byte_s))
+        return max(latency_nanoseconds, 1000) / 1e9, max(byte_femtoseconds, 1) / 1e15
+
+    def _chiefs_number(self, number: int) -> int:
+        """Return the chief's number, of 0 or more. Collective over the group."""
+        group = self._group
+        return group.world.all_reduce_int(number if group.rank == 0 else 0, MPI.MAX, group.comm)
 
     def _probe(self, nbytes: int) -> float:
+        """Return the seconds of the fastest of three sums of an array. Collective over the group."""
         array = np.zeros(nbytes // 4, np.float32)
         times: list[float] = []
         rows = [array.copy() for _ in self.own_subtrees]
 
         def reduce(group: Group) -> None:
-            if self.route.is_on_device:  # the array is on the host: MPI's link stands for NCCL's
+            if (
+                self.route.is_on_device
+            ):  # the array is on the host: MPI's link is measured in place of NCCL's
                 library.all_reduce(array, group)
             elif self.route.by_subtrees:
                 subtree_sums.all_reduce(rows, array, group, self.replicas)
@@ -305,7 +335,7 @@ def _reduce_by_subtrees(
     bucket: int,
     divisor: float | None,
 ) -> None:
-    """Sum where other ranks hold several replicas, and this one a single one: its value is its only subtree's sum."""
+    """Sum where other ranks hold several replicas, and this one holds one, whose value is its only subtree's sum."""
     assert len(replicas.subtrees[group.rank]) == 1, (
         "a rank with more subtrees goes by replicas/local_sums.py"
     )

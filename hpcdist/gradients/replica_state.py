@@ -1,4 +1,4 @@
-"""What is private to a replica while another one of the same process runs: gradients and buffers of shared modules."""
+"""The private state of a replica while another one of its process runs: gradients and buffers of shared modules."""
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,10 @@ from hpcdist.program.tensors import have_same_bits
 class Snapshot:
     """Gradients (by reference) and copies of buffers at one moment.
 
-    `is_shared`: several replicas resume with the same gradients; all but the last one get copies then.
+    Attributes:
+        gradients: `parameter.grad` of each slot.
+        buffers: copies of the buffers.
+        is_shared: whether several replicas resume with the same gradients; all but the last one get copies then.
     """
 
     gradients: list[Tensor | None]
@@ -30,23 +33,27 @@ class Snapshot:
 class ReplicaState:
     """Switches `parameter.grad` and buffers between the replicas of a process, and watches merges.
 
-    A merge_call runs between replicas. What it changes, all replicas get. It may not change buffers that a replica has
-    changed on its own since the start of the run or the last sum: a merge sees only one replica's on each rank, so
-    the result would depend on the number of ranks.
+    A merge_call runs between replicas. All replicas get its changes. It may not change buffers that a replica has
+    changed on its own since the start of the run or the last sum: a merge sees only the buffers of one replica on each
+    rank, so the result would depend on the number of ranks.
 
     Args:
-        replicas: those of this process. With one, only merges are watched.
-        agree: raises an error of any rank on all of them; collective.
+        replicas: replicas of this process. With one, only merges are watched.
+        agree: function that raises an error of any rank on all ranks; collective.
 
     Attributes:
-        local: what replicas have accumulated under no_sync.
+        local: gradients that replicas have accumulated under no_sync.
 
     Cost: references to all gradients and a copy of all buffers at each switch; after a sum, and in a run that begins
         with gradients, a copy of all gradients for each replica but the last, so that each may clip its own. A merge
         costs a copy of all gradients and two of all buffers.
     """
 
-    def __init__(self, replicas: range, agree: Callable[[HpcdistError | None], None]) -> None:
+    def __init__(
+        self,
+        replicas: range,
+        agree: Callable[[HpcdistError | None], None],
+    ) -> None:
         self._has_several = len(replicas) > 1
         self._last = replicas[-1]
         self._agree = agree
@@ -61,21 +68,25 @@ class ReplicaState:
         # the parameter whose gradient each replica's copy is
         self._copies: MutableMapping[Tensor, Slot] = WeakTensorKeyDictionary()
 
-    def watch(self, slots: Sequence[Slot], buffers: Sequence[ModelBuffer]) -> None:
-        """Switch these from now on."""
+    def watch(
+        self,
+        slots: Sequence[Slot],
+        buffers: Sequence[ModelBuffer],
+    ) -> None:
+        """Switch these gradients and buffers from now on."""
         self._slots = slots
         self._buffers = buffers
         self.share()
 
     def begin_run(self) -> None:
-        """Let every replica begin with the present gradients and buffers, or with what it has accumulated itself."""
+        """Let every replica begin with the present gradients and buffers, or with the gradients it has accumulated."""
         self._saved.clear()
         if self._has_several:
             self.local.begin_run()
         self._start = self._set_common()
 
     def end_run(self) -> None:
-        """Leave what the last replica that ran has."""
+        """Leave the gradients and buffers of the last replica that ran."""
         if self._has_several:
             final_gradients: dict[int, dict[Slot, Tensor | None]] = {}
             for replica, snapshot in self._saved.items():
@@ -87,7 +98,7 @@ class ReplicaState:
         self._diverged_names.clear()
 
     def share(self) -> None:
-        """Give every replica the gradients and buffers that there are now."""
+        """Give every replica the present gradients and buffers."""
         self._saved = dict.fromkeys(self._saved, self._set_common())
 
     def _set_common(self) -> Snapshot:
@@ -97,19 +108,17 @@ class ReplicaState:
         return Snapshot(now.gradients, now.buffers, is_shared=True)
 
     def suspend(self, replica: int) -> None:
-        """Save a replica's state, and slot which buffers it has changed."""
+        """Save a replica's state, and note which buffers it has changed."""
         now = self._snapshot()
-        self._diverged_names |= {
-            buffer.name
-            for buffer, common, value in zip(self._buffers, self._common, now.buffers, strict=False)
-            if not have_same_bits(value, common)
-        }
+        for buffer, common, value in zip(self._buffers, self._common, now.buffers, strict=False):
+            if not have_same_bits(value, common):
+                self._diverged_names.add(buffer.name)
         if self._has_several:
             self._saved[replica] = now
 
     @torch.no_grad()
     def resume(self, replica: int) -> None:
-        """Restore a replica's state; of one that begins, what there was at the start of the run."""
+        """Restore a replica's state; for a replica that begins, the state at the start of the run."""
         if not self._has_several:
             return
         saved = self._saved.get(replica, self._start)
@@ -130,7 +139,7 @@ class ReplicaState:
         gradient: Tensor | None,
         saved: Snapshot,
     ) -> Tensor | None:
-        """Return what `parameter.grad` becomes for a replica that resumes with a snapshot."""
+        """Return the new `parameter.grad` for a replica that resumes with a snapshot."""
         accumulated = self.local.of(replica, slot)
         if saved is self._start and accumulated is not None:
             return accumulated
@@ -138,14 +147,16 @@ class ReplicaState:
             return gradient
         if self.local.holds(self._last, slot, gradient):
             return None
-        return self._copy(slot, gradient) if saved.is_shared else gradient
+        if saved.is_shared:
+            return self._copy(slot, gradient)
+        return gradient
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Apply what the block changes to every replica; the block sees the state of the last one.
+        """Apply the changes of the block to every replica; the block sees the state of the last replica.
 
-        A gradient that it sets, drops or writes into becomes every replica's, and each gets a copy; so does a
-        buffer that it writes into. What it leaves alone stays what it was for each replica.
+        Every replica gets a copy of each gradient that the block sets or writes into, and of each buffer that it writes
+        into, and loses each gradient that it drops. Other gradients and buffers of the replicas stay as they were.
 
         Collective over the ranks of the role where it writes into buffers.
 
@@ -155,53 +166,54 @@ class ReplicaState:
         self.suspend(self._last)
         before = self._snapshot()
         marks = [_mark(buffer.tensor) for buffer in self._buffers]
-        values = [None if gradient is None else gradient.clone() for gradient in before.gradients]
+        values = _copies(before.gradients)
         yield
         now = self._snapshot()
-        written = self._written_buffers(marks, before, now)
-        if any(written):
-            names = {
-                buffer.name
-                for buffer, is_written in zip(self._buffers, written, strict=True)
-                if is_written
-            }
-            self._agree(_refusal(sorted(self._diverged_names & names)))
-            self._common = _choose(self._common, now.buffers, written)
-        changed = _changed_gradients(before, values, now)
-        if any(changed) and self.local.has_any():
+        are_written = self._written_buffers(marks, before, now)
+        if any(are_written):
+            written_names = _chosen_names(self._buffers, are_written)
+            refused_names = sorted(self._diverged_names & written_names)
+            self._agree(_refusal(refused_names))
+            self._common = _choose(self._common, now.buffers, are_written)
+        are_changed = _changed_gradients(before, values, now)
+        if any(are_changed) and self.local.has_any():
             raise UsageError(
                 "merge_call: expected no change of gradients that replicas have accumulated under no_sync, got one; "
                 "change them after the backward that sums them."
             )
         for replica, snapshot in self._saved.items():
-            gradients = self._copies_of_changed(snapshot.gradients, now.gradients, changed)
-            self._saved[replica] = Snapshot(
-                gradients, _choose(snapshot.buffers, now.buffers, written)
-            )
+            gradients = self._copies_of_changed(snapshot.gradients, now.gradients, are_changed)
+            buffers = _choose(snapshot.buffers, now.buffers, are_written)
+            self._saved[replica] = Snapshot(gradients, buffers)
 
     def _written_buffers(
-        self, marks: Sequence[tuple[int, int]], before: Snapshot, now: Snapshot
+        self,
+        marks: Sequence[tuple[int, int]],
+        before: Snapshot,
+        now: Snapshot,
     ) -> list[bool]:
-        """Return which buffers a merge has written into."""
-        written: list[bool] = []
+        """Return, for each buffer, whether a merge has written into it."""
+        are_written: list[bool] = []
         for number, buffer in enumerate(self._buffers):
             is_same = have_same_bits(before.buffers[number], now.buffers[number])
-            written.append(_mark(buffer.tensor) != marks[number] or not is_same)
-        return written
+            has_same_mark = _mark(buffer.tensor) == marks[number]
+            are_written.append(not has_same_mark or not is_same)
+        return are_written
 
     def _copies_of_changed(
         self,
         gradients: Sequence[Tensor | None],
         new_gradients: Sequence[Tensor | None],
-        changed: Sequence[bool],
+        are_changed: Sequence[bool],
     ) -> list[Tensor | None]:
         """Return a replica's gradients, with copies of the new ones where the last replica's were changed."""
         copies = list(gradients)
         for number, gradient in enumerate(new_gradients):
-            if changed[number]:
-                copies[number] = (
-                    None if gradient is None else self._copy(self._slots[number], gradient)
-                )
+            if not are_changed[number]:
+                continue
+            copies[number] = None
+            if gradient is not None:
+                copies[number] = self._copy(self._slots[number], gradient)
         return copies
 
     def _copy(self, slot: Slot, gradient: Tensor) -> Tensor:
@@ -211,40 +223,70 @@ class ReplicaState:
         return copied
 
     def has_given(self, slot: Slot, gradient: Tensor) -> bool:
-        """Return whether a tensor is a copy of a parameter's published gradient that a replica was given."""
+        """Return whether a tensor is a replica's copy of a parameter's published gradient."""
         return self._copies.get(gradient) is slot
 
     def _snapshot(self) -> Snapshot:
+        """Return the present gradients, and copies of the present buffers."""
         parameters = [slot.parameter for slot in self._slots]
         tensors = [buffer.tensor for buffer in self._buffers]
-        return Snapshot(
-            [None if parameter is None else parameter.grad for parameter in parameters],
-            [None if tensor is None else tensor.detach().clone() for tensor in tensors],
-        )
+        gradients = [None if parameter is None else parameter.grad for parameter in parameters]
+        buffers = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+        return Snapshot(gradients, buffers)
+
+
+def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.clone() for tensor in tensors]
+
+
+def _chosen_names(
+    buffers: Sequence[ModelBuffer],
+    are_chosen: Sequence[bool],
+) -> set[str]:
+    """Return the names of the buffers that are marked by a flag."""
+    names: set[str] = set()
+    for buffer, is_chosen in zip(buffers, are_chosen, strict=True):
+        if is_chosen:
+            names.add(buffer.name)
+    return names
 
 
 def _changed_gradients(
-    before: Snapshot, values: Sequence[Tensor | None], now: Snapshot
+    before: Snapshot,
+    values: Sequence[Tensor | None],
+    now: Snapshot,
 ) -> list[bool]:
-    """Return which gradients were replaced, or written into, since a snapshot; `values`: copies of what they were."""
-    changed: list[bool] = []
+    """Return, for each gradient, whether it was replaced or written into.
+
+    Args:
+        before: snapshot before the change.
+        values: copies of the gradients of `before`.
+        now: snapshot after the change.
+    """
+    are_changed: list[bool] = []
     for number, gradient in enumerate(now.gradients):
         is_same = gradient is before.gradients[number] and have_same_bits(values[number], gradient)
-        changed.append(not is_same)
-    return changed
+        are_changed.append(not is_same)
+    return are_changed
 
 
 def _choose(
-    tensors: Sequence[Tensor | None], new_tensors: Sequence[Tensor | None], is_new: Sequence[bool]
+    tensors: Sequence[Tensor | None],
+    new_tensors: Sequence[Tensor | None],
+    are_new: Sequence[bool],
 ) -> list[Tensor | None]:
-    return [
-        new_tensors[number] if is_new[number] else tensor for number, tensor in enumerate(tensors)
-    ]
+    """Return tensors, with new ones where a flag is set."""
+    chosen: list[Tensor | None] = []
+    for number, tensor in enumerate(tensors):
+        chosen.append(new_tensors[number] if are_new[number] else tensor)
+    return chosen
 
 
 def _mark(tensor: Tensor | None) -> tuple[int, int]:
-    """Return what differs once a tensor was replaced or written into; a write that changes no bits counts too."""
-    return id(tensor), 0 if tensor is None or tensor.is_inference() else tensor._version
+    """Return a mark that differs once a tensor was replaced or written into, even if no bits were changed."""
+    if tensor is None or tensor.is_inference():
+        return id(tensor), 0
+    return id(tensor), tensor._version
 
 
 def _refusal(names: list[str]) -> UsageError | None:

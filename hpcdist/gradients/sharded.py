@@ -1,4 +1,4 @@
-"""A gradient of which this rank holds its own share of the sum; see `storage/zero_redundancy.py`."""
+"""A gradient of whose sum this rank holds only a share; see `storage/zero_redundancy.py`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from hpcdist.storage.sharded_gradient import ShardedGradient
 
 
 class _ShardedPart(NamedTuple):
-    """A part of a bucket: this rank's share of it, and what `parameter.grad` is when that holds the sum."""
+    """This rank's share of a part of a bucket, and the `parameter.grad` that is published when the share is summed."""
 
     share: Tensor
     gradient: ShardedGradient
@@ -22,8 +22,8 @@ class _ShardedPart(NamedTuple):
 class ShardedSlot(Slot):
     """One parameter whose gradient is summed by shares.
 
-    It is taken in the memory of a `DenseSlot`. Two parts of a bucket are used in turn, each with a gradient that is
-    made once: to make one takes longer than a small sum.
+    The gradient is taken in the memory of a `DenseSlot`. Two parts of a bucket are used in turn. Each part has a
+    gradient object that is made once, as making it takes longer than a small sum.
 
     Args:
         name: name of the parameter.
@@ -31,12 +31,17 @@ class ShardedSlot(Slot):
         group: the ranks that own the shares.
 
     Attributes:
-        taken: what is summed.
+        whole: slot of the whole gradient that is summed.
         owned_range: (start, stop) of this rank's share in the parameter's memory.
-        ranges: that of each owner; empty before the first plan, and the same in later ones.
+        ranges: (start, stop) of each owner's share; empty before the first plan, and the same in later plans.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, group: Group) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        group: Group,
+    ) -> None:
         super().__init__(name, parameter)
         self._group = group
         self.whole = DenseSlot(name, parameter)
@@ -55,18 +60,21 @@ class ShardedSlot(Slot):
 
         Args:
             bucket: number of the bucket.
-            parts: flat; empty to be summed where torch made the gradient.
+            parts: flat memory of both parts; empty if the gradient is summed where torch made it.
             ranges: (start, stop) of each owner's share.
-            owner: number of this rank among the owners; it may be none of them.
+            owner: number of this rank among the owners; a larger number for a rank that owns no share.
         """
         self.ranges = ranges
-        self.owned_range = ranges[owner] if owner < len(ranges) else (0, 0)
+        self.owned_range = (0, 0)
+        if owner < len(ranges):
+            self.owned_range = ranges[owner]
         parameter = self.parameter
         assert parameter is not None, "plans hold the parameters"
         self._parts = []
         for part in parts:
             share = self.owned_part(part)
-            self._parts.append(_ShardedPart(share, self._new_gradient(parameter, share)))
+            gradient = self._new_gradient(parameter, share)
+            self._parts.append(_ShardedPart(share, gradient))
         self.whole.assign(bucket, parts[0] if parts else None)
 
     @property
@@ -74,7 +82,11 @@ class ShardedSlot(Slot):
         """Number of the bucket of the gradient."""
         return self.whole.bucket
 
-    def _new_gradient(self, parameter: Tensor, share: Tensor) -> ShardedGradient:
+    def _new_gradient(
+        self,
+        parameter: Tensor,
+        share: Tensor,
+    ) -> ShardedGradient:
         return ShardedGradient(parameter, share, self.name, self._group)
 
     def owned_part(self, flat: Tensor) -> Tensor:
@@ -83,7 +95,7 @@ class ShardedSlot(Slot):
         return flat[start:stop]
 
     def turn(self, number: int) -> None:
-        """Publish the sum that is in one of the two parts of the bucket. Once for each sum, on all ranks."""
+        """Publish the sum in one of the two parts of the bucket. Called once for each sum, on all ranks."""
         if not self._parts:
             return
         part = self._parts[number]
@@ -97,9 +109,9 @@ class ShardedSlot(Slot):
 
     def has_zeros(self, stashed: Tensor) -> bool:
         """Return whether a gradient from before the backward is zero everywhere."""
-        return (
-            stashed.is_zero if isinstance(stashed, ShardedGradient) else super().has_zeros(stashed)
-        )
+        if isinstance(stashed, ShardedGradient):
+            return stashed.is_zero
+        return super().has_zeros(stashed)
 
     def require_published(self, gradient: Tensor) -> None:
         """Raise GradientError for a gradient from before the backward that was set by hand; on this rank only."""
@@ -108,18 +120,26 @@ class ShardedSlot(Slot):
         super().require_published(gradient)
 
     def keep_earlier(self, earlier: Tensor) -> Tensor:
-        """Return the sum of an earlier backward: this rank's share of it, in memory of its own."""
+        """Return this rank's share of the sum of an earlier backward, in separate memory."""
         if not isinstance(earlier, ShardedGradient):
             return earlier
-        # the gradient itself may be what the next sum is published in
-        return self._new_gradient(earlier, earlier.share.clone() if self._parts else earlier.share)
+        # a new gradient, as the next sum may be published in the earlier one
+        share = earlier.share
+        if self._parts:
+            share = share.clone()
+        return self._new_gradient(earlier, share)
 
-    def publish(self, parameter: nn.Parameter, earlier: Tensor | None, is_copied: bool) -> None:
+    def publish(
+        self,
+        parameter: nn.Parameter,
+        earlier: Tensor | None,
+        is_copied: bool,
+    ) -> None:
         """Make `parameter.grad` this rank's share of the sum; see `Slot.publish`. After `turn`."""
         gradient = self.held_gradient
         if not isinstance(gradient, ShardedGradient):
             assert self.whole.flat is not None, "a gradient is taken before it is summed"
-            share = self.owned_part(self.whole.flat).clone()  # so that the rest is freed
+            share = self.owned_part(self.whole.flat).clone()  # so that the other shares are freed
             self.whole.flat = None
             gradient = self._new_gradient(parameter, share)
         if isinstance(earlier, ShardedGradient):
@@ -127,7 +147,7 @@ class ShardedSlot(Slot):
         self.leave(parameter, gradient)
 
     def note_published(self, gradient: Tensor) -> None:
-        """Remember a gradient that was published: for good if it is one of the slot's own."""
+        """Remember a gradient that was published, not weakly if it belongs to the slot."""
         if gradient is self.held_gradient:
             self.published = gradient
         else:

@@ -1,8 +1,8 @@
 """Buckets in memory that the ranks of a host share, where a rank reads the gradients of all ranks.
 
-Gradients are copied there once, right from autograd. Small ones lie side by side; a large one stays where torch made
-it, and goes through memory smaller than the cache. A bucket is summed whole, for each rank, or by shares: each rank
-adds and keeps its own, half of an all-reduce; see `zero_redundancy.py`.
+Gradients are copied there once, right from autograd. Small gradients lie side by side; a large one stays where torch
+made it, and travels through memory smaller than the cache. A bucket is summed whole, for each rank, or by shares: each
+rank adds and keeps its own share, half of an all-reduce; see `zero_redundancy.py`.
 """
 
 from abc import abstractmethod
@@ -31,6 +31,8 @@ from hpcdist.plan.shards import plan_shards
 from hpcdist.runtime.node_memory import NodeWindow
 
 Array = npt.NDArray[Any]
+#: One array of each rank of the host, by local rank.
+Rows = list[Array]
 _ALIGNMENT_BYTES = 64
 
 
@@ -39,26 +41,26 @@ class _Memory:
     """The memory of one bucket in one of the two sets.
 
     Attributes:
-        rows: that of each rank of the host; empty for a gradient that stays where torch made it.
-        bucket: this rank's, with the gradients in it.
+        rows: memory of the bucket on each rank of the host; empty for a gradient that stays where torch made it.
+        bucket: the bucket of this rank, with the gradients in it.
     """
 
-    rows: list[Array]
+    rows: Rows
     bucket: Bucket
 
 
 class SharedBuckets(Buckets):
     """Buckets in shared memory; all are summed at the end of a backward.
 
-    Two sets of memory are used in turn. A rank writes a set again two sums later; between lies the barrier of another
-    sum, which the others enter only after they have read the set.
+    Two sets of memory are used in turn. A rank writes a set again two sums later. In between lies the barrier of
+    another sum, which the other ranks enter only after they have read the set.
 
     Collective over the reducer's group.
 
     Args:
-        slots: the gradients, in the order of the model.
-        n_counts: float32 numbers that are summed along, whole, on all ranks.
-        reducer: the group, whose ranks hold one replica each.
+        slots: slots of the gradients, in the order of the model.
+        n_counts: number of float32 numbers that are summed with the gradients, whole, on all ranks.
+        reducer: reducer of the group, whose ranks hold one replica each.
         limits: sizes of buckets.
 
     Attributes:
@@ -76,31 +78,42 @@ class SharedBuckets(Buckets):
         self._rank = self._group.node_comm.rank
         self._n_counts = n_counts
         device = torch.device("cpu")
-        entries = [Entry(n_counts, "float32"), *(entry_of(slot, device) for slot in slots)]
+        entries = [Entry(n_counts, "float32")]
+        for slot in slots:
+            entries.append(entry_of(slot, device))
         self._plan = plan_buckets(entries, limits)
         self._sets = self._make_sets(slots)
         self._written = 0
         self.is_started = False
 
     def _make_sets(self, slots: Sequence[DenseSlot]) -> list[list[_Memory]]:
-        """Return both sets of memory, with the gradients' parts."""
-        sizes = [_padded_bytes(shape) for shape in self._plan.buckets]
-        window = NodeWindow(self._group.node_comm, 2 * sum(sizes), self._group.world)
-        sets: list[list[_Memory]] = []
-        for start in (0, sum(sizes)):
-            memories: list[_Memory] = []
-            for shape, nbytes in zip(self._plan.buckets, sizes, strict=True):
-                rows = _cut_rows(window.pieces, start, shape)
-                memories.append(
-                    _Memory(rows, Bucket(torch.from_numpy(rows[self._rank]) if rows else None))
-                )
-                start += nbytes
-            for number, (slot, place) in enumerate(zip(slots, self._plan.slots[1:], strict=True)):
-                bucket = memories[place.bucket].bucket
-                view = None if bucket.flat is None else slot.shaped(_cut(bucket.flat, place))
-                bucket.add(Part(number, slot, view))
-            sets.append(memories)
-        return sets
+        """Return both sets of memory, with the gradients' parts. Collective over the ranks of the host."""
+        set_bytes = sum(map(_padded_bytes, self._plan.buckets))
+        window = NodeWindow(self._group.node_comm, 2 * set_bytes, self._group.world)
+        first_set = self._make_set(slots, window.pieces, 0)
+        second_set = self._make_set(slots, window.pieces, set_bytes)
+        return [first_set, second_set]
+
+    def _make_set(
+        self,
+        slots: Sequence[DenseSlot],
+        pieces: Sequence[memoryview],
+        start: int,
+    ) -> list[_Memory]:
+        """Return the memory of all buckets, side by side from a byte on, with the gradients' parts."""
+        memories: list[_Memory] = []
+        for shape in self._plan.buckets:
+            rows = _cut_rows(pieces, start, shape)
+            flat = torch.from_numpy(rows[self._rank]) if rows else None
+            memories.append(_Memory(rows, Bucket(flat)))
+            start += _padded_bytes(shape)
+        for number, (slot, place) in enumerate(zip(slots, self._plan.slots[1:], strict=True)):
+            bucket = memories[place.bucket].bucket
+            view: Tensor | None = None
+            if bucket.flat is not None:
+                view = slot.shaped(_cut(bucket.flat, place))
+            bucket.add(Part(number, slot, view))
+        return memories
 
     @property
     def _summed(self) -> int:
@@ -108,7 +121,7 @@ class SharedBuckets(Buckets):
         return 1 - self._written
 
     def fill(self, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Take what this replica adds to the sums; see `Bucket.fill`."""
+        """Take the gradients that this replica adds to the sums; see `Bucket.fill`."""
         for memory in self._sets[self._written]:
             memory.bucket.fill(gradients, scale)
 
@@ -116,19 +129,24 @@ class SharedBuckets(Buckets):
         """Expect a new backward."""
         self.is_started = False
 
-    def finish(self, counts: Sequence[float], divisor_of: DivisorOf) -> list[float]:
-        """Sum all buckets, by the ranks of the host or, shares, of all hosts; see `Buckets.finish`."""
+    def finish(
+        self,
+        counts: Sequence[float],
+        divisor_of: DivisorOf,
+    ) -> list[float]:
+        """Sum all buckets over the ranks of the host, or shares over all hosts; see `Buckets.finish`."""
         self.is_started = True
         memories = self._sets[self._written]
         self._written = 1 - self._written
         place = self._plan.slots[0]
-        rows = [
-            row[place.offset : place.offset + self._n_counts] for row in memories[place.bucket].rows
-        ]
-        rows[self._rank][:] = counts
+        start = place.offset
+        stop = start + self._n_counts
+        count_rows = [row[start:stop] for row in memories[place.bucket].rows]
+        local_counts = count_rows[self._rank]
+        local_counts[:] = counts
         with self._group.recorded("gradients", self._recorded):
-            require_same(rows[self._rank], SUM, self._group)
-            totals = self._sum_counts(rows)
+            require_same(local_counts, SUM, self._group)
+            totals = self._sum_counts(count_rows)
             divisor = divisor_of(totals)
             for number, memory in enumerate(memories):
                 self._sum(number, memory, divisor)
@@ -136,7 +154,8 @@ class SharedBuckets(Buckets):
         self.is_started = False
         return totals
 
-    def _sum_counts(self, rows: list[Array]) -> list[float]:
+    def _sum_counts(self, rows: Rows) -> list[float]:
+        """Return the sums of the counts of all ranks."""
         totals = sum(rows[1:], rows[0].copy())
         if len(self._group.placement.hosts) > 1:
             totals = rows[self._rank].copy()
@@ -147,10 +166,15 @@ class SharedBuckets(Buckets):
     @property
     @abstractmethod
     def _recorded(self) -> Array | None:
-        """What the journal says of a sum: an array of the dtype and length of what is summed."""
+        """An array of the dtype and length that the journal records for a sum."""
 
     @abstractmethod
-    def _sum(self, number: int, memory: _Memory, divisor: float | None) -> None:
+    def _sum(
+        self,
+        number: int,
+        memory: _Memory,
+        divisor: float | None,
+    ) -> None:
         """Sum a bucket and divide its sum. Collective over the ranks of the host."""
 
     def _end_sums(self) -> None:
@@ -158,21 +182,29 @@ class SharedBuckets(Buckets):
 
 
 class WholeSums(SharedBuckets):
-    """Sums on one host that each rank has whole, in memory of its own. Arguments are those of `SharedBuckets`.
+    """Sums on one host that each rank has whole, in private memory. Arguments are those of `SharedBuckets`.
 
-    Two ranks add everything themselves: one barrier. More add a part each, and copy those of the others.
+    Each of two ranks adds everything, with one barrier. Of more ranks each adds a part, and copies the other parts.
     """
 
-    def __init__(self, slots: Sequence[DenseSlot], n_counts: int, reducer: Reducer) -> None:
-        limits = reducer.begin_buckets(sum(entry_of(slot, reducer.device).nbytes for slot in slots))
+    def __init__(
+        self,
+        slots: Sequence[DenseSlot],
+        n_counts: int,
+        reducer: Reducer,
+    ) -> None:
+        total_bytes = sum(entry_of(slot, reducer.device).nbytes for slot in slots)
+        limits = reducer.begin_buckets(total_bytes)
         # the counts alone in their bucket
         super().__init__(slots, n_counts, reducer, replace(limits, last_bytes=1))
         self._route = reducer.route
         self._additions = plan_row_additions(self._group.size)
-        self._totals = [np.zeros(shape.n_elements, shape.dtype) for shape in self._plan.buckets]
+        counts_bucket = self._plan.slots[0].bucket
+        self._totals: list[Array] = []
         for number, shape in enumerate(self._plan.buckets):
-            if shape.is_direct or number == self._plan.slots[0].bucket:
-                self._totals[number] = np.zeros(0, shape.dtype)
+            has_total = not shape.is_direct and number != counts_bucket
+            n_elements = shape.n_elements if has_total else 0
+            self._totals.append(np.zeros(n_elements, shape.dtype))
         for slot, place in zip(slots, self._plan.slots[1:], strict=True):
             memory = self._sets[0][place.bucket].bucket.flat
             if memory is None:
@@ -186,7 +218,12 @@ class WholeSums(SharedBuckets):
     def _recorded(self) -> Array:
         return self._largest
 
-    def _sum(self, number: int, memory: _Memory, divisor: float | None) -> None:
+    def _sum(
+        self,
+        number: int,
+        memory: _Memory,
+        divisor: float | None,
+    ) -> None:
         rows = memory.rows
         total = self._totals[number]
         if not rows:
@@ -210,27 +247,33 @@ class WholeSums(SharedBuckets):
 
 
 class ShareSums(SharedBuckets):
-    """Sums of which each rank has its share, in the slots; between hosts in lanes.
+    """Sums of which each rank has its share, in the slots; between hosts they are made in lanes.
 
     Args:
-        slots: the gradients, in the order of the model.
-        n_counts: float32 numbers that are summed along, whole, on all ranks.
-        reducer: the group, whose ranks hold one replica each.
+        slots: slots of the gradients, in the order of the model.
+        n_counts: number of float32 numbers that are summed with the gradients, whole, on all ranks.
+        reducer: reducer of the group, whose ranks hold one replica each.
     """
 
-    def __init__(self, slots: Sequence[ShardedSlot], n_counts: int, reducer: Reducer) -> None:
-        dense = [slot.whole for slot in slots]
+    def __init__(
+        self,
+        slots: Sequence[ShardedSlot],
+        n_counts: int,
+        reducer: Reducer,
+    ) -> None:
+        dense_slots = [slot.whole for slot in slots]
         limits = Limits(LOCAL_BUCKET_BYTES, DIRECT_BYTES)
-        super().__init__(dense, n_counts, reducer, limits)
+        super().__init__(dense_slots, n_counts, reducer, limits)
         self._slots = slots
         self._sums: SliceSums = self._group.keep("slices", lambda: SliceSums(self._group))
-        self._parts: list[list[list[list[Array]]]] = []
-        for number in range(len(self._plan.buckets)):
+        bucket_numbers = range(len(self._plan.buckets))
+        for number in bucket_numbers:
             self._share_bucket(number)
-        for which in (0, 1):
-            self._parts.append(
-                [self._owned_rows(which, number) for number in range(len(self._plan.buckets))]
-            )
+        #: For both sets and each bucket, the regions that this rank owns.
+        self._parts: list[list[list[Rows]]] = []
+        for set_number in (0, 1):
+            parts = [self._owned_rows(set_number, number) for number in bucket_numbers]
+            self._parts.append(parts)
 
     @property
     def _recorded(self) -> None:
@@ -239,44 +282,56 @@ class ShareSums(SharedBuckets):
     def _share_bucket(self, number: int) -> None:
         """Cut a bucket into shares, and give its slots their parts."""
         places = self._plan.slots[1:]
-        members = [index for index in range(len(places)) if places[index].bucket == number]
+        members = [index for index, place in enumerate(places) if place.bucket == number]
         members.sort(key=lambda index: places[index].offset)
-        # others keep what they own
-        new = [index for index in members if not self._slots[index].ranges]
-        shares = plan_shards([places[index].n_elements for index in new], self._sums.n_owners)
+        # slots of earlier plans keep their ranges
+        new_members = [index for index in members if not self._slots[index].ranges]
+        sizes = [places[index].n_elements for index in new_members]
+        shares = plan_shards(sizes, self._sums.n_owners)
         ranges: dict[int, list[tuple[int, int]]] = {}
-        for tensor_number, index in enumerate(new):
+        for tensor_number, index in enumerate(new_members):
             ranges[index] = [share.get(tensor_number, (0, 0)) for share in shares]
         for index in members:
             slot = self._slots[index]
-            flats = [memories[number].bucket.flat for memories in self._sets]
-            parts = [_cut(flat, places[index]) for flat in flats if flat is not None]
-            slot.assign(number, parts, ranges.get(index, slot.ranges), self._rank)
+            parts: list[Tensor] = []
+            for memories in self._sets:
+                flat = memories[number].bucket.flat
+                if flat is not None:
+                    parts.append(_cut(flat, places[index]))
+            slot_ranges = ranges.get(index, slot.ranges)
+            slot.assign(number, parts, slot_ranges, self._rank)
 
-    def _owned_rows(self, which: int, number: int) -> list[list[Array]]:
+    def _owned_rows(self, set_number: int, number: int) -> list[Rows]:
         """Return, for each region of a bucket that this rank owns, the region in every rank's row."""
-        rows = self._sets[which][number].rows
-        padding = _ALIGNMENT_BYTES // np.dtype(self._plan.buckets[number].dtype).itemsize
+        memory = self._sets[set_number][number]
+        rows = memory.rows
+        dtype = np.dtype(self._plan.buckets[number].dtype)
+        padding = _ALIGNMENT_BYTES // dtype.itemsize
         places = self._plan.slots[1:]
+        parts = sorted(memory.bucket.parts, key=lambda part: places[part.number].offset)
         regions: list[tuple[int, int]] = []
-        for part in sorted(
-            self._sets[which][number].bucket.parts, key=lambda part: places[part.number].offset
-        ):
+        for part in parts:
             start, stop = self._slots[part.number].owned_range
             offset = places[part.number].offset
             if rows and start < stop:
                 regions = _joined(regions, offset + start, offset + stop, padding)
-        owned: list[list[Array]] = []
+        owned_rows: list[Rows] = []
         for start, stop in regions:
-            owned.append([row[start:stop] for row in rows])
-        return owned
+            owned_rows.append([row[start:stop] for row in rows])
+        return owned_rows
 
-    def _sum(self, number: int, memory: _Memory, divisor: float | None) -> None:
+    def _sum(
+        self,
+        number: int,
+        memory: _Memory,
+        divisor: float | None,
+    ) -> None:
         for rows in self._parts[self._summed][number]:
             self._sums.sum_rows(rows)
-            self._sums.sum_over_hosts(rows[self._rank])
+            local_row = rows[self._rank]
+            self._sums.sum_over_hosts(local_row)
             if divisor is not None:
-                divide(rows[self._rank], divisor)
+                divide(local_row, divisor)
         if memory.rows:
             return
         part = memory.bucket.parts[0]
@@ -284,10 +339,10 @@ class ShareSums(SharedBuckets):
         flat = part.slot.flat
         assert flat is not None, "a direct gradient is taken before it is summed"
         self._sums.reduce(flat.numpy(), slot.ranges)
-        owned = slot.owned_part(flat).numpy()
-        self._sums.sum_over_hosts(owned)
+        owned_share = slot.owned_part(flat).numpy()
+        self._sums.sum_over_hosts(owned_share)
         if divisor is not None:
-            divide(owned, divisor)
+            divide(owned_share, divisor)
 
     def _end_sums(self) -> None:
         for slot in self._slots:
@@ -298,13 +353,17 @@ def _padded_bytes(shape: BucketShape) -> int:
     """Return the bytes of a bucket in shared memory; 0 for a gradient that stays where torch made it."""
     if shape.is_direct:
         return 0
-    return (
-        -(-shape.n_elements * np.dtype(shape.dtype).itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    )
+    nbytes = shape.n_elements * np.dtype(shape.dtype).itemsize
+    n_lines = -(-nbytes // _ALIGNMENT_BYTES)
+    return n_lines * _ALIGNMENT_BYTES
 
 
-def _cut_rows(pieces: Sequence[memoryview], start: int, shape: BucketShape) -> list[Array]:
-    """Return the memory of a bucket in the piece of each rank; nothing for a gradient that stays where it is."""
+def _cut_rows(
+    pieces: Sequence[memoryview],
+    start: int,
+    shape: BucketShape,
+) -> Rows:
+    """Return the memory of a bucket in the piece of each rank; none for a gradient that stays where torch made it."""
     if shape.is_direct:
         return []
     stop = start + _padded_bytes(shape)
@@ -312,7 +371,8 @@ def _cut_rows(pieces: Sequence[memoryview], start: int, shape: BucketShape) -> l
 
 
 def _cut(flat: Tensor, place: Slot) -> Tensor:
-    return flat[place.offset : place.offset + place.n_elements]
+    stop = place.offset + place.n_elements
+    return flat[place.offset : stop]
 
 
 def _joined(
@@ -321,7 +381,10 @@ def _joined(
     stop: int,
     padding: int,
 ) -> list[tuple[int, int]]:
-    """Return regions with one more, joined to the last one if only padding, of fewer elements, lies between."""
-    if regions and start - regions[-1][1] < padding:
-        return [*regions[:-1], (regions[-1][0], stop)]
+    """Return regions and one more, which is joined to the last one if less than `padding` elements lie in between."""
+    if not regions:
+        return [(start, stop)]
+    *earlier_regions, (last_start, last_stop) = regions
+    if start - last_stop < padding:
+        return [*earlier_regions, (last_start, stop)]
     return [*regions, (start, stop)]

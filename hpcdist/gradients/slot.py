@@ -1,8 +1,8 @@
-"""What is common to the gradients of all parameters: what `parameter.grad` may hold, and what was published there.
+"""The base of the slots of all gradients: the states of `parameter.grad`, and the gradient published there.
 
-Between two backwards `parameter.grad` is empty, local (accumulated under no_sync) or summed. A synchronized backward
-finds it empty, as `backward.py` puts away what was there, and autograd writes this replica's gradient. The slot takes
-it, is summed, and publishes the sum. There are three kinds: `dense.py`, `sparse.py` and `sharded.py`.
+Between two backwards `parameter.grad` is empty, local (accumulated under no_sync) or summed. `backward.py` empties it
+before a synchronized backward, and autograd writes this replica's gradient. The slot takes the gradient, is summed, and
+publishes the sum. There are three kinds: `dense.py`, `sparse.py` and `sharded.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ from hpcdist.program.tensors import has_values, is_dense
 
 
 class Slot(ABC):
-    """One trained parameter, and where its gradient is summed.
+    """One trained parameter, and the sum of its gradient.
 
-    The parameter is held weakly: its hook keeps the strategy alive, not the strategy the model. A parameter that is
-    gone takes part in every sum as one without a gradient.
+    The parameter is held weakly: its hook keeps the strategy alive, but the strategy does not keep the model alive. A
+    parameter that is gone takes part in every sum as one without a gradient.
 
     Args:
         name: name of the parameter.
@@ -29,12 +29,14 @@ class Slot(ABC):
     Attributes:
         name: name of the parameter.
         reference: a weak reference to the parameter.
-        device, dtype, shape: those of the parameter.
+        device: device of the parameter.
+        dtype: dtype of the parameter.
+        shape: shape of the parameter.
         stride: strides of the parameter; None if it does not fill a block of memory.
-        held_gradient: the gradient that is published after every sum that no earlier one is added to; None where it
-            differs.
-        published: the gradient that was published last, where the slot keeps its memory; None elsewhere.
-        address: where the memory of `published` begins.
+        held_gradient: gradient that is published after every sum to which no earlier sum is added; None where each sum
+            is published in another tensor.
+        published: gradient that was published last, where the slot keeps its memory; None elsewhere.
+        address: address of the memory of `published`.
     """
 
     #: Whether the gradient is a part of a bucket, from its plan on.
@@ -46,7 +48,9 @@ class Slot(ABC):
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.shape = parameter.shape
-        self.stride = parameter.stride() if is_dense(parameter) else None
+        self.stride: tuple[int, ...] | None = None
+        if is_dense(parameter):
+            self.stride = parameter.stride()
         self.held_gradient: Tensor | None = None
         self.published: Tensor | None = None
         self.address = 0
@@ -60,17 +64,22 @@ class Slot(ABC):
         return self.reference()
 
     @abstractmethod
-    def publish(self, parameter: nn.Parameter, earlier: Tensor | None, is_copied: bool) -> None:
-        """Make `parameter.grad` the sum over all replicas, which at least one of them had a gradient for.
+    def publish(
+        self,
+        parameter: nn.Parameter,
+        earlier: Tensor | None,
+        is_copied: bool,
+    ) -> None:
+        """Make `parameter.grad` the sum over all replicas, at least one of which had a gradient.
 
         Args:
-            parameter: the slot's.
-            earlier: the sum of an earlier backward, to be added; None without one.
-            is_copied: whether another replica may use the slot before all have seen the sum.
+            parameter: parameter of the slot.
+            earlier: sum of an earlier backward, which is added; None without one.
+            is_copied: whether another replica may use the slot before all replicas have seen the sum.
         """
 
     def keep_earlier(self, earlier: Tensor) -> Tensor:
-        """Return the sum of an earlier backward in memory that the next sum leaves alone."""
+        """Return the sum of an earlier backward in memory that the next sum does not overwrite."""
         return earlier
 
     def has_zeros(self, stashed: Tensor) -> bool:
@@ -102,7 +111,11 @@ class Slot(ABC):
                 f"hand; call zero_grad() first, or change the gradient in place."
             )
 
-    def leave(self, parameter: nn.Parameter | None, gradient: Tensor | None) -> None:
+    def leave(
+        self,
+        parameter: nn.Parameter | None,
+        gradient: Tensor | None,
+    ) -> None:
         """Leave a sum over all replicas, or nothing, in `parameter.grad`. The parameter may be gone."""
         if parameter is not None and parameter.grad is not gradient:
             parameter.grad = gradient
@@ -116,14 +129,14 @@ class Slot(ABC):
         self._weak_address = gradient.data_ptr()
 
     def note_local(self, gradient: Tensor) -> TensorWeakRef:
-        """Remember that `parameter.grad` is this replica's own now; return a weak reference to it."""
+        """Remember that `parameter.grad` is now a gradient of this replica only; return a weak reference to it."""
         self.published = self._published_weakly = None
         self._local = TensorWeakRef(gradient)
         return self._local
 
     @property
     def has_local(self) -> bool:
-        """Whether `parameter.grad` is this replica's own, accumulated under no_sync."""
+        """Whether `parameter.grad` is a gradient of this replica only, accumulated under no_sync."""
         parameter = self.reference()
         if parameter is None or parameter.grad is None or self._local is None:
             return False
@@ -135,12 +148,13 @@ class Slot(ABC):
         return self.published is not None or self._published_weakly is not None
 
     def _is_last(self, gradient: Tensor) -> bool:
+        """Return whether a gradient is the tensor that was published last."""
         if self.published is not None:
             return gradient is self.published
         return self._published_weakly is not None and gradient is self._published_weakly()
 
     def is_left(self, gradient: Tensor) -> bool:
-        """Return whether a gradient is the tensor that was published last, with its memory where it was."""
+        """Return whether a gradient is the tensor that was published last, with unmoved memory."""
         address = self._weak_address if self.published is None else self.address
         return self._is_last(gradient) and address == gradient.data_ptr()
 
@@ -152,7 +166,7 @@ class Slot(ABC):
 
 
 def weigh(flat: Tensor, scale: float) -> None:
-    """Multiply what a replica adds to a sum by its weight."""
+    """Multiply the gradients that a replica adds to a sum by its weight."""
     if scale == 0:
         flat.zero_()  # not multiplied: there may be a NaN
     elif scale != 1:

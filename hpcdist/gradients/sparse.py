@@ -1,12 +1,11 @@
 """Gradients with few rows, as of an embedding with sparse=True: every rank gets the rows of all replicas and adds them.
 
-They have no slot in a bucket: after the buckets all ranks know, by the counts that travel with them, which parameters
-have gradients, and gather the rows of these. Where a parameter is used densely too, as by tied weights, autograd makes
-dense gradients, and these are summed.
+They have no part in a bucket. After the buckets all ranks know, by the counts that travel with them, which parameters
+have gradients, and gather the rows of these gradients. Where a parameter is used densely too, as by tied weights,
+autograd makes dense gradients, and these are summed.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,10 +30,10 @@ class SparseSlot(Slot):
     """One parameter of a layer with sparse=True.
 
     Attributes:
-        contribution: what this replica adds to the sum: sparse, or dense where autograd made a dense gradient, on the
-            host, in `sum_dtype`; None: nothing.
-        total: the sum over all replicas, likewise.
-        sum_dtype: in which gradients are added.
+        contribution: gradient that this replica adds to the sum: sparse, or dense where autograd made a dense gradient,
+            on the host, in `sum_dtype`. None if it adds none.
+        total: the sum over all replicas, sparse or dense, on the host, in `sum_dtype`.
+        sum_dtype: dtype in which gradients are added.
     """
 
     is_in_bucket = False
@@ -55,21 +54,29 @@ class SparseSlot(Slot):
         self.require_unconverted(gradient)
 
     def take(self, gradient: Tensor | None, scale: float) -> None:
-        """Take what this replica adds to the sum, of this weight; None: nothing."""
+        """Take the gradient that this replica adds to the sum, and its weight; None if it adds none."""
         self.contribution = None
         if gradient is not None:
             self.require_kind(gradient)
-            self.contribution = self._weighed(gradient.detach().to("cpu", self.sum_dtype), scale)
+            host_gradient = gradient.detach().to("cpu", self.sum_dtype)
+            self.contribution = self._weighed(host_gradient, scale)
 
     def _weighed(self, gradient: Tensor, scale: float) -> Tensor:
         if scale == 1:
             return gradient
         if scale:
             return gradient * scale
-        # there may be a NaN
-        return self.empty() if gradient.is_sparse else torch.zeros_like(gradient)
+        # not multiplied by 0: there may be a NaN
+        if gradient.is_sparse:
+            return self.empty()
+        return torch.zeros_like(gradient)
 
-    def publish(self, parameter: nn.Parameter, earlier: Tensor | None, is_copied: bool) -> None:
+    def publish(
+        self,
+        parameter: nn.Parameter,
+        earlier: Tensor | None,
+        is_copied: bool,
+    ) -> None:
         """Make `parameter.grad` the sum over all replicas; see `Slot.publish`."""
         assert self.total is not None, "sum_sparse sets it"
         result = self.total.to(parameter.device, parameter.dtype)
@@ -79,7 +86,7 @@ class SparseSlot(Slot):
         self.leave(parameter, result)
 
     def note_published(self, gradient: Tensor) -> None:
-        """Remember a gradient that was published, weakly; a sparse one is no memory in one piece."""
+        """Remember a gradient that was published, weakly. A sparse gradient has no memory in one piece."""
         self._published_weakly = TensorWeakRef(gradient)
 
     def is_left(self, gradient: Tensor) -> bool:
@@ -88,12 +95,12 @@ class SparseSlot(Slot):
 
     def empty(self) -> Tensor:
         """Return a sparse gradient without rows."""
-        return self.of_rows(
-            torch.empty(0, dtype=torch.int64), torch.empty(0, *self.shape[1:], dtype=self.sum_dtype)
-        )
+        no_numbers = torch.empty(0, dtype=torch.int64)
+        no_rows = torch.empty(0, *self.shape[1:], dtype=self.sum_dtype)
+        return self.of_rows(no_numbers, no_rows)
 
     def of_rows(self, numbers: Tensor, rows: Tensor) -> Tensor:
-        """Return the sparse gradient with these rows, in ascending order and each there once."""
+        """Return the sparse gradient with these rows, in ascending order, each row once."""
         return torch.sparse_coo_tensor(
             numbers[None], rows, self.shape, is_coalesced=True, check_invariants=False
         )
@@ -112,20 +119,19 @@ def sum_sparse(
     Collective over all ranks. Blocking.
 
     Args:
-        slots: those that have a gradient on some replica, the same on every rank.
+        slots: slots that have a gradient on some replica, the same on every rank.
         contributions: for each local replica, its gradient for each slot.
-        n_dense: how many replicas contribute a dense gradient to each slot; equal on every rank.
-        reducer: gathers from the ranks.
+        n_dense: number of replicas that contribute a dense gradient, for each slot; equal on every rank.
+        reducer: gathers rows from the ranks.
 
-    Cost: every rank receives the rows of all others, in one message each, after one of 8 bytes for each slot and
-        replica; a dense gradient costs one all-reduce more.
+    Cost: every rank receives the rows of all other ranks, in one message each, after a message of 8 bytes for each slot
+        and replica. A dense gradient costs one more all-reduce.
     """
     sparse_numbers: list[int] = []
     for number, slot in enumerate(slots):
         if n_dense[number]:
-            slot.total = _sum_dense(
-                slot, [gradients[number] for gradients in contributions], reducer
-            )
+            gradients_of_slot = [gradients[number] for gradients in contributions]
+            slot.total = _sum_dense(slot, gradients_of_slot, reducer)
         else:
             sparse_numbers.append(number)
     if not sparse_numbers:
@@ -139,8 +145,16 @@ def sum_sparse(
         slot.total = _add_in_tree(rows)
 
 
-def _sum_dense(slot: SparseSlot, gradients: Sequence[Tensor | None], reducer: Reducer) -> Tensor:
-    rows = [_dense(slot, gradient).reshape(-1).numpy() for gradient in gradients]
+def _sum_dense(
+    slot: SparseSlot,
+    gradients: Sequence[Tensor | None],
+    reducer: Reducer,
+) -> Tensor:
+    """Return the sum over all replicas of gradients, some of which are dense. Collective over all ranks."""
+    rows: list[npt.NDArray[Any]] = []
+    for gradient in gradients:
+        dense_gradient = _dense(slot, gradient)
+        rows.append(dense_gradient.reshape(-1).numpy())
     total = sum_rows(reducer, rows, "gradients of sparse layers")
     return torch.from_numpy(total).view(slot.shape)
 
@@ -157,7 +171,8 @@ def _dense(slot: SparseSlot, gradient: Tensor | None) -> Tensor:
 def _add_in_tree(gradients: list[Tensor]) -> Tensor:
     """Return the sum of coalesced tensors, one of each replica."""
     for into, row in plan_row_additions(len(gradients)):
-        gradients[into] = (gradients[into] + gradients[row]).coalesce()
+        subtree_sum = gradients[into] + gradients[row]
+        gradients[into] = subtree_sum.coalesce()
     return gradients[0]
 
 
@@ -165,24 +180,32 @@ def _add_in_tree(gradients: list[Tensor]) -> Tensor:
 
 
 def _gather(
-    slots: Sequence[SparseSlot], contributions: Sequence[Sequence[Tensor | None]], reducer: Reducer
+    slots: Sequence[SparseSlot],
+    contributions: Sequence[Sequence[Tensor | None]],
+    reducer: Reducer,
 ) -> list[list[Tensor]]:
     """Return for each slot the coalesced contributions of all replicas. Collective over all ranks."""
     coalesced: list[Tensor] = []
     for gradients in contributions:
         for slot, gradient in zip(slots, gradients, strict=True):
-            coalesced.append((slot.empty() if gradient is None else gradient).coalesce())
-    n_replicas = [len(reducer.replicas.of_rank(rank)) for rank in range(reducer.group.size)]
-    own_row_counts = np.array([gradient._nnz() for gradient in coalesced], np.int64)
-    row_counts = reducer.gather(
-        own_row_counts, [n * len(slots) for n in n_replicas], "rows of sparse gradients"
-    )
-    counts_of_replicas = row_counts.reshape(-1, len(slots))
-    sizes = (counts_of_replicas @ [row_bytes(slot) for slot in slots]).tolist()
-    bytes_of_ranks = [
-        sum(sizes[start:stop]) for start, stop in pairwise(np.cumsum([0, *n_replicas]))
-    ]
-    packed = np.concatenate([_pack(gradient) for gradient in coalesced])
+            if gradient is None:
+                gradient = slot.empty()
+            coalesced.append(gradient.coalesce())
+    n_slots = len(slots)
+    replicas = reducer.replicas
+    n_replicas = [len(replicas.of_rank(rank)) for rank in range(reducer.group.size)]
+    local_row_counts = np.array([gradient._nnz() for gradient in coalesced], np.int64)
+    n_counts = [n * n_slots for n in n_replicas]
+    row_counts = reducer.gather(local_row_counts, n_counts, "rows of sparse gradients")
+    counts_of_replicas = row_counts.reshape(-1, n_slots)
+    sizes_of_rows = list(map(row_bytes, slots))
+    bytes_of_replicas = (counts_of_replicas @ sizes_of_rows).tolist()
+    bytes_of_ranks: list[int] = []
+    start = 0
+    for n in n_replicas:
+        bytes_of_ranks.append(sum(bytes_of_replicas[start : start + n]))
+        start += n
+    packed = np.concatenate(list(map(_pack, coalesced)))
     joined = reducer.gather(packed, bytes_of_ranks, "sparse gradients")
     by_replica = list(_unpack(slots, counts_of_replicas, joined))
     return [list(gradients) for gradients in zip(*by_replica, strict=True)]
@@ -194,17 +217,20 @@ def row_bytes(slot: SparseSlot) -> int:
 
 
 def _pack(gradient: Tensor) -> Bytes:
-    arrays: list[npt.NDArray[Any]] = [
-        gradient.indices().numpy(),
-        gradient.values().contiguous().numpy(),
-    ]
-    return np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+    """Return the bytes of the numbers of rows, then of the rows."""
+    numbers = gradient.indices().numpy()
+    rows = gradient.values().contiguous().numpy()
+    number_bytes = numbers.reshape(-1).view(np.uint8)
+    value_bytes = rows.reshape(-1).view(np.uint8)
+    return np.concatenate([number_bytes, value_bytes])
 
 
 def _unpack(
-    slots: Sequence[SparseSlot], n_rows: npt.NDArray[np.int64], joined: Bytes
+    slots: Sequence[SparseSlot],
+    n_rows: npt.NDArray[np.int64],
+    joined: Bytes,
 ) -> Iterator[list[Tensor]]:
-    """Yield the gradients of each replica, one for each slot, from what the replicas have packed."""
+    """Yield the gradients of each replica, one for each slot, from the bytes that the replicas have packed."""
     memory = torch.from_numpy(joined)
     start = 0
     for row_counts in n_rows.tolist():
@@ -214,7 +240,8 @@ def _unpack(
             stop = start + n * row_bytes(slot)
             # copied: views of another dtype must begin at a multiple of its size
             numbers = memory[start:middle].clone().view(torch.int64)
-            rows = memory[middle:stop].clone().view(slot.sum_dtype).view(n, *slot.shape[1:])
+            values = memory[middle:stop].clone().view(slot.sum_dtype)
+            rows = values.view(n, *slot.shape[1:])
             gradients.append(slot.of_rows(numbers, rows))
             start = stop
         yield gradients

@@ -1,4 +1,4 @@
-"""An optimizer's step: is it on gradients that are sums over all replicas, and who makes it."""
+"""Checks of an optimizer's step: its gradients must be sums over all replicas, and the right replica makes it."""
 
 import functools
 import logging
@@ -34,11 +34,11 @@ class StepChecks:
 
     Args:
         managed: the objects of the strategy.
-        sums: what is summed.
-        backward: knows of a backward that runs.
-        state: what replicas have accumulated under no_sync.
+        sums: sums of the gradients.
+        backward: knows whether a backward runs.
+        state: gradients that replicas have accumulated under no_sync.
         scheduler: runs this rank's replicas.
-        generators: random numbers, which are counted by steps.
+        generators: random numbers, which count the steps.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StepChecks:
         self._noted_sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._foreign_optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._has_warned = False
-        #: Of the group, and of its communication thread, when the last part of a batch came.
+        #: Numbers of collectives of the group, and of its communication thread, when the last part of a batch came.
         self._n_collectives: tuple[int, int] | None = None
         before = torch_hooks.before_any_step(self._before_step)
         after = torch_hooks.after_any_step(self._after_step)
@@ -71,17 +71,21 @@ class StepChecks:
         weakref.finalize(self, after.remove)
 
     def stop(self) -> None:
-        """Forget what several local replicas had begun before an error stopped them."""
+        """Forget the steps that several local replicas had begun before an error stopped them."""
         if self._replica_steps is not None:
             self._replica_steps.stop()
 
     # -- before a step ----------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+    def _before_step(
+        self,
+        optimizer: Optimizer,
+        closure: Closure | None,
+    ) -> Closure | None:
         """Check that the optimizer steps on summed gradients; hide them where another replica or rank steps.
 
         Returns:
-            A closure to be used in place of the given one, after which gradients are checked too.
+            A closure that replaces `closure`, and checks the gradients too. None to leave the closure as it is.
         """
         storage = self._managed.storage
         if self._n_replicas == 1 and storage.is_summed:
@@ -98,14 +102,17 @@ class StepChecks:
         if self._managed.writes is not None:
             self._managed.writes.end()
         storage.begin_step(optimizer, parameters)
-        return (
-            None if closure is None else functools.partial(self._call_closure, closure, optimizer)
-        )
+        if closure is None:
+            return None
+        return functools.partial(self._call_closure, closure, optimizer)
 
     def _may_step(
-        self, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure | None
+        self,
+        optimizer: Optimizer,
+        parameters: list[nn.Parameter],
+        closure: Closure | None,
     ) -> bool:
-        """Return whether this replica makes a step, and not another one of this process.
+        """Return whether this replica makes a step, and not another replica of this process.
 
         Raises:
             GradientError: unless the step is on sums; on this rank only.
@@ -113,11 +120,8 @@ class StepChecks:
         if self._sums.is_local:
             _require_averageable(optimizer)
         n_ranks = self._group.size
-        if (
-            closure is not None
-            and self._scheduler.replica is not None
-            and self._n_replicas > n_ranks
-        ):
+        has_several = self._n_replicas > n_ranks
+        if closure is not None and has_several and self._scheduler.replica is not None:
             raise GradientError(
                 f"step: expected a step without a closure in strategy.run, as {self._n_replicas} replicas on "
                 f"{n_ranks} ranks take it together, got one; call backward before optimizer.step(), or start "
@@ -130,8 +134,12 @@ class StepChecks:
             self._replica_steps.require_equal(parameters)
         return True
 
-    def _require_served_step(self, parameters: list[nn.Parameter], closure: Closure | None) -> None:
-        """Raise GradientError unless parameter servers can make a step of what backward has left; on this rank only."""
+    def _require_served_step(
+        self,
+        parameters: list[nn.Parameter],
+        closure: Closure | None,
+    ) -> None:
+        """Raise GradientError unless parameter servers can make a step of the gradients; on this rank only."""
         if closure is not None:
             raise GradientError(
                 "step: expected a step without a closure, which parameter servers make, got one; call backward before "
@@ -179,7 +187,7 @@ class StepChecks:
                 raise self._refusal(parameter)
 
     def _is_local(self, slot: Slot, gradient: Tensor | None) -> bool:
-        """Return whether a gradient is what the calling replica, or the last one, has accumulated."""
+        """Return whether a gradient was accumulated by the calling replica; outside of `run`, by the last replica."""
         replica = self._scheduler.replica
         if replica is None:
             replica = self._scheduler.replicas[-1]
@@ -188,20 +196,27 @@ class StepChecks:
     def _call_closure(self, closure: Closure, optimizer: Optimizer) -> Any:
         """Return the loss of a closure, once the gradients that it leaves are checked.
 
-        LBFGS decides by the loss, so it gets that of all replicas: each would take a way of its own otherwise. If the
-        closure has reduced something after its backward, that is taken to be the loss. Collective over all ranks then.
+        LBFGS decides by the loss, so it gets the loss of all replicas, and all replicas decide alike. This is
+        collective over all ranks. If the closure has reduced a value after its backward, the value is taken to be the
+        loss of all replicas.
         """
         loss = closure()
         self._require_summed(parameters_of(optimizer))
         has_reduced = self._group.journal.n_entered > self._sums.n_entered_before
         if not isinstance(optimizer, LBFGS) or has_reduced:
             return loss
-        weight = self._sums.last_weight if self._sums.op.is_mean else 1.0
-        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        sums = np.array([value * weight if weight else 0.0, weight])  # without rows it may be NaN
+        is_mean = self._sums.op.is_mean
+        weight = self._sums.last_weight if is_mean else 1.0
+        local_loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        weighed_loss = local_loss * weight if weight else 0.0  # without rows the loss may be NaN
+        sums = np.array([weighed_loss, weight])
         self._reducer.sum_array(sums, "loss")
-        total = sums[0] / sums[1] if self._sums.op.is_mean else sums[0]
-        return loss.new_tensor(total) if isinstance(loss, Tensor) else float(total)
+        total_loss = sums[0]
+        if is_mean:
+            total_loss = total_loss / sums[1]
+        if isinstance(loss, Tensor):
+            return loss.new_tensor(total_loss)
+        return float(total_loss)
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
         """Note that tensors are sums over all replicas, which an optimizer may step on as gradients."""
@@ -209,51 +224,56 @@ class StepChecks:
             self._noted_sums[tensor] = None
 
     def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return which tensors `note_sums` was given."""
+        """Return, for each tensor, whether `note_sums` has noted it."""
         return [tensor in self._noted_sums for tensor in tensors]
 
     def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Return which tensors are gradients as a synchronized backward has left them."""
-        if self._n_replicas == 1 or not any(
-            tensor.shape in self._managed.shapes for tensor in tensors
-        ):
+        """Return, for each tensor, whether it is a gradient that a synchronized backward has left."""
+        shapes = self._managed.shapes
+        if self._n_replicas == 1 or not any(tensor.shape in shapes for tensor in tensors):
             return [False] * len(tensors)
-        slots = {
-            id(p.grad): slot
-            for slot in self._managed.slots.values()
-            if (p := slot.parameter) is not None
-        }
+        slots: dict[int, Slot] = {}
+        for slot in self._managed.slots.values():
+            parameter = slot.parameter
+            if parameter is not None:
+                slots[id(parameter.grad)] = slot
         return [self._is_sum(slots.get(id(tensor)), tensor) for tensor in tensors]
 
     def _is_sum(self, slot: Slot | None, gradient: Tensor) -> bool:
+        """Return whether a gradient is the published sum of a slot, or a replica's copy."""
         if slot is None or not slot.holds_sum:
             return False
         return slot.is_left(gradient) or self._state.has_given(slot, gradient)
 
     def note_batch(self, is_over: bool) -> None:
-        """Note that this rank got its part of a global batch, which a step will be made of, or that a pass is over."""
-        self._n_collectives = (
-            None if is_over else (self._group.journal.n_entered, self._n_in_thread())
-        )
+        """Note that this rank got its part of a global batch, for the next step, or that a pass is over."""
+        self._n_collectives = None
+        if not is_over:
+            self._n_collectives = (self._group.journal.n_entered, self._n_in_thread())
 
     def _n_in_thread(self) -> int:
-        """Return how many collectives the communication thread of the group has entered; 0 without one."""
+        """Return the number of collectives that the group's communication thread has entered; 0 without a thread."""
         thread = self._group.peek("thread")
-        return 0 if thread is None else int(thread.group.journal.n_entered)
+        if thread is None:
+            return 0
+        return int(thread.group.journal.n_entered)
 
     def _require_scope(self, parameters: list[nn.Parameter]) -> None:
-        """Raise if each rank trains a model of its own on its part of the batches: the scope was forgotten.
+        """Raise GradientError if each rank trains a separate model on its part of the batches: the scope was forgotten.
 
-        That is so if nobody watches a parameter that has a gradient, and nothing has been reduced since the batch came
-        that could be the largest such gradient: a loss is too small to be one. Beside a model of the scope another one
-        may be meant to differ, such as a reference: it is logged, once. A rank may optimize plain tensors of its own,
-        such as a perturbation of its rows. In `no_sync` the program says that it means it.
+        This is so if a parameter with a gradient is not watched, and no collective since the batch came could have
+        reduced the largest such gradient; a loss is too small. Beside a model of the scope another model may be meant
+        to differ, such as a reference: this is logged, once. A rank may also optimize plain tensors, such as a
+        perturbation of its rows. In `no_sync` the program says that models are meant to differ.
         """
         if self._n_collectives is None or not self._backward.is_syncing:
             return
-        parameters = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
-        unwatched = [parameter for parameter in parameters if not torch_hooks.is_watched(parameter)]
-        sizes = [parameter.numel() for parameter in unwatched if parameter.grad is not None]
+        sizes: list[int] = []
+        for parameter in parameters:
+            if not isinstance(parameter, nn.Parameter) or torch_hooks.is_watched(parameter):
+                continue
+            if parameter.grad is not None:
+                sizes.append(parameter.numel())
         n_entered, n_in_thread = self._n_collectives
         if not sizes or self._n_in_thread() != n_in_thread:
             return
@@ -302,11 +322,8 @@ class StepChecks:
             self._sums.states.note_step(optimizer)
             self._group.world.note_step(self._generators.step)
             self._group.world.step_flags.count_step(optimizer, self._sums.number)
-            if (
-                is_local
-                and self._sums.rounds is not None
-                and self._sums.rounds.count_step(optimizer)
-            ):
+            rounds = self._sums.rounds
+            if is_local and rounds is not None and rounds.count_step(optimizer):
                 self._sums.average_round()
         elif self._n_replicas > 1 and optimizer not in self._foreign_optimizers:
             self._note_other(optimizer, parameters)
@@ -316,20 +333,25 @@ class StepChecks:
             if self._replica_steps is not None:
                 self._replica_steps.release()
 
-    def _note_other(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Note the first step of an other optimizer; if its parameters are a copy of the model, compare it, too."""
+    def _note_other(
+        self,
+        optimizer: Optimizer,
+        parameters: list[nn.Parameter],
+    ) -> None:
+        """Note the first step of another optimizer; if its parameters are a copy of the model, compare them, too."""
         self._foreign_optimizers.add(optimizer)
-        shapes = [parameter.shape for _, parameter in self._sums.states.parameters()]
-        if shapes and [parameter.shape for parameter in parameters] == shapes:
-            copies = self._sums.copies.parameters()
-            copies += [
-                (f"parameter {number}", parameter) for number, parameter in enumerate(parameters)
-            ]
-            self._sums.copies.watch(copies)
+        model_shapes = [parameter.shape for _, parameter in self._sums.states.parameters()]
+        shapes = [parameter.shape for parameter in parameters]
+        if not model_shapes or shapes != model_shapes:
+            return
+        copies = self._sums.copies.parameters()
+        for number, parameter in enumerate(parameters):
+            copies.append((f"parameter {number}", parameter))
+        self._sums.copies.watch(copies)
 
 
 def _require_averageable(optimizer: Optimizer) -> None:
-    """Raise GradientError for a local step whose state cannot be averaged, or that one rank may leave out."""
+    """Raise GradientError for a local step of an optimizer that cannot be averaged, or that a rank may leave out."""
     if isinstance(optimizer, LBFGS):
         raise GradientError(
             "step: expected an optimizer whose state can be averaged with local_steps, got LBFGS; take SGD or Adam."

@@ -1,4 +1,4 @@
-"""What is summed at the end of every synchronized backward, and how the sums are published."""
+"""The sums at the end of every synchronized backward, and how they are published."""
 
 import itertools
 import logging
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor, nn
 
 from hpcdist.collectives.options import CommunicationImplementation
@@ -39,7 +40,7 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.step_flags import StepFlags
 
 _sums_numbers = itertools.count(1)
-#: Most ranks that a text lists.
+#: Largest number of ranks that a text lists.
 _MAX_NAMED = 8
 logger = logging.getLogger("hpcdist")
 
@@ -50,27 +51,33 @@ class GradientSums:
     Args:
         reducer: sums buckets, and knows which replicas there are.
         is_mean: whether gradients are averaged by rows instead of summed; None until it is settled.
-        step_flags: requests to stop or save, which travel along.
+        step_flags: requests to stop or save, which travel with the sums.
 
     Attributes:
-        number: names these sums in this process.
+        number: number that names these sums in this process.
         reducer: sums buckets.
         n_replicas: number of replicas of all ranks.
         op: how gradients combine.
-        weights: rows by which those of each local replica are weighted.
-        slots: the gradients that are summed: those in buckets first.
-        sparse_slots: those that are in no bucket.
+        weights: rows by which the gradients of each local replica are weighted.
+        slots: slots of the gradients that are summed; slots in buckets come first.
+        sparse_slots: slots that are in no bucket.
         buffers: float buffers, which are averaged.
-        n_sums: sums of gradients that this rank has begun.
+        n_sums: number of sums of gradients that this rank has begun.
         is_broken: whether sums may have begun that other ranks will wait for, and that never end.
-        rounds: rounds of local steps; None: gradients are summed at every step.
+        rounds: rounds of local steps; None if gradients are summed at every step.
         last_weight: rows of this rank's last replica in the last sum.
-        n_entered_before: collectives that this rank's main thread had entered when the last sum was published.
-        states: digests of what must be equal on all ranks.
+        n_entered_before: number of collectives that this rank's main thread had entered when the last sum was
+            published.
+        states: digests of the state that must be equal on all ranks.
         copies: digests of copies of the model that the program trains outside of the scope.
     """
 
-    def __init__(self, reducer: Reducer, is_mean: bool | None, step_flags: StepFlags) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        is_mean: bool | None,
+        step_flags: StepFlags,
+    ) -> None:
         self.number = next(_sums_numbers)
         self.reducer = reducer
         self.n_replicas = reducer.replicas.n_replicas
@@ -109,13 +116,20 @@ class GradientSums:
         return self.rounds is not None and self.rounds.is_local
 
     def note_managed(self) -> None:
-        """Note that the running backward makes gradients of these parameters."""
+        """Note that the running backward makes gradients of the strategy's parameters."""
         self._step_flags.loop.note_managed()
 
     # -- the plan ---------------------------------------------------------------------------------------------------
 
-    def plan(self, slots: Sequence[Slot], buffers: Sequence[BufferRecord]) -> None:
-        """Sum these from now on. Collective over all replicas where memory is shared, and on several hosts."""
+    def plan(
+        self,
+        slots: Sequence[Slot],
+        buffers: Sequence[BufferRecord],
+    ) -> None:
+        """Sum these gradients, and average these buffers, from now on.
+
+        Collective over all replicas where memory is shared, and on several hosts.
+        """
         in_buckets = [slot for slot in slots if slot.is_in_bucket]
         self.sparse_slots = [slot for slot in slots if isinstance(slot, SparseSlot)]
         self.slots = [*in_buckets, *self.sparse_slots]
@@ -130,20 +144,19 @@ class GradientSums:
             self._local_sums = LocalSums(self._buckets, self.reducer)
 
     def _make_buckets(self, slots: Sequence[Slot], n_counts: int) -> Buckets:
-        """Return the buckets of gradients by how their sums are made. Collective likewise."""
-        sharded = [slot for slot in slots if isinstance(slot, ShardedSlot)]
-        if sharded:
-            return ShareSums(sharded, n_counts, self.reducer)
-        dense = [slot for slot in slots if isinstance(slot, DenseSlot)]
+        """Return the buckets of gradients by how their sums are made. Collective where `plan` is collective."""
+        sharded_slots = [slot for slot in slots if isinstance(slot, ShardedSlot)]
+        if sharded_slots:
+            return ShareSums(sharded_slots, n_counts, self.reducer)
+        dense_slots = [slot for slot in slots if isinstance(slot, DenseSlot)]
         route = self.reducer.route
         has_one_each = self.n_replicas == self.reducer.group.size
-        is_shared = (
-            route.algorithm is CommunicationImplementation.SHARED_MEMORY and not route.by_subtrees
-        )
+        is_in_shared_memory = route.algorithm is CommunicationImplementation.SHARED_MEMORY
         is_on_host = self.reducer.device.type == "cpu"
-        if is_shared and has_one_each and is_on_host and self._comm_hook is None:
-            return WholeSums(dense, n_counts, self.reducer)
-        return PrivateBuckets(dense, n_counts, self.reducer, self._comm_hook)
+        may_share = is_in_shared_memory and not route.by_subtrees
+        if may_share and has_one_each and is_on_host and self._comm_hook is None:
+            return WholeSums(dense_slots, n_counts, self.reducer)
+        return PrivateBuckets(dense_slots, n_counts, self.reducer, self._comm_hook)
 
     @property
     def buckets(self) -> Buckets:
@@ -161,22 +174,23 @@ class GradientSums:
         weight: Weight,
         has_crossed: bool,
     ) -> list[float]:
-        """Take what a local replica, whose turn it is, adds to the next sum; return its counts.
+        """Take the gradients that a local replica adds to the next sum, in its turn; return its counts.
 
         Args:
-            replica: its number.
-            gradients: for each slot; None where it adds nothing.
-            is_touched: for each slot, whether there is a gradient, be it of zeros.
-            weight: the weight of its gradients.
+            replica: number of the replica.
+            gradients: gradient of each slot; None where the replica adds none.
+            is_touched: for each slot, whether there is a gradient, even one of zeros.
+            weight: weight of the gradients.
             has_crossed: whether the backward went through the sum of an all_reduce.
         """
         scale = self.op.scale(weight.rows)
         self.buckets.fill(gradients, scale)
-        for slot, gradient in zip(self.sparse_slots, gradients[self._n_in_buckets :], strict=True):
+        sparse_gradients = gradients[self._n_in_buckets :]
+        for slot, gradient in zip(self.sparse_slots, sparse_gradients, strict=True):
             slot.take(gradient, scale)
         contribution = self._contribution(is_touched, weight, has_crossed)
         if not self._contributions:
-            # with the first contribution, by which `drop` knows that it was counted
+            # counted with the first contribution, by which `drop` knows that the sum was counted
             self.n_sums += 1
         self._contributions.append(contribution)
         self.last_weight = weight.rows
@@ -187,15 +201,19 @@ class GradientSums:
         return counts
 
     def _contribution(
-        self, is_touched: Sequence[bool], weight: Weight, has_crossed: bool
+        self,
+        is_touched: Sequence[bool],
+        weight: Weight,
+        has_crossed: bool,
     ) -> Contribution:
+        """Return the numbers and tensors that a replica adds to a sum outside of the buckets."""
         is_mean = bool(self.op.is_mean)
         doubtful_rows = weight.doubtful_rows if is_mean else None
         if doubtful_rows is None and is_mean and has_crossed:
             doubtful_rows = int(weight.rows)
-        changed_buffers = (
-            find_changed(self.buffers) if weight.rows > 0 else [False] * len(self.buffers)
-        )
+        changed_buffers = [False] * len(self.buffers)
+        if weight.rows > 0:
+            changed_buffers = find_changed(self.buffers)
         loop = self._step_flags.loop
         return Contribution(
             is_touched=is_touched,
@@ -217,9 +235,11 @@ class GradientSums:
         return self.states.digest_at(self.n_sums) ^ self.copies.digest_at(self.n_sums)
 
     def _divisor_of(self, totals: Sequence[float]) -> float | None:
-        """Return what sums are divided by: the weight of all replicas; None: nothing."""
+        """Return the divisor of sums, the weight of all replicas; None if they are not divided."""
         total = weight_in(totals)
-        return total if self.op.is_mean and total not in (0, 1) else None
+        if self.op.is_mean and total not in (0, 1):
+            return total
+        return None
 
     def finish(
         self,
@@ -227,12 +247,12 @@ class GradientSums:
         parameters: Sequence[nn.Parameter | None],
         earlier: Mapping[Slot, Tensor],
     ) -> None:
-        """Sum what all replicas have added, and publish the sums. Collective over all ranks.
+        """Sum the gradients that all replicas have added, and publish the sums. Collective over all ranks.
 
         Args:
-            counts: those of this rank's last replica.
-            parameters: those of all slots; None for one that is gone.
-            earlier: sums of earlier backwards that parameters had, to be added.
+            counts: counts of this rank's last replica.
+            parameters: parameters of all slots; None for a parameter that is gone.
+            earlier: sums of earlier backwards, which are added to the new sums.
         """
         contributions = self._contributions
         if self._local_sums is None:
@@ -241,23 +261,27 @@ class GradientSums:
             totals = self._local_sums.finish(self._divisor_of)
         self._contributions = []
         self._learn(totals, contributions)
-        counted = counts_in(totals)
+        total_counts = counts_in(totals)
         n_slots = len(self.slots)
-        n_touched = counted[:n_slots]
+        n_touched = total_counts[:n_slots]
         if self.sparse_slots:
-            n_dense = counted[n_slots + len(self.buffers) :]
-            self._sum_sparse(
-                n_touched[self._n_in_buckets :], n_dense, contributions, self._divisor_of(totals)
-            )
+            n_sparse = n_touched[self._n_in_buckets :]
+            n_dense = total_counts[n_slots + len(self.buffers) :]
+            divisor = self._divisor_of(totals)
+            self._sum_sparse(n_sparse, n_dense, contributions, divisor)
         self._publish(parameters, n_touched, earlier)
         if self.buffers:
-            n_changed = counted[n_slots : n_slots + len(self.buffers)]
+            n_changed = total_counts[n_slots : n_slots + len(self.buffers)]
             values = [contribution.buffers for contribution in contributions]
             average_buffers(self.buffers, values, n_changed, self.reducer)
         self.n_entered_before = self.reducer.group.journal.n_entered
 
-    def _learn(self, totals: Sequence[float], contributions: Sequence[Contribution]) -> None:
-        """Learn what all replicas have in common, and what they request.
+    def _learn(
+        self,
+        totals: Sequence[float],
+        contributions: Sequence[Contribution],
+    ) -> None:
+        """Check the facts that all replicas must have in common, and record their requests.
 
         Raises:
             GradientError, DesyncError: when the gradients do not fit together; on all ranks.
@@ -272,12 +296,9 @@ class GradientSums:
         self._step_flags.loop.share(is_entered, facts.n_peeked > 0, key, MODULI)
         if facts.n_refused:
             self.is_broken = True
-            refusals = [
-                contribution.refusal
-                for contribution in contributions
-                if contribution.refusal is not None
-            ]
-            raise agreed(GradientError(refusals[0] if refusals else _REFUSED_ELSEWHERE))
+            refusals = [contribution.refusal for contribution in contributions]
+            refusal = next(filter(None, refusals), _REFUSED_ELSEWHERE)
+            raise agreed(GradientError(refusal))
         if facts.n_doubtful:
             self._require_equal_rows(contributions)
 
@@ -318,75 +339,90 @@ class GradientSums:
             raise agreed(GradientError(_OTHER_BATCHES if self.weights.are_planned else _OTHER_ROWS))
 
     def _report_drift(self) -> None:
-        """Raise DesyncError on all ranks, naming those that differ; of copies of the model, warn once.
+        """Raise DesyncError on all ranks, naming the ranks that differ; for copies of the model, warn once.
 
-        What some ranks have freed, and others not yet, is no difference: the rest is compared by later sums.
+        Parameters that some ranks have freed, and other ranks not yet, are no difference: later sums compare the other
+        parameters.
 
         Collective over all ranks.
         """
         group = self.reducer.group
         number = self.n_sums
-        of_settings, of_slice = self.states.last_digests
-        of_copies = self.copies.digest_at(number)
-        of_rank = [
-            of_settings,
-            of_slice,
-            of_copies,
+        settings_digest, slice_digest = self.states.last_digests
+        row_of_rank = [
+            settings_digest,
+            slice_digest,
+            self.copies.digest_at(number),
             self.states.n_compared,
             self.copies.n_parameters,
         ]
-        everyones = np.empty((group.size, len(of_rank)), np.int64)
-        group.wait([group.comm.Iallgather(np.array(of_rank, np.int64), everyones)])
+        rows = np.empty((group.size, len(row_of_rank)), np.int64)
+        request = group.comm.Iallgather(np.array(row_of_rank, np.int64), rows)
+        group.wait([request])
+        settings_digests, slice_digests, copy_digests, optimizer_counts, copy_counts = rows.T
         has_freed = self._forget_freed(self.states)
-        if not np.ptp(everyones[:, 4]) and self._forget_freed(self.copies):
-            everyones[:, 2] = 0
-        odd: list[int] = []
-        if not np.ptp(everyones[:, 3]):
-            odd = odd_ranks(everyones[:, 0].tolist())
-        if not odd and not has_freed:
-            odd = odd_ranks(everyones[:, 1].tolist())
-        if not odd:
-            self._warn_of_copies(odd_ranks(everyones[:, 2].tolist()))
+        if not np.ptp(copy_counts) and self._forget_freed(self.copies):
+            copy_digests[:] = 0
+        differing_ranks: list[int] = []
+        if not np.ptp(optimizer_counts):
+            differing_ranks = odd_ranks(settings_digests.tolist())
+        if not differing_ranks and not has_freed:
+            differing_ranks = odd_ranks(slice_digests.tolist())
+        if not differing_ranks:
+            self._warn_of_copies(odd_ranks(copy_digests.tolist()))
             return
         self.is_broken = True
         self.states.note_report()
+        compared = self.states.describe(number)
+        ranks = ", ".join(map(str, differing_ranks[:_MAX_NAMED]))
         raise agreed(
             DesyncError(
-                f"backward: expected {self.states.describe(number)} to be equal on all {group.size} ranks, got others "
-                f"on rank {', '.join(map(str, odd[:_MAX_NAMED]))}; look for a schedule that is fed by local losses, "
-                f"load_state_dict on some ranks only, and code that changes parameters there."
+                f"backward: expected {compared} to be equal on all {group.size} ranks, got others on rank {ranks}; "
+                f"look for a schedule that is fed by local losses, load_state_dict on some ranks only, and code that "
+                f"changes parameters there."
             )
         )
 
     def _forget_freed(self, states: StateDigests) -> bool:
-        """Leave out parameters that are gone on some ranks; return whether any were. Collective over all ranks."""
+        """Leave out parameters that are gone on some ranks; return whether there were any.
+
+        Collective over all ranks.
+        """
         group = self.reducer.group
         parameters = states.hold()
         are_alive = are_there(parameters)
-        group.wait([group.comm.Iallreduce(MPI.IN_PLACE, are_alive, MPI.MIN)])
+        request = group.comm.Iallreduce(MPI.IN_PLACE, are_alive, MPI.MIN)
+        group.wait([request])
         if are_alive.all():
             return False
         states.keep(parameters, are_alive.tolist())
         return True
 
-    def _warn_of_copies(self, odd: Sequence[int]) -> None:
-        if odd:
-            self.copies = StateDigests()
-        if self.reducer.group.rank == 0 and odd:
+    def _warn_of_copies(self, differing_ranks: Sequence[int]) -> None:
+        """Compare copies of the model no more, and log the ranks whose copies differ, if there are any."""
+        if not differing_ranks:
+            return
+        self.copies = StateDigests()
+        if self.reducer.group.rank == 0:
             logger.warning(
                 "backward: expected copies of the model that are trained to be equal on all ranks, got others on rank "
                 "%s; make them in strategy.scope(), or leave them if each rank is to have its own.",
-                ", ".join(map(str, odd[:_MAX_NAMED])),
+                ", ".join(map(str, differing_ranks[:_MAX_NAMED])),
             )
 
     def _require_equal_rows(self, contributions: Sequence[Contribution]) -> None:
-        """Raise GradientError on all ranks unless all replicas may use parts of as many rows: all weigh the same then.
+        """Raise GradientError on all ranks unless parts have the same number of rows on all replicas.
 
-        Collective over all ranks.
+        All replicas weigh the same then. Collective over all ranks.
         """
-        rows = [contribution.doubtful_rows or 0 for contribution in contributions]
-        summed = sum_rows(self.reducer, [np.array([n, n * n]) for n in rows], "rows")
-        if self.n_replicas * summed[1] == summed[0] ** 2:
+        row_counts: list[int] = []
+        arrays: list[npt.NDArray[Any]] = []
+        for contribution in contributions:
+            n_rows = contribution.doubtful_rows or 0
+            row_counts.append(n_rows)
+            arrays.append(np.array([n_rows, n_rows * n_rows]))
+        total, total_of_squares = sum_rows(self.reducer, arrays, "rows")
+        if self.n_replicas * total_of_squares == total**2:
             return
         expected = "for a backward after a pass whose parts no backward used"
         advice = "each part before the next, torch.no_grad() to evaluate, drop_remainder=True"
@@ -394,8 +430,9 @@ class GradientSums:
             expected = "for a backward through all_reduce, all_gather or SyncBatchNorm"
             advice = "drop_remainder=True"
         raise GradientError(
-            f"backward: expected parts of as many rows on all replicas {expected}, with ReduceOp.MEAN, got {rows[-1]} "
-            f"rows here and other numbers elsewhere; use {advice}, or compute_average_loss with ReduceOp.SUM."
+            f"backward: expected parts of as many rows on all replicas {expected}, with ReduceOp.MEAN, got "
+            f"{row_counts[-1]} rows here and other numbers elsewhere; use {advice}, or compute_average_loss with "
+            f"ReduceOp.SUM."
         )
 
     def _sum_sparse(
@@ -405,20 +442,22 @@ class GradientSums:
         contributions: Sequence[Contribution],
         divisor: float | None,
     ) -> None:
+        """Sum the sparse gradients that some replica has, and divide the sums. Collective over all ranks."""
         numbers = [number for number, n_replicas in enumerate(n_touched) if n_replicas]
         slots = [self.sparse_slots[number] for number in numbers]
+        dense_counts = [n_dense[number] for number in numbers]
         values: list[list[Tensor | None]] = []
         for contribution in contributions:
             values.append([contribution.sparse[number] for number in numbers])
-        sum_sparse(slots, values, [n_dense[number] for number in numbers], self.reducer)
+        sum_sparse(slots, values, dense_counts, self.reducer)
         for slot in slots:
             if divisor is not None and slot.total is not None:
                 slot.total.div_(divisor)
 
     def average_round(self) -> None:
-        """Average what local steps have made differ, and end the round; nothing if there were none since the last.
+        """Average the tensors that local steps have made differ, and end the round.
 
-        Collective over all replicas if there were.
+        Without local steps since the last average nothing is done. Otherwise collective over all replicas.
         """
         if self.rounds is None or not self.rounds.is_open:
             return
@@ -434,7 +473,7 @@ class GradientSums:
         self.rounds.average(named)
 
     def drop(self) -> None:
-        """Forget sums that have begun and will not end, because something has raised."""
+        """Forget sums that have begun and will not end, because of an error."""
         if self._contributions and self._has_several and not self.buckets.is_started:
             # begun here, but not summed: ranks with one replica have not counted it
             self.n_sums -= 1

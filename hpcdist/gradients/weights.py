@@ -1,4 +1,4 @@
-"""How the gradients of replicas combine: as a sum, or as a mean weighted by the rows of each replica."""
+"""The combination of the gradients of replicas: a sum, or a mean weighted by the rows of each replica."""
 
 from torch import Tensor
 
@@ -12,11 +12,12 @@ class GradientOp:
     """Whether gradients are averaged by rows, or summed.
 
     Args:
-        is_mean: what the program has chosen; None: the first scaled loss that reaches a backward settles it, as a sum.
+        is_mean: whether the program has chosen a mean. None if it has not chosen: then the first scaled loss that
+            reaches a backward settles it, as a sum.
         n_replicas: number of replicas whose gradients combine.
 
     Attributes:
-        is_mean: whether they are averaged; None until it is settled.
+        is_mean: whether gradients are averaged; None until it is settled.
     """
 
     def __init__(self, is_mean: bool | None, n_replicas: int) -> None:
@@ -25,7 +26,7 @@ class GradientOp:
         self._is_settled_by_loss = False
 
     def take_scaled_loss(self, loss: Tensor) -> None:
-        """Sum gradients from the first backward on that reaches this loss, which is divided by the global batch."""
+        """Sum gradients from the first backward that reaches this loss, which is divided by the global batch."""
         if loss.requires_grad and self.is_mean is None:
             torch_hooks.at_gradient_of(loss, self._settle)
 
@@ -61,21 +62,22 @@ class GradientOp:
             )
 
     def scale(self, weight: float) -> float:
-        """Return what the gradients of a replica of this weight are multiplied by before they are summed."""
+        """Return the factor of the gradients of a replica of this weight before they are summed."""
         return weight if self.is_mean else 1.0
 
     def local_scale(self, weight: float) -> float:
-        """Return what the gradients of a local step are multiplied by: as if all replicas had the same rows."""
-        return float(weight > 0) * (1 if self.is_mean else self._n_replicas)
+        """Return the factor of the gradients of a local step, as if all replicas had the same rows."""
+        scale = 1 if self.is_mean else self._n_replicas
+        return float(weight > 0) * scale
 
 
 class RowWeights:
     """The rows by which the gradients of each local replica are weighted.
 
     Args:
-        op: whether they are.
-        loop: where the program's loop is.
-        owner: number of whose gradients they are.
+        op: whether gradients are averaged by rows, or summed.
+        loop: state of the program's loop.
+        owner: number of the strategy whose gradients are weighted.
         n_local: number of replicas of this process.
 
     Attributes:
@@ -104,11 +106,11 @@ class RowWeights:
         n_rows = self._row_counts[local_index]
         if n_rows is not None:
             return Weight(float(n_rows), is_planned=True)
-        weight = weigh(
-            self._loop.candidates(self._owner), local_index, self._loop.uses().likely_rows
-        )
+        parts = self._loop.candidates(self._owner)
+        likely_rows = self._loop.uses().likely_rows
+        weight = weigh(parts, local_index, likely_rows)
         if self._op.is_mean and not weight.is_planned:
-            self._loop.keep_watching()  # to notice replicas that have other numbers of rows
+            self._loop.keep_watching()  # to notice replicas that have different numbers of rows
         return weight
 
     def take(self, local_index: int, earlier: Weight | None) -> Weight:
@@ -116,8 +118,8 @@ class RowWeights:
 
         Args:
             local_index: index of the replica among those of this process.
-            earlier: the weight of gradients that are combined with those of this backward, such as of the first one
-                under no_sync; None without any. It must be the same fraction of all rows.
+            earlier: weight of earlier gradients to which the gradients of this backward are added, as under no_sync;
+                None without earlier ones. It must be the same fraction of all rows.
         """
         weight = self.find(local_index)
         self._row_counts[local_index] = None
@@ -141,9 +143,11 @@ class RowWeights:
 
 
 def _fraction_refusal(first: Weight, second: Weight) -> str:
+    """Return the text of the error for weights that are different fractions of their batches."""
+    first_total = first.total_rows or "an unknown number"
+    second_total = second.total_rows or "an unknown number"
     return (
         f"backward: expected parts, or micro-batches, of the same fraction of their batches with ReduceOp.MEAN, got "
-        f"{first.rows:g} rows of {first.total_rows or 'an unknown number'} and {second.rows:g} of "
-        f"{second.total_rows or 'an unknown number'}; use drop_remainder=True, or compute_average_loss with "
-        f"ReduceOp.SUM."
+        f"{first.rows:g} rows of {first_total} and {second.rows:g} of {second_total}; use drop_remainder=True, or "
+        f"compute_average_loss with ReduceOp.SUM."
     )

@@ -1,7 +1,8 @@
 """Parameters that the ranks of a host hold once, in memory that they share.
 
-A step is made between two barriers: before the first one other ranks may still read, after the second one all have
-written. With CentralStorageStrategy the chief steps all parameters, with a ZeroRedundancyOptimizer each rank its share.
+A step is made between two barriers. Before the first one other ranks may still read; after the second one all ranks
+have written. With CentralStorageStrategy the chief steps all parameters, with a ZeroRedundancyOptimizer each rank steps
+its share.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,18 +18,18 @@ from hpcdist.collectives.group import Group
 from hpcdist.errors import GradientError
 from hpcdist.program import torch_hooks
 from hpcdist.program.hidden import hide_gradients, restore_gradients
-from hpcdist.program.model_plan import IdentitySet
+from hpcdist.program.model_plan import IdentitySet, NamedParameter
 from hpcdist.program.owners import Stepper
 from hpcdist.program.tensors import is_dense
 from hpcdist.runtime.node_memory import NodeWindow
 
-#: Tensors start at multiples of this, so that no two share a cache line.
+#: Tensors start at multiples of this number of bytes, so that no two share a cache line.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter and its shared memory. A parameter on the host is this memory; one on a device is a copy of it."""
+    """A parameter and its shared memory. A parameter on the host is in this memory; one on a device is a copy."""
 
     name: str
     parameter: Callable[[], nn.Parameter | None]
@@ -40,12 +41,12 @@ class HostStorage:
 
     Args:
         group: the ranks.
-        is_divided: whether each rank steps its share; else the chief steps all, and the group is on one host.
+        is_divided: whether each rank steps its share; otherwise the chief steps all, and the group is on one host.
 
     Attributes:
         is_divided: whether each rank steps its share.
-        stepper: who makes an optimizer's step: the chief, or all ranks together.
-        shared: the parameters that are there, with their memory.
+        stepper: the processes that make an optimizer's step: the chief, or all ranks together.
+        shared: the held parameters, with their memory.
     """
 
     is_summed = needs_sum = True
@@ -57,45 +58,56 @@ class HostStorage:
         self.shared: list[Shared] = []
         self._group = group
         self._is_first = group.node_comm.rank == 0
-        # of those on the host, where their memory begins
+        # parameters on the host, with the addresses of their memory
         self._addresses: list[tuple[Shared, int]] = []
-        self._copies: list[tuple[Shared, torch.device]] = []  # those on devices
+        self._copies: list[tuple[Shared, torch.device]] = []  # parameters on devices
         self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
         # gradients of a rank whose step the chief makes
         self._hidden: list[Tensor | None] | None = None
 
     @torch.no_grad()
     def adopt(
-        self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter] = ()
+        self,
+        named: Sequence[NamedParameter],
+        sparse: Iterable[nn.Parameter] = (),
     ) -> None:
-        """Move parameters, equal on all ranks, to the shared memory; those on devices are copied there.
+        """Move parameters, equal on all ranks, to the shared memory; copy parameters on devices to it.
 
-        Collective over the group where there are new ones, with the same parameters in the same order.
+        Collective over the group where there are new parameters, with the same parameters in the same order.
 
         Raises:
             CollectiveFailed: when a host has too little memory; on its ranks.
         """
-        new = [(name, parameter) for name, parameter in named if parameter not in self._adopted]
         self.shared = [shared for shared in self.shared if shared.parameter() is not None]
-        if not new:
+        new_parameters: list[NamedParameter] = []
+        sizes: list[int] = []
+        for name, parameter in named:
+            if parameter not in self._adopted:
+                new_parameters.append((name, parameter))
+                sizes.append(padded(parameter.nbytes))
+        if not new_parameters:
             self._sort_by_device()
             return
-        sizes = [padded(parameter.nbytes) for _, parameter in new]
-        memories = cut_memory(allocate(self._group, sum(sizes)), sizes)
-        for (name, parameter), memory in zip(new, memories, strict=True):
-            tensor = shaped_as(memory[: parameter.nbytes].view(parameter.dtype), parameter)
+        memory_of_all = allocate(self._group, sum(sizes))
+        memories = cut_memory(memory_of_all, sizes)
+        new_tensors: list[tuple[nn.Parameter, Tensor]] = []
+        for (name, parameter), memory in zip(new_parameters, memories, strict=True):
+            elements = memory[: parameter.nbytes].view(parameter.dtype)
+            tensor = shaped_as(elements, parameter)
             if self._is_first:
                 tensor.copy_(parameter)
-            self.shared.append(Shared(name, torch_hooks.weak_reference(parameter), tensor))
+            new_tensors.append((parameter, tensor))
+            reference = torch_hooks.weak_reference(parameter)
+            self.shared.append(Shared(name, reference, tensor))
             self._adopted.add(parameter)
         self._wait()
-        for shared, (_, parameter) in zip(self.shared[-len(new) :], new, strict=True):
+        for parameter, tensor in new_tensors:
             if is_on_host(parameter):
-                parameter.data = shared.memory
+                parameter.data = tensor
         self._sort_by_device()
 
     def _sort_by_device(self) -> None:
-        """Tell parameters in the shared memory from copies of it on devices."""
+        """Distinguish parameters in the shared memory from copies on devices."""
         self._addresses = []
         self._copies = []
         for shared in self.shared:
@@ -109,7 +121,11 @@ class HostStorage:
         """Return whether a tensor is one of the parameters."""
         return isinstance(tensor, nn.Parameter) and tensor in self._adopted
 
-    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    def begin_step(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         """Wait until nobody reads the parameters; hide gradients on ranks whose step the chief makes.
 
         Collective over the ranks of the host.
@@ -147,8 +163,8 @@ class HostStorage:
         """Return when all ranks have written. Collective over the ranks of the host.
 
         Args:
-            parameters: those that may have changed; torch's version counters do not see what other ranks write, so
-                they are incremented here.
+            parameters: parameters that may have changed. Their version counters, which do not count the writes of other
+                ranks, are incremented here.
         """
         if self._is_first:
             for parameter, memory in self._copies_on_devices():
@@ -160,7 +176,7 @@ class HostStorage:
         torch_hooks.increment_versions(parameters)
 
     def _copies_on_devices(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the parameters on devices that are alive, with the memory that they are copies of."""
+        """Return the parameters on devices that are alive, with the shared memory that they copy."""
         copies: list[tuple[nn.Parameter, Tensor]] = []
         for shared, _ in self._copies:
             parameter = shared.parameter()
@@ -170,20 +186,24 @@ class HostStorage:
 
     @contextmanager
     def changing(self) -> Iterator[bool]:
-        """Let one rank of each host change parameters in the block: yield whether it is this one.
+        """Let one rank of each host change parameters in the block; yield whether it is this rank.
 
         Collective over the ranks of the host.
         """
         self.begin_change()
         yield self._is_first
-        parameters = [shared.parameter() for shared in self.shared]
-        self.end_change([parameter for parameter in parameters if parameter is not None])
+        parameters: list[nn.Parameter] = []
+        for shared in self.shared:
+            parameter = shared.parameter()
+            if parameter is not None:
+                parameters.append(parameter)
+        self.end_change(parameters)
 
     def collect(self, objects: Iterable[Any]) -> None:
         """Do nothing: all ranks of a host read the same memory."""
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Do nothing: what was loaded is in use."""
+        """Do nothing: the loaded state is in use."""
 
     def _require_unmoved(self) -> None:
         """Raise GradientError when a parameter is no longer in the shared memory; on this rank only."""
@@ -197,7 +217,7 @@ class HostStorage:
                 raise _moved(shared)
 
     def _wait(self) -> None:
-        """Wait for the other ranks of the host. Collective over them."""
+        """Wait for the other ranks of the host. Collective over the ranks of the host."""
         with self._group.recorded("change of shared parameters", None):
             self._group.barrier.wait()
 
@@ -215,16 +235,19 @@ def allocate(group: Group, nbytes: int) -> Tensor:
     Collective over the ranks of the host.
 
     Raises:
-        CollectiveFailed: when the host has too little memory; on all of them.
+        CollectiveFailed: when the host has too little memory; on all its ranks.
     """
-    window = NodeWindow(group.node_comm, -(-max(1, nbytes) // group.node_comm.size), group.world)
+    piece_bytes = -(-max(1, nbytes) // group.node_comm.size)
+    window = NodeWindow(group.node_comm, piece_bytes, group.world)
     # the pieces follow one another in one mapping
     return torch.frombuffer(window.pieces[0].obj, dtype=torch.uint8)
 
 
 def cut_memory(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Return parts of flat memory, one after the other."""
-    return list(torch.split(memory[: sum(sizes)], list(sizes)))
+    used_memory = memory[: sum(sizes)]
+    parts = torch.split(used_memory, list(sizes))
+    return list(parts)
 
 
 def is_on_host(parameter: Tensor) -> bool:
@@ -234,7 +257,8 @@ def is_on_host(parameter: Tensor) -> bool:
 
 def padded(nbytes: int) -> int:
     """Return the bytes that a tensor takes in shared memory."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    n_lines = -(-nbytes // _ALIGNMENT)
+    return n_lines * _ALIGNMENT
 
 
 def shaped_as(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What `parameter.grad` is where a rank holds its share of a summed gradient only.
+"""The value of `parameter.grad` where a rank holds only its share of a summed gradient.
 
-torch's code for gradients cannot know that: a norm of them would be that of the share. So what is there is a tensor
-without memory, of the parameter's shape and dtype, that answers every operation with an error, but for those that mean
-the same for each share: to zero it, and the check and unscaling of a GradScaler.
+torch's code for gradients cannot know this: it would calculate the norm of the share. So `parameter.grad` is a tensor
+without memory, of the parameter's shape and dtype, whose operations raise an error. The exceptions mean the same for
+each share: to zero the gradient, and the check and unscaling of a GradScaler.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from hpcdist.program import torch_hooks
 
 
 class ShardedGradient(Tensor):
-    """What `parameter.grad` is after a sum by shares.
+    """The value of `parameter.grad` after a sum by shares.
 
     Attributes:
-        share: flat, this rank's elements of the sum; to be read and changed by the optimizer alone.
+        share: flat tensor of this rank's elements of the sum; only the optimizer may read and change it.
         is_zero: whether `zero_` was called since the sum.
     """
 
@@ -38,7 +38,7 @@ class ShardedGradient(Tensor):
         name: str,
         group: Group,
     ) -> "ShardedGradient":
-        """Return the gradient of a parameter by its name."""
+        """Return the gradient of a parameter, whose name errors show."""
         gradient: ShardedGradient = torch_hooks.make_memoryless(cls, parameter)
         gradient.share = share
         gradient.is_zero = False
@@ -50,7 +50,10 @@ class ShardedGradient(Tensor):
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedGradient(of {self._name!r}, {self.share.numel()} of {self.numel()} elements on this rank)"
+        n_local = self.share.numel()
+        return (
+            f"ShardedGradient(of {self._name!r}, {n_local} of {self.numel()} elements on this rank)"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -60,19 +63,19 @@ class ShardedGradient(Tensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Zero it or unscale it; raise GradientError for all else."""
-        first = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-        gradients = [gradient for gradient in first if isinstance(gradient, cls)]
+        """Zero or unscale the gradient; raise GradientError for all other operations."""
+        is_list = bool(args) and isinstance(args[0], (list, tuple))
+        operands = args[0] if is_list else args[:1]
+        gradients = [operand for operand in operands if isinstance(operand, cls)]
         if func in torch_hooks.ZEROING:
-            for gradient in first:
-                _zero(gradient)
-            return None if isinstance(args[0], (list, tuple)) else args[0]
-        if func is torch_hooks.UNSCALING and len(gradients) == len(first):
+            for operand in operands:
+                _zero(operand)
+            return None if is_list else args[0]
+        if func is torch_hooks.UNSCALING and len(gradients) == len(operands):
             return _unscale(gradients, *args[1:])
         if not gradients:
-            gradients = [
-                value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)
-            ]
+            values = (*args, *(kwargs or {}).values())
+            gradients = [value for value in values if isinstance(value, cls)]
         if not gradients:
             raise _refusal("a parameter", func.__name__, "")
         raise gradients[0].refusal(func.__name__)
@@ -83,7 +86,8 @@ class ShardedGradient(Tensor):
 
     def refusal(self, call: str) -> GradientError:
         """Return the error of an operation that needs all elements."""
-        return _refusal(repr(self._name), call, f" on {self._group.world.describe()}")
+        rank = self._group.world.describe()
+        return _refusal(repr(self._name), call, f" on {rank}")
 
 
 def _refusal(name: str, call: str, where: str) -> GradientError:
@@ -95,15 +99,21 @@ def _refusal(name: str, call: str, where: str) -> GradientError:
 
 
 def _zero(gradient: Tensor) -> None:
+    """Zero a whole gradient, or this rank's share of one."""
     if isinstance(gradient, ShardedGradient):
         gradient.is_zero = True
         gradient = gradient.share
     gradient.zero_()
 
 
-def _unscale(gradients: list[ShardedGradient], found_inf: Tensor, inverse_scale: Tensor) -> None:
+def _unscale(
+    gradients: list[ShardedGradient],
+    found_inf: Tensor,
+    inverse_scale: Tensor,
+) -> None:
     """Unscale shares, and let all ranks know whether any has found infinity or NaN. Collective over the group."""
-    torch_hooks.unscale([gradient.share for gradient in gradients], found_inf, inverse_scale)
+    shares = [gradient.share for gradient in gradients]
+    torch_hooks.unscale(shares, found_inf, inverse_scale)
     group = gradients[0]._group
     is_infinite = np.array([float(found_inf)], np.float32)
     with group.recorded("found_inf", is_infinite):

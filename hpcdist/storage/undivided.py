@@ -15,7 +15,7 @@ from hpcdist.storage.shares import (
 
 
 class Undivided:
-    """What `Shares` are on several ranks.
+    """The whole work of an optimizer, in place of the `Shares` of several ranks.
 
     Args:
         groups: groups of the optimizer that the program made: parameters and options.
@@ -29,7 +29,7 @@ class Undivided:
             self._parameters += options["params"]
 
     def step(self, groups: Groups) -> None:
-        """Step all parameters, with the options that the groups have now."""
+        """Step all parameters, with the present options of the groups."""
         for options, inner_options in zip(groups, self._inner.param_groups, strict=True):
             inner_options.update(without_parameters(options))
         torch_hooks.bare_step(type(self._inner))(self._inner)
@@ -43,8 +43,11 @@ class Undivided:
         shares: list[tuple[int, Tensor | None]] = []
         for parameter in self._parameters:
             gradient = parameter.grad
-            shares.append((0, None if gradient is None else flat_gradient(parameter, gradient)))
-        return norm_of_blocks(blocks_of(self._parameters, shares, order), order)
+            if gradient is not None:
+                gradient = flat_gradient(parameter, gradient)
+            shares.append((0, gradient))
+        blocks = blocks_of(self._parameters, shares, order)
+        return norm_of_blocks(blocks, order)
 
     def read(self) -> States:
         """Return the state by the numbers of the parameters."""
@@ -57,4 +60,5 @@ class Undivided:
 
     def write(self, states: States) -> None:
         """Take the state by the numbers of the parameters."""
-        self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
+        state_dict = {**self._inner.state_dict(), "state": states}
+        self._inner.load_state_dict(state_dict)

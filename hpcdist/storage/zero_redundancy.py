@@ -2,7 +2,7 @@
 
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20, arXiv
 1910.02054), stage 1, and torch.distributed.optim.ZeroRedundancyOptimizer for the name. There each rank sends the
-parameters that it has stepped to all others; here it writes them where all ranks of its host read them.
+parameters that it has stepped to all other ranks; here it writes them to memory that all ranks of its host read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +38,8 @@ from hpcdist.storage.host_storage import is_on_host
 from hpcdist.storage.shares import OwnedShare, Shares, States, pattern_of, without_parameters
 from hpcdist.storage.undivided import Undivided
 
-#: They treat each element by itself, so that a share is stepped as it would be in the whole parameter. Another class
-#: says so by an attribute `is_elementwise = True`.
+#: Optimizers that treat each element by itself, so that a share is stepped as in the whole parameter. Another class
+#: declares this by an attribute `is_elementwise = True`.
 _ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 
 
@@ -51,34 +51,37 @@ class ZeroRedundancyOptimizer(Optimizer):
     ...     optimizer = hpcdist.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
 
     At the first use of the model its parameters move to memory that the ranks of a host share. A backward leaves each
-    rank its share of the summed gradients, and `step` updates that share where all ranks read it. Weights have the bits
-    that `optimizer_class` gives them under the same strategy; state_dict and checkpoints are those of that class, on
-    any number of ranks.
+    rank its share of the summed gradients, and `step` updates this share of the parameters, which all ranks read.
+    Weights have the bits that `optimizer_class` gives them under the same strategy. Its state_dict and checkpoints are
+    the state_dict and checkpoints of that class, on any number of ranks.
 
-    Between backward and step nobody can read gradients: `parameter.grad` raises. To clip them, call `clip_grad_norm_`
+    Between backward and step gradients cannot be read: `parameter.grad` raises. To clip them, call `clip_grad_norm_`
     or `clip_grad_value_` here; torch.amp.GradScaler works. A graph that was kept cannot be used again after a step.
-    Code of your own that writes to parameters belongs in `strategy.extended.update`, as all ranks of a host would write
-    to one memory. `step`, `clip_grad_norm_`, `load_state_dict` and the first use are collective: chief and workers.
+    Your code that writes to parameters belongs in `strategy.extended.update`, as all ranks of a host would write to one
+    memory. `step`, `clip_grad_norm_`, `load_state_dict` and the first use are collective over chief and workers.
 
-    For MultiWorkerMirroredStrategy and MirroredStrategy with one replica on each rank, on the CPU; all optimizers of
-    the scope are ZeroRedundancyOptimizers. With one rank it is `optimizer_class`.
+    It is for MultiWorkerMirroredStrategy and MirroredStrategy with one replica on each rank, on the CPU. All optimizers
+    of the scope must be ZeroRedundancyOptimizers. With one rank it works as `optimizer_class`.
 
     Args:
         params: parameters made in the scope, or groups of them.
-        optimizer_class: one of torch.optim that treats each element by itself; or a class of your own that does, and
-            has an attribute `is_elementwise = True`.
-        defaults: its options.
+        optimizer_class: class of torch.optim that treats each element by itself, or your class that does so and has an
+            attribute `is_elementwise = True`.
+        defaults: options of the class.
 
     Raises:
         UsageError: for another class of optimizer.
 
-    Cost: memory of a host: parameters and state once; on each rank its gradients, those below 1 MiB twice. The sum is
-        half of an all-reduce: each rank writes its gradients and reads 1/n of those of n ranks. A step waits at two
-        barriers.
+    Cost: memory of a host: parameters and state once; on each rank its gradients, and gradients below 1 MiB twice. The
+        sum is half of an all-reduce: each rank writes its gradients and reads 1/n of the gradients of n ranks. A step
+        waits at two barriers.
     """
 
     def __init__(
-        self, params: Any, optimizer_class: type[Optimizer] = Adam, **defaults: Any
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer] = Adam,
+        **defaults: Any,
     ) -> None:
         _require_elementwise(optimizer_class)
         self.optimizer_class = optimizer_class
@@ -86,15 +89,16 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._joins = True
         self._loaded: dict[str, Any] | None = None
         self._defaults = defaults
-        super().__init__(params, self.make_part([torch.zeros(1)]).defaults)
+        plain_optimizer = self.make_part([torch.zeros(1)])
+        super().__init__(params, plain_optimizer.defaults)
 
     @property
     def checkpoint_kind(self) -> str:
-        """What checkpoints call it: as the plain optimizer, whose state it has."""
+        """Name in checkpoints: the name of the plain optimizer, whose state it has."""
         return self.optimizer_class.__name__
 
     def make_part(self, groups: Any) -> Optimizer:
-        """Return a plain optimizer with the options that this one was given, hidden from the strategy."""
+        """Return a plain optimizer with the options of this one, hidden from the strategy."""
         return torch_hooks.make_part(self.optimizer_class, groups, **self._defaults)
 
     def shard(self, slots: Sequence[OwnedShare], group: Group) -> None:
@@ -103,21 +107,24 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._shares is not None:
             loaded = _copied(self.state_dict())
         self._loaded = None
-        by_parameter = {id(slot.reference()): slot for slot in slots}
-        own_slots = [by_parameter.get(id(parameter)) for parameter in parameters_of(self)]
+        slots_by_id = {id(slot.reference()): slot for slot in slots}
+        slots_of_parameters = [slots_by_id.get(id(parameter)) for parameter in parameters_of(self)]
         states = {} if loaded is None else loaded["state"]
-        self._shares = self._new_shares(own_slots, group, states)
+        self._shares = self._new_shares(slots_of_parameters, group, states)
         if loaded is not None:
             self._write(self._shares, states)
 
     def _new_shares(
-        self, slots: Sequence[OwnedShare | None], group: Group, states: States
+        self,
+        slots: Sequence[OwnedShare | None],
+        group: Group,
+        states: States,
     ) -> Shares:
         """Divide the parameters, with room for states. Collective over the ranks of the host."""
         return Shares(self.param_groups, self.make_part, slots, group, self._joins, states)
 
     def _write(self, shares: Shares, states: States) -> None:
-        """Take a whole state, parameter by parameter if it differs between some that are stepped as one. Collective."""
+        """Take a whole state; parameters whose states differ are not stepped as one. Collective."""
         if not shares.fits(states):
             self._joins = False
             shares = self._new_shares(shares.slots, shares.group, states)
@@ -128,7 +135,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Add a group, before the first use.
 
         Raises:
-            UsageError: after it.
+            UsageError: after the first use.
         """
         if getattr(self, "_shares", None) is not None:
             raise UsageError(
@@ -142,7 +149,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Step this rank's share. Collective over chief and workers.
 
         Args:
-            closure: computes a loss and its gradients, and returns the loss; or None.
+            closure: function that computes a loss and its gradients, and returns the loss; or None.
 
         Raises:
             UsageError: when parameters or optimizer were made outside of a strategy's scope, or the optimizer after
@@ -152,10 +159,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._shares is None and all(
-            parameter.grad is None for parameter in parameters_of(self)
-        ):
-            return loss
+        if self._shares is None:
+            parameters = parameters_of(self)
+            if all(parameter.grad is None for parameter in parameters):
+                return loss
         shares = self._made_shares()
         if isinstance(shares, Shares):
             if closure is not None:
@@ -165,9 +172,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         return loss
 
     def _fitting(self, shares: Shares) -> Shares:
-        """Return shares that fit the options and the gradients of a step, with the same state. Collective if new.
+        """Return shares that fit the options and the gradients of a step, with the same state.
 
-        Once some parameters of a run had a gradient and others had none, each is stepped by itself for good.
+        Once a run had parameters with a gradient and parameters without one, each parameter is stepped by itself from
+        then on. Collective if new shares are made.
         """
         is_same_pattern = shares.pattern == pattern_of(self.param_groups)
         if shares.joins and shares.has_mixed_run():
@@ -175,13 +183,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         if is_same_pattern and shares.joins == self._joins:
             return shares
         states = _copied(self.state_dict())["state"]
-        shares.wait()  # until all have read
+        shares.wait()  # until all ranks have read
         fitting = self._new_shares(shares.slots, shares.group, states)
         self._shares = fitting
         self._write(fitting, states)
         return fitting
 
     def _made_shares(self) -> "Shares | Undivided":
+        """Return the shares; on the only rank of a job they are made at the first call."""
         if self._shares is None:
             n_ranks = make_world().role_comm.size
             if n_ranks > 1:
@@ -190,8 +199,9 @@ class ZeroRedundancyOptimizer(Optimizer):
                     f"the optimizer before the first use of the model, got others on {n_ranks} ranks; make both in "
                     f"strategy.scope()."
                 )
-            own_groups = [dict(options) for options in self.param_groups]
-            self._shares = Undivided(self.param_groups, self.make_part(own_groups))
+            copied_groups = [dict(options) for options in self.param_groups]
+            plain_optimizer = self.make_part(copied_groups)
+            self._shares = Undivided(self.param_groups, plain_optimizer)
             if self._loaded is not None:
                 self._shares.write(self._loaded["state"])
                 self._loaded = None
@@ -199,15 +209,18 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Scale the gradients so that the norm of all of them is at most `max_norm`; return the norm before, float64.
+        """Scale all gradients so that their norm is at most `max_norm`; return the earlier norm, float64.
 
-        Same norm, and same bits, on any number of ranks. Collective over chief and workers.
+        The norm has the same bits on any number of ranks. Collective over chief and workers.
 
         Args:
             max_norm: largest norm of all gradients together.
-            norm_type: of a p-norm; may be infinite.
+            norm_type: order of a p-norm; may be infinite.
             error_if_nonfinite: whether to raise RuntimeError, on all ranks, for a norm of infinity or NaN.
 
         Cost: a sum over ranks of 8 bytes for each 1,024 elements.
@@ -223,8 +236,10 @@ class ZeroRedundancyOptimizer(Optimizer):
                 f"the loss, or pass error_if_nonfinite=False."
             )
         scale = max_norm / (norm + 1e-6)
+        if scale > 1:  # false for a NaN, which is not hidden
+            scale = 1.0
         for gradient in self._made_shares().gradients():
-            gradient.mul_(scale if scale <= 1 or np.isnan(scale) else 1.0)
+            gradient.mul_(scale)
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
@@ -234,18 +249,17 @@ class ZeroRedundancyOptimizer(Optimizer):
             gradient.clamp_(-clip_value, clip_value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as that of `optimizer_class`, whole on every rank; tensors are not copied.
+        """Return the state in the form of `optimizer_class`, whole on every rank; tensors are not copied.
 
-        Not collective; another rank's next step changes it.
+        Not collective. The next step of another rank changes the state.
         """
         groups: list[dict[str, Any]] = []
         first_number = 0
         for group in self.param_groups:
-            n_parameters = len(group["params"])
-            groups.append(
-                {**group, "params": list(range(first_number, first_number + n_parameters))}
-            )
-            first_number += n_parameters
+            end_number = first_number + len(group["params"])
+            numbers = list(range(first_number, end_number))
+            groups.append({**group, "params": numbers})
+            first_number = end_number
         if self._shares is not None:
             return {"state": self._shares.read(), "param_groups": groups}
         loaded = {} if self._loaded is None else self._loaded["state"]
@@ -258,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         Collective over chief and workers.
 
         Raises:
-            ValueError: for other groups, or a state of other shapes.
+            ValueError: for different groups, or a state of different shapes.
         """
         saved_groups = state_dict["param_groups"]
         states = self._states_by_number(saved_groups, state_dict["state"])
@@ -270,18 +284,22 @@ class ZeroRedundancyOptimizer(Optimizer):
         if isinstance(self._shares, Undivided):
             self._shares.write(states)
             return
-        if self._shares.pattern != pattern_of(self.param_groups):
-            self._shares.wait()
-            self._shares = self._new_shares(self._shares.slots, self._shares.group, states)
-        self._write(self._shares, states)
+        shares = self._shares
+        if shares.pattern != pattern_of(self.param_groups):
+            shares.wait()
+            shares = self._new_shares(shares.slots, shares.group, states)
+            self._shares = shares
+        self._write(shares, states)
 
     def _states_by_number(
-        self, saved_groups: Sequence[dict[str, Any]], saved_states: Any
-    ) -> dict[int, dict[str, Any]]:
-        """Return saved states by the numbers of the parameters here.
+        self,
+        saved_groups: Sequence[dict[str, Any]],
+        saved_states: Any,
+    ) -> States:
+        """Return saved states by the numbers of this optimizer's parameters.
 
         Raises:
-            ValueError: for other groups, or a state of other shapes.
+            ValueError: for different groups, or a state of different shapes.
         """
         saved_sizes = [len(group["params"]) for group in saved_groups]
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -292,17 +310,16 @@ class ZeroRedundancyOptimizer(Optimizer):
         saved_names: list[Any] = []
         for group in saved_groups:
             saved_names += group["params"]
-        states: dict[int, dict[str, Any]] = {}
-        for number, (name, parameter) in enumerate(
-            zip(saved_names, parameters_of(self), strict=True)
-        ):
+        states: States = {}
+        pairs = zip(saved_names, parameters_of(self), strict=True)
+        for number, (name, parameter) in enumerate(pairs):
             if name in saved_states:
                 states[number] = saved_states[name]
                 _require_shape(number, parameter, saved_states[name])
         return states
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: an optimizer that was not used yet, with a copy of the state."""
+        """Return the attributes of a copy: an optimizer that was not used yet, with a copy of the state."""
         attributes = {
             "optimizer_class": self.optimizer_class,
             "_defaults": self._defaults,
@@ -321,17 +338,17 @@ def why_not(
     n_replicas: int,
     obstacles: Iterable[str],
 ) -> UsageError | None:
-    """Return why the gradients of a strategy's models cannot be summed by shares; equal on all ranks.
+    """Return the error if gradients of a strategy's models cannot be summed by shares; equal on all ranks.
 
     Args:
-        optimizers: optimizers of its scope.
-        plan: plan of its models.
+        optimizers: optimizers of the strategy's scope.
+        plan: plan of the strategy's models.
         group: the ranks.
         route: how gradients are summed.
         n_replicas: number of replicas of all ranks.
-        obstacles: what else the strategy does with parameters or gradients, such as local steps.
+        obstacles: other uses of parameters or gradients by the strategy, such as local steps.
     """
-    reasons = [*_obstacles_in_optimizers(list(optimizers), plan)]
+    reasons = list(_obstacles_in_optimizers(list(optimizers), plan))
     reasons += [f"{obstacle}; leave that out" for obstacle in obstacles]
     reasons += _obstacles_in_route(group, route, n_replicas)
     for name, parameter in plan.trained:
@@ -348,24 +365,31 @@ def why_not(
     )
 
 
-def _obstacles_in_optimizers(optimizers: Sequence[Optimizer], plan: ModelPlan) -> Iterator[str]:
-    """Yield what speaks against shares in the optimizers of a scope: plain ones, and parameters in two of them."""
-    planned = {id(parameter) for _, parameter in plan.parameters}
-    divided: list[int] = []
+def _obstacles_in_optimizers(
+    optimizers: Sequence[Optimizer],
+    plan: ModelPlan,
+) -> Iterator[str]:
+    """Yield the reasons against shares in the optimizers of a scope: plain ones, and parameters in two of them."""
+    planned_ids = {id(parameter) for _, parameter in plan.parameters}
+    divided_ids: list[int] = []
     for optimizer in optimizers:
-        parameter_ids = [id(parameter) for parameter in parameters_of(optimizer)]
+        parameter_ids = list(map(id, parameters_of(optimizer)))
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            divided += parameter_ids
-            if not planned.issuperset(parameter_ids):
+            divided_ids += parameter_ids
+            if not planned_ids.issuperset(parameter_ids):
                 yield "a parameter that was not made in the scope; make it there"
-        elif not planned.isdisjoint(parameter_ids):
+        elif not planned_ids.isdisjoint(parameter_ids):
             yield f"{type(optimizer).__name__} for parameters of the scope; leave it out"
-    if len(divided) != len(set(divided)):
+    if len(divided_ids) != len(set(divided_ids)):
         yield "a parameter in two of them; give it to one"
 
 
-def _obstacles_in_route(group: Group, route: Route, n_replicas: int) -> Iterator[str]:
-    """Yield what speaks against shares in how gradients are summed."""
+def _obstacles_in_route(
+    group: Group,
+    route: Route,
+    n_replicas: int,
+) -> Iterator[str]:
+    """Yield the reasons against shares in the way gradients are summed."""
     if n_replicas != group.size:
         yield "num_replicas; leave it out"
     if route.wire_dtype is not None:
@@ -382,10 +406,15 @@ def _obstacles_in_route(group: Group, route: Route, n_replicas: int) -> Iterator
         yield "is_ordered on these hosts; leave it out"
 
 
-def _require_shape(number: int, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-    """Raise ValueError unless what is saved of a parameter has its shape, or is a number."""
+def _require_shape(
+    number: int,
+    parameter: nn.Parameter,
+    state: dict[str, Any],
+) -> None:
+    """Raise ValueError unless the saved tensors of a parameter have its shape, or are numbers."""
     shape = tuple(parameter.shape)
-    shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor)}
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    shapes = {tuple(tensor.shape) for tensor in tensors}
     other_shapes = sorted(shapes - {shape, ()})
     if other_shapes:
         raise ValueError(
@@ -395,14 +424,10 @@ def _require_shape(number: int, parameter: nn.Parameter, state: dict[str, Any]) 
 
 
 def _require_elementwise(optimizer_class: Any) -> None:
-    is_elementwise = optimizer_class in _ELEMENTWISE or getattr(
-        optimizer_class, "is_elementwise", False
-    )
-    if not (
-        is_elementwise
-        and isinstance(optimizer_class, type)
-        and issubclass(optimizer_class, Optimizer)
-    ):
+    """Raise UsageError for a class that is no optimizer, or does not treat each element by itself."""
+    is_optimizer = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
+    is_declared = getattr(optimizer_class, "is_elementwise", False)
+    if not is_optimizer or not (optimizer_class in _ELEMENTWISE or is_declared):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         names = ", ".join(sorted(elementwise.__name__ for elementwise in _ELEMENTWISE))
         raise UsageError(
@@ -413,9 +438,10 @@ def _require_elementwise(optimizer_class: Any) -> None:
 
 def _copied(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state_dict with copies of the tensors."""
-    copies: dict[int, dict[str, Any]] = {}
+    copied_states: States = {}
     for number, state in state_dict["state"].items():
-        copies[number] = {}
+        copied_state: dict[str, Any] = {}
         for key, value in state.items():
-            copies[number][key] = value.clone() if isinstance(value, Tensor) else value
-    return {**state_dict, "state": copies}
+            copied_state[key] = value.clone() if isinstance(value, Tensor) else value
+        copied_states[number] = copied_state
+    return {**state_dict, "state": copied_states}

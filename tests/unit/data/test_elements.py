@@ -159,6 +159,11 @@ def test_padded_batch(make):
     assert batch == {"x": [[1, 9, 9], [3, 3, 3], [2, 2, 9]], "n": [1, 3, 2]}
     with pytest.raises(DataError, match=r"arrays.*shape.*2.*3"):
         list(rows.padded_batch(3, (2,)))
+    with pytest.raises(DataError, match="arrays of 2 dimensions, got .1."):
+        list(rows.padded_batch(3, (2, 2)))
+    ragged = Dataset.from_generator(lambda: (make((1,) * n, n) for n in (1, 2)))
+    with pytest.raises(DataError, match="arrays of 1 dimensions, got .1, 2."):
+        list(ragged.padded_batch(2))
     with pytest.raises(DataError, match="batch_size.*1.*2"):
         rows.batch(1).padded_batch(2)
 
