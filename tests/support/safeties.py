@@ -129,7 +129,7 @@ ON_DISK = [
     Mutant("a failed read-back is raised", "Saver._raise_failure", "done.result()", "pass", RANKS),
     Mutant("byte order", "checkpoint/tree:_Encoder._leaf", "value.dtype.newbyteorder(...)", "value.dtype", TREE),
     Mutant("shape of states", "Checkpoint._prepare", "_check_shape(...)", "pass", HOSTILE),
-    Mutant("each object has a kind", "_parts_of", "nodes.keys() != kinds.keys()", "False", HOSTILE),
+    Mutant("each object has a kind", "saving/checkpoint:_parts_of", "nodes.keys() != kinds.keys()", "False", HOSTILE),
     Mutant("names of dtypes", "stored_dtype", "_NUMBERS[...]", "np.dtype(_STORED_AS.get(dtype, dtype))", HOSTILE),
     Mutant("depth of states", "_parse_index", "is_too_deep(...)", "False", FILE),
     Mutant("depth of nests", "checkpoint/tree:_Encoder.node_of", "depth > MAX_DEPTH", "False", TREE),
