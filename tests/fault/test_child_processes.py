@@ -107,7 +107,7 @@ def fail(worker):
 def main():
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     loader = torch.utils.data.DataLoader(
-        kinds[kind](), 8, num_workers=2, multiprocessing_context=method, worker_init_fn=fail, timeout=5
+        kinds[kind](), 8, num_workers=2, multiprocessing_context=method, worker_init_fn=fail, timeout=20
     )
     for rows in strategy.experimental_distribute_dataset(loader):
         if what == "killed in a step":
