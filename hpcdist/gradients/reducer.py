@@ -298,9 +298,8 @@ class Reducer:
         rows = [array.copy() for _ in self.own_subtrees]
 
         def reduce(group: Group) -> None:
-            if (
-                self.route.is_on_device
-            ):  # the array is on the host: MPI's link is measured in place of NCCL's
+            if self.route.is_on_device:
+                # the array is on the host: MPI's link is measured in place of NCCL's
                 library.all_reduce(array, group)
             elif self.route.by_subtrees:
                 subtree_sums.all_reduce(rows, array, group, self.replicas)

@@ -104,11 +104,15 @@ def schedulers_of(
         is_known = any(holder is scheduler for scheduler in schedulers)
         if is_theirs and not is_known and _is_scheduler(holder):
             schedulers.append(holder)
-    members: list[Any] = []
+    member_ids = {id(scheduler): set(map(id, members_of(scheduler))) for scheduler in schedulers}
+    outermost: list[Any] = []
     for scheduler in schedulers:
-        members += members_of(scheduler)
-    member_ids = set(map(id, members))
-    return [scheduler for scheduler in schedulers if id(scheduler) not in member_ids]
+        number = id(scheduler)
+        holders_ids = [holder for holder, ids in member_ids.items() if number in ids]
+        # of schedulers that hold each other none is outside
+        if all(holder in member_ids[number] for holder in holders_ids):
+            outermost.append(scheduler)
+    return outermost
 
 
 def _holders_of(optimizer: Any) -> list[Any]:

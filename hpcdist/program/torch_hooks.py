@@ -703,7 +703,8 @@ def _show_before_step(
     kwargs: Any,
 ) -> Any:
     """Return the step's arguments with another closure; None to leave them as they are."""
-    if optimizer in _parts:  # its step is made with the step of the optimizer that it is a part of
+    # a part's step may call its base class's, which is hooked; the step of the whole optimizer is shown already
+    if optimizer in _parts:
         return None
     positional_closure = args[1] if len(args) > 1 else None
     original_closure = kwargs.get("closure", positional_closure)

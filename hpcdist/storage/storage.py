@@ -59,7 +59,7 @@ class Storage(Protocol):
 
 
 class PrivateStorage:
-    """Parameters that each rank has for itself, and steps all of them; a `Storage`."""
+    """Parameters of which each rank has its own, and steps all; a `Storage`."""
 
     is_private = is_summed = needs_sum = True
     is_divided = False

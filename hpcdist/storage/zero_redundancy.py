@@ -124,7 +124,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         return Shares(self.param_groups, self.make_part, slots, group, self._joins, states)
 
     def _write(self, shares: Shares, states: States) -> None:
-        """Take a whole state; parameters whose states differ are not stepped as one. Collective."""
+        """Take a whole state. If states differ within a run, each parameter is stepped by itself from then on.
+
+        Collective over the ranks of the host.
+        """
         if not shares.fits(states):
             self._joins = False
             shares = self._new_shares(shares.slots, shares.group, states)

@@ -347,8 +347,8 @@ class Strategy(Ranks):
             reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
                 of different length are weighted by their length.
             value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
-                With several replicas in this process, a plain value counts for each of them; its SUM with axis None is
-                refused, as in tf.distribute. With axis None also a sparse COO tensor, whose entries are joined, and a
+                With several replicas in this process, or where num_replicas above 1 was given, a plain value counts for
+                each replica; its SUM with axis None is refused, as in tf.distribute. With axis None also a sparse COO tensor, whose entries are joined, and a
                 nest of such values.
             axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
 
@@ -425,7 +425,7 @@ class Strategy(Ranks):
             call: name of the caller, for messages.
             value: DistributedValues, a variable, or a plain value.
             is_everyones: whether a plain value counts for every replica, as in tf.distribute. Otherwise it is the
-                value of the process's only replica, and refused where num_replicas was given.
+                value of the process's only replica, and refused where num_replicas above 1 was given.
         """
         values = local_values(value)
         n_local = len(self.own_replicas)

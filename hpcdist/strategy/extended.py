@@ -64,7 +64,7 @@ class StrategyExtended:
         on all ranks, as results of `reduce_to` are. Under CentralStorageStrategy the chief alone calls `fn`, and the
         other ranks wait and return None; for a parameter of a ZeroRedundancyOptimizer one rank of each host calls it.
 
-        Collective over the ranks of the role for a copy that ranks share.
+        Collective over the ranks of the host for a copy that they share.
 
         Args:
             var: a tensor, an hpcdist.Variable, or DistributedValues with one value for each copy.
@@ -237,10 +237,7 @@ def _are_equal(first: Any, second: Any) -> bool:
         return first.shape == second.shape and torch.allclose(
             first, second.to(first), rtol=0, atol=0, equal_nan=True
         )
-    first_array = np.asarray(first)
-    second_array = np.asarray(second)
-    may_be_nan = first_array.dtype.kind in "fc" and second_array.dtype.kind in "fc"
-    return bool(np.array_equal(first_array, second_array, equal_nan=may_be_nan))
+    return bool(np.all(np.equal(first, second)))
 
 
 def _short(value: Any) -> str:

@@ -126,7 +126,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         if n_workers == 0:
             raise _misfit("worker tasks", tasks, _SET_ROLES)
         max_staleness = self._rules.max_staleness
-        if max_staleness is not None and max_staleness < 0:
+        if max_staleness is not None and not max_staleness >= 0:  # nor NaN
             advice = "0 waits for every worker"
             raise _misfit("max_staleness of at least 0", max_staleness, advice)
         if max_staleness is not None and self._rules.is_synchronous:

@@ -163,7 +163,7 @@ class Dispatcher:
             )
 
     def _wait_for_silent(self) -> None:
-        """Wait for heartbeats of silent workers; end the job if none come, as waiting for them might have no end."""
+        """Wait for heartbeats of silent workers; end the job if one stays silent, as the wait might have no end."""
         began_s = self._now
         while silent := [worker for worker in self._workers.values() if worker.is_silent]:
             self._look()

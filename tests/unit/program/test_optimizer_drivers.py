@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
-from hpcdist.program.optimizer_drivers import members_of
+from hpcdist.program.optimizer_drivers import members_of, schedulers_of
 
 
 def make_optimizer():
@@ -29,3 +29,13 @@ def test_schedulers_that_hold_each_other():
     first.partner = second
     second.partner = first
     assert members_of(first) == [second]
+    reported = schedulers_of([optimizer], is_thorough=False)
+    assert [id(scheduler) for scheduler in reported] == [id(first), id(second)]
+
+
+def test_only_the_outermost_are_reported():
+    optimizer = make_optimizer()
+    inner = ConstantLR(optimizer)
+    outer = ConstantLR(optimizer)
+    outer.inner = inner
+    assert schedulers_of([optimizer], is_thorough=False) == [outer]
