@@ -87,9 +87,8 @@ def sorted_keys(nest: dict[Any, Any]) -> list[Any]:
 def with_children(nest: Nest, children: Sequence[Nest]) -> Nest:
     """Return a tuple, list or dict like `nest` with other children, given in the order in which they are visited."""
     if isinstance(nest, dict):
-        mapping = copy.copy(
-            nest
-        )  # keeps the type, the order of the keys and the attributes of a subclass
+        # a copy keeps the type, the order of the keys and the attributes of a subclass
+        mapping = copy.copy(nest)
         for key, child in zip(sorted_keys(nest), children, strict=True):
             mapping[key] = child
         return mapping

@@ -1,4 +1,4 @@
-"""A failure beside training is logged, and its cause tried again after longer and longer pauses; training continues."""
+"""A task beside training that fails is logged, and tried again after longer and longer pauses; training continues."""
 
 import logging
 import time

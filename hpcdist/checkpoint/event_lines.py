@@ -1,7 +1,7 @@
 """Files of events, one line of JSON each: followed while they grow, and thinned before they cost time.
 
 A reader that polls a file reads only the lines appended since its last look. An attempt of a long run commits a hundred
-thousand checkpoints: whenever the file has grown to its limit, every other line of an older commit is dropped.
+thousand checkpoints: whenever the file has grown to its limit, every other line of the older commits is dropped.
 """
 
 import json
@@ -35,7 +35,7 @@ class FollowedFile:
     def new_lines(self) -> tuple[bool, Iterator[str]]:
         """Return whether the file is another one than before, and its lines: all of another file, else the new ones.
 
-        A last line that has no end yet comes now, and once more with the next lines. Only a regular file has lines.
+        A last line that has no end yet comes at each look, until it has one. Only a regular file has lines.
 
         Raises:
             OSError: if the file system refuses.

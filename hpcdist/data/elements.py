@@ -304,8 +304,8 @@ class Elements(Pipeline):
             drop_remainder: whether a last short batch is left out.
 
         Raises:
-            DataError: when there are batches already, or batch_size is below 1; at a row that is longer than its shape;
-                after a `shuffle` without a seed, where a size is not given.
+            DataError: when there are batches already, or batch_size is below 1; at a row that is longer than its shape,
+                or has another number of dimensions; after a `shuffle` without a seed, where a size is not given.
         """
         order = self.order
         if order.batch_rows is not None or batch_size < 1:

@@ -76,7 +76,7 @@ class InputOptions:
             without any to the current GPU, if there is one; False leaves them on the host. By default they go to the
             devices that were passed to the strategy. Copies start one batch ahead; numbers become tensors, and text
             stays an array on the host.
-        experimental_replication_mode: number of calls of the function of `distribute_datasets_from_function`.
+        experimental_replication_mode: how often `distribute_datasets_from_function` calls its function.
         experimental_place_dataset_on_device: flag that is accepted as in tf.distribute, under the same conditions, and
             without effect: datasets are read on the host, and parts stay there.
         experimental_per_replica_buffer_size: number of parts that are fetched ahead per replica, with

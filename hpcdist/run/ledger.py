@@ -41,7 +41,7 @@ class Attempt:
     """One attempt, as recorded in its ledger.
 
     Attributes:
-        number: number of the attempt, from 1.
+        number: number of the attempt, from 1; 0 of one that has not begun.
         job: id of the batch job; None outside of one.
         nodes: names of the nodes.
         program: digest of the program's file; None if unknown.

@@ -124,7 +124,7 @@ class TimeSpent:
         return total
 
     def spans_since(self, since_s: float) -> tuple[list[Span], list[Span]]:
-        """Return the waits and collectives that began since a time, and those of background threads; the last 64 each."""
+        """Return waits and collectives that began since a time, and those of background threads; the last 64 each."""
         foreground_spans: list[Span] = []
         for kind, name, began_s, ended_s in self._spans.copy():
             if began_s >= since_s:

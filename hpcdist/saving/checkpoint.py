@@ -461,14 +461,14 @@ class _Part:
 def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **objects: Any) -> int:
     """Load some objects of the checkpoint file at `path`, such as the model alone; return its step.
 
-    Collective over chief and workers; rank 0 reads. Writes nothing. Numbers and texts among the objects are ignored, as
-    there is no object to load them into.
+    Collective over chief and workers; rank 0 reads. Writes nothing. Values of numbers and texts are not
+    returned, as there is no object to load them into.
 
     Args:
         path: path of a checkpoint of any run.
         strict: whether the file must have all of the objects, and each module's parameters and buffers. With False,
-            tensors that the file lacks keep their values, and additional ones in the file are ignored; shapes must be
-            equal.
+            objects and tensors that the file lacks stay as they are, and additional ones in the file are ignored;
+            shapes must be equal.
         objects: objects by the names that they have in the checkpoint.
 
     Raises:

@@ -348,8 +348,8 @@ class Strategy(Ranks):
                 of different length are weighted by their length.
             value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
                 With several replicas in this process, or where num_replicas above 1 was given, a plain value counts for
-                each replica; its SUM with axis None is refused, as in tf.distribute. With axis None also a sparse COO tensor, whose entries are joined, and a
-                nest of such values.
+                each replica; its SUM with axis None is refused, as in tf.distribute. With axis None also a sparse COO
+                tensor, whose entries are joined, and a nest of such values.
             axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
 
         Returns:

@@ -187,7 +187,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         name: str | torch.device | None,
         num_replicas: int | None,
     ) -> torch.device | None:
-        """Return the device that this rank computes on, None for the host by default; a GPU becomes torch's current one.
+        """Return the device that this rank computes on, None for the host by default. A GPU becomes torch's current.
 
         Collective over the ranks of the role.
         """

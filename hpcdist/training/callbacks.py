@@ -457,7 +457,7 @@ class EarlyStopping(_Monitor):
 
     Args:
         monitor: name of the value in the logs.
-        min_delta: smallest change that is an improvement.
+        min_delta: an improvement is a change of more than this.
         patience: epochs without improvement after which fit ends.
         verbose: 1: print that fit ends, and that weights are restored.
         mode: "min" or "max": which value is best; "auto": by its name.

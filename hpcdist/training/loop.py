@@ -392,7 +392,7 @@ def validated_epochs(freq: int | Sequence[int]) -> Callable[[int], bool]:
 
 def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
     """Yield batches of one pass after another."""
-    n_empty = 0  # a run that resumes at the end of a pass finds one without rows
+    n_empty = 0  # a run that resumes at the end of a pass finds one whose rows are used
     while n_empty < 2:
         n_empty += 1
         for batch_with_rows in rows_of_batches(batches):

@@ -120,8 +120,8 @@ class Loss:
             fits = has_rows and _may_broadcast(weights, values)
         else:
             fits = len(values) == weights.numel()
-            n_elements = [1] * (values.dim() - 1)
-            weights = weights.reshape(-1, *n_elements)
+            ones = [1] * (values.dim() - 1)
+            weights = weights.reshape(-1, *ones)
         if not fits:
             raise UsageError(
                 f"{self.name}: expected a weight for each of {len(values)} rows, got {tuple(weights.shape)}; give one "

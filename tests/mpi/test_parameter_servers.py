@@ -541,6 +541,7 @@ def test_partitioners_that_return_nonsense(on_servers, found):
         ("worker:*", {}, "expected ps tasks, got worker:"),
         ("ps:*", {}, "expected worker tasks, got ps:"),
         ("ps:1,worker:*", {"max_staleness": -1}, "expected max_staleness of at least 0, got -1"),
+        ("ps:1,worker:*", {"max_staleness": float("nan")}, "expected max_staleness of at least 0, got nan"),
         ("ps:1,worker:*", {"max_staleness": 1, "synchronous": True}, "expected max_staleness or synchronous, got both"),
         ("ps:1,worker:*", {"placement": "anywhere"}, "expected round_robin or bytes, got anywhere"),
         ("ps:1,worker:*", {"non_finite": "ignore"}, "expected reject or skip, got ignore"),
