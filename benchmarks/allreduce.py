@@ -240,9 +240,10 @@ def time_all(args):
     is_nccl = args.device == "cuda" and torch.cuda.device_count() >= comm.size
     if args.device == "cuda":
         torch.cuda.set_device(comm.rank % torch.cuda.device_count())
-    sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
+    texts = args.sizes or (QUICK_SIZES if args.quick else SIZES)
+    sizes = [parse_bytes(text) for text in texts.split(",")]
     with start_gloo(comm, "nccl" if is_nccl else "gloo"):
-        cases = [time_size(comm, parse_bytes(size), args) for size in sizes.split(",")]
+        cases = [time_size(comm, size, args) for size in sizes]
     record = environment.record()
     if comm.rank == 0:
         stem = "allreduce"

@@ -87,7 +87,7 @@ class RunFolder:
         """Return the decision; None if there is none.
 
         Raises:
-            UnreadableError: if the folder cannot be read.
+            UnreadableError: if the folder or the decision cannot be read.
         """
         for pause_s in [*self._pauses_s, None]:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -468,7 +468,8 @@ def _difference(first: NamedArray | None, second: NamedArray | None) -> str:
         return f"{first_kind} and {second_kind}"
     if first.values.tobytes() == second.values.tobytes():
         return ""
-    return _distance(_as_numbers(first), _as_numbers(second))
+    n_different = int((_bits_of(first.values) != _bits_of(second.values)).any(axis=1).sum())
+    return f"{n_different} of {first.values.size} elements{_distance(first, second)}"
 
 
 def _kind_of(array: NamedArray) -> str:
@@ -477,15 +478,14 @@ def _kind_of(array: NamedArray) -> str:
     return f"{array.dtype} {shape}"
 
 
-def _distance(first: _Array, second: _Array) -> str:
-    """Return how many elements of two arrays of one shape and dtype differ, and by how much."""
-    is_different = _bits_of(first) != _bits_of(second)
-    n_different = int(is_different.any(axis=1).sum())
+def _distance(first_array: NamedArray, second_array: NamedArray) -> str:
+    """Return by how much the elements of two arrays of one shape and dtype differ, to follow their number."""
     with np.errstate(invalid="ignore", over="ignore"):
+        first = _as_numbers(first_array)
+        second = _as_numbers(second_array)
         distances = np.abs(first - second)
-    distances = distances[~np.isnan(distances)]
-    largest = float(distances.max(initial=0))
-    text = f"{n_different} of {first.size} elements, at most by {largest:.3g}"
+    largest = float(distances[~np.isnan(distances)].max(initial=0))
+    text = f", at most by {largest:.3g}"
     if first.dtype.kind in "fc":
         is_nan = np.isnan(first) | np.isnan(second)
         n_nan = int(is_nan.sum())

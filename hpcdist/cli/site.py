@@ -36,7 +36,7 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
 }
 #: Longest part of a value that an error quotes, in characters.
 _MAX_QUOTED = 60
-#: Key -> its valid values. A key that is not listed takes any value.
+#: Key -> its valid values. Of a key that is not listed only the type is checked.
 _VALUES = {
     "system": ("slurm", "pbs", "lsf"),
     "launcher": ("srun", "mpirun"),

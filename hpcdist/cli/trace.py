@@ -266,7 +266,7 @@ def _sums_of(steps: Sequence[StepRecord]) -> Iterator[tuple[_SumKey, _SumTimes]]
 
 
 def _bounds_of_difference(reference_sums: _Sums, host_sums: _Sums) -> list[_Bounds]:
-    """Return the bounds of a host's clock less the clock of the reference, by each sum that both recorded."""
+    """Return the bounds of the reference's clock less a host's clock, by each sum that both recorded."""
     bounds: list[_Bounds] = []
     for key, host_times in host_sums.items():
         reference_times = reference_sums.get(key)

@@ -89,7 +89,7 @@ def read_environment() -> Mapping[str, str]:
 def mark_rank() -> None:
     """Let processes that this rank starts know that they are not the rank."""
     launch = _launch_of(os.environ)
-    os.environ["HPCDIST_RANK_PROCESS"] = f"{os.getpid()} {launch}"
+    os.environ["HPCDIST_RANK_PROCESS"] = " ".join([str(os.getpid()), launch])
 
 
 def is_child_of_rank(environ: Mapping[str, str]) -> bool:

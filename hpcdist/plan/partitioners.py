@@ -159,7 +159,8 @@ class VariableSpec:
         name: name of the variable in error messages.
         shape: shape of all its rows.
         dtype: dtype of numpy or torch.
-        colocated_with: number of the earlier variable whose server it shares, unsplit. None if it is placed alone.
+        colocated_with: number of the earlier variable whose server it shares, unsplit. None if its servers are
+            chosen independently of other variables.
     """
 
     name: str

@@ -54,8 +54,8 @@ class EntryParameters(ServedParameters):
     """A replica's view of variables on servers, where its worker entry has several replicas, each on a rank.
 
     A step is one of the entry: its replicas' gradients are summed, the first replica pushes the sum and pulls values,
-    and all of them take these. Methods that are not collective in `ServedParameters` are collective here, over the
-    ranks of the entry.
+    and all of them take these. `begin_step`, pushes and pulls, which are not collective in `ServedParameters`, are
+    collective over the ranks of the entry here.
 
     Cost of a step, beyond the cost for the first replica: an all-reduce of the gradients, and a broadcast of the
     variables that have changed, whole.

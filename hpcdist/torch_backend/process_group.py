@@ -75,9 +75,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     """The collectives of one group of ranks.
 
     Inside a host each call is blocking, also with async_op=True: more threads gain nothing. Between hosts all_reduce
-    then runs in a thread, as DistributedDataParallel asks for, with separate communicators. All ranks make the calls of
-    all groups in one order, and no rank waits for a message before a collective that the sender makes first. Messages
-    from rank to rank travel in the background.
+    with async_op=True runs in a thread, as DistributedDataParallel asks for, with separate communicators. All ranks
+    make the calls of all groups in one order, and no rank waits for a message before a collective that the sender
+    makes first. Messages from rank to rank travel in the background.
 
     Before values move, ranks compare operation, dtype and sizes, by a small reduction.
 

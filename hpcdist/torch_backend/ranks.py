@@ -222,7 +222,7 @@ class Message(Work):
         return True
 
     def finish(self) -> None:
-        """Wait for a message that is sent, or give up one that is not; afterwards nobody uses the memory."""
+        """Wait for a message that this rank sends; give up a receive that nobody answers. The memory is free then."""
         if self._tensor is not None:
             self._give_up()
         elif not wait_until(self.is_completed, self._timeout_s, yields=0):

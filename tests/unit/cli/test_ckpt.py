@@ -112,6 +112,16 @@ def test_diff_counts_elements_whose_bits_differ(call, tmp_path):
     assert "values: 2 of 3 elements, at most by 0.5, 1 NaN" in out
 
 
+def test_diff_of_numbers_that_a_float_cannot_tell_apart(call, tmp_path):
+    paths = [tmp_path / name for name in ("first.h5", "second.h5")]
+    hpcdist.Checkpoint(n=np.array([2**53, 1]), x=np.array([0x7F800001], np.uint32).view(np.float32)).write(paths[0])
+    hpcdist.Checkpoint(n=np.array([2**53 + 1, 1]), x=np.array([np.nan], np.float32)).write(paths[1])
+    code, out, error = call("diff", *paths)
+    assert (code, error) == (1, "")
+    assert "n: 1 of 2 elements" in out
+    assert "x: 1 of 1 elements, at most by 0, 1 NaN" in out
+
+
 def test_diff_where_all_elements_became_nan(call, tmp_path):
     paths = [tmp_path / name for name in ("first.h5", "second.h5")]
     hpcdist.Checkpoint(values=np.zeros(3, np.float32)).write(paths[0])
