@@ -35,6 +35,13 @@ from hpcdist.run.provenance import describe
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 from hpcdist.saving.generator_state import GeneratorState, is_generator
+from hpcdist.saving.items import (
+    has_collective_state,
+    is_module,
+    is_optimizer,
+    is_stateful,
+    is_strategy,
+)
 from hpcdist.saving.restore import Prepared, Restore
 from hpcdist.saving.unsaved_state import UnsavedState
 
@@ -141,15 +148,13 @@ class Checkpoint:
     def optimizers(self) -> list[Any]:
         """Return the optimizers among the objects."""
         return [
-            item
-            for item in self._objects.values()
-            if hasattr(item, "param_groups") and hasattr(item, "step")
+            item for item in self._objects.values() if is_optimizer(item) and hasattr(item, "step")
         ]
 
     def describe_sums(self) -> dict[str, Any]:
         """Return how the strategy among the objects sums gradients; empty without a strategy."""
         for item in self._objects.values():
-            if hasattr(item, "describe_sums"):
+            if is_strategy(item):
                 sums: dict[str, Any] = item.describe_sums()
                 return sums
         return {}
@@ -164,7 +169,7 @@ class Checkpoint:
         self.refresh()
         gathered: dict[str, Any] = {}
         for name, item in self._objects.items():
-            if getattr(item, "is_state_collective", False):
+            if has_collective_state(item):
                 gathered[name] = item.state_dict()
         return gathered
 
@@ -178,7 +183,7 @@ class Checkpoint:
     @property
     def is_on_servers(self) -> bool:
         """Whether parameter servers make the steps of an optimizer here; each worker then has its own buffers."""
-        optimizers = [item for item in self._objects.values() if hasattr(item, "param_groups")]
+        optimizers = [item for item in self._objects.values() if is_optimizer(item)]
         return any(owners.stepper_of(optimizer) is Stepper.SERVERS for optimizer in optimizers)
 
     def publish(self) -> None:
@@ -227,7 +232,7 @@ class Checkpoint:
         """
         parts = {}
         for name, item in self._objects.items():
-            if hasattr(item, "named_parameters"):
+            if is_module(item):
                 if _is_trained(item):
                     names = plain_parameter_names(item)
                     pairs = nodes[name]["dict"]
@@ -250,7 +255,7 @@ class Checkpoint:
             if tensor.requires_grad and tensor.grad is None:
                 later_bytes += _nbytes(tensor)
         for item in self._objects.values():
-            if hasattr(item, "param_groups"):
+            if is_optimizer(item):
                 optimizer_bytes = _optimizer_bytes(item)
                 state_bytes += optimizer_bytes
                 if not getattr(item, "state", None):
@@ -264,7 +269,7 @@ class Checkpoint:
         tensor_by_id: dict[int, Any] = {}
         for item in self._objects.values():
             tensors: list[Any] = []
-            if hasattr(item, "named_parameters"):
+            if is_module(item):
                 tensors = [*item.parameters(), *item.buffers()]
             elif _is_tensor(item):
                 tensors = [item]
@@ -394,8 +399,8 @@ class Checkpoint:
         for name, node in nodes.items():
             loaded[name] = _decoded(name, node, named, source)
         for name, item in self._objects.items():
-            is_module = hasattr(item, "named_parameters")
-            if is_module and not is_strict and isinstance(loaded[name], Mapping):
+            may_lack_tensors = is_module(item) and not is_strict
+            if may_lack_tensors and isinstance(loaded[name], Mapping):
                 loaded[name] = _with_loaded(plain_state(item), loaded[name])
         for name, item in self._objects.items():
             _check_shape(name, item, loaded[name], source)
@@ -508,7 +513,7 @@ def _require_state(name: str, item: Any) -> None:
         )
     if _is_array(item) or isinstance(_plain(item), _PLAIN):
         return
-    if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+    if not is_stateful(item):
         raise UsageError(
             "Checkpoint: expected objects with state_dict and load_state_dict, arrays, tensors, numbers or "
             f"texts, got {type(item).__name__} for {name!r}; wrap it or leave it out."
@@ -608,7 +613,7 @@ def _memory_in_objects(
         if _is_array(item):
             kind = "tensor" if _is_tensor(item) else "array"
             memory_by_number[_number_in(node, kind)] = _memory_of(item)
-        elif hasattr(item, "named_parameters") and isinstance(node, dict):
+        elif is_module(item) and isinstance(node, dict):
             pairs = node.get("dict")
             if pairs is not None and is_list_of_pairs(pairs):
                 state = plain_state(item)
@@ -647,13 +652,13 @@ def _settings_of(item: Any) -> Any:
     """Return the part of an object's state that can change without a step; None if there is no such part."""
     if isinstance(item, _PLAIN):
         return item
-    if hasattr(item, "param_groups"):
+    if is_optimizer(item):
         return [dict(group, params=None) for group in item.param_groups]
     if hasattr(item, "named_buffers"):
         return dict(item.named_buffers())
-    if _is_array(item) or hasattr(item, "describe_sums") or isinstance(item, DistributedInput):
+    if _is_array(item) or is_strategy(item) or isinstance(item, DistributedInput):
         return None
-    if getattr(item, "is_state_collective", False):
+    if has_collective_state(item):
         return None
     return item.state_dict()
 
@@ -661,7 +666,7 @@ def _settings_of(item: Any) -> Any:
 def _state_of(item: Any) -> Any:
     if _is_array(item) or isinstance(item, _PLAIN):
         return item
-    if hasattr(item, "named_parameters"):
+    if is_module(item):
         return plain_state(item)
     return item.state_dict()
 
@@ -697,9 +702,9 @@ def _plain_kind(value: Any) -> str:
 
 def _is_equal_everywhere(item: Any) -> bool:
     """Return whether all ranks hold the object: a module, a parameter, or an optimizer that every rank steps."""
-    if hasattr(item, "named_parameters"):
+    if is_module(item):
         return True
-    if hasattr(item, "param_groups"):
+    if is_optimizer(item):
         return owners.stepper_of(item) is Stepper.EVERY_RANK
     return _is_tensor(item) and bool(item.requires_grad)
 
@@ -715,11 +720,11 @@ def _kind(item: Any) -> str:
     """
     if isinstance(item, _PLAIN):
         return "value"
-    if hasattr(item, "describe_sums"):
+    if is_strategy(item):
         return "strategy"
     if _is_tensor(item):
         return "tensor"
-    if hasattr(item, "named_parameters"):
+    if is_module(item):
         return "module"
     declared_kind: str = getattr(item, "checkpoint_kind", type(item).__name__)
     return declared_kind
@@ -750,13 +755,13 @@ def _decoded(name: str, node: Any, arrays: list[NamedArray], source: str) -> Any
 
 def _check_shape(name: str, item: Any, loaded: Any, source: str) -> None:
     """Raise CheckpointDamaged unless `loaded` has the structure of a module's or an optimizer's state."""
-    if hasattr(item, "param_groups"):
+    if is_optimizer(item):
         # wrappers have states of another structure
         if _is_optimizer_state(item.state_dict()) and not _is_optimizer_state(loaded):
             raise _damaged(
                 f"groups of parameters and a dict for each parameter of {name!r}", loaded, source
             )
-    elif hasattr(item, "named_parameters") and not isinstance(loaded, Mapping):
+    elif is_module(item) and not isinstance(loaded, Mapping):
         raise _damaged(f"a dict of arrays for {name!r}", loaded, source)
 
 
@@ -784,7 +789,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
     """Raise CheckpointMismatch unless `loaded` has the object's arrays or, for an optimizer, its parameter groups."""
-    if hasattr(item, "param_groups"):
+    if is_optimizer(item):
         state = item.state_dict()
         # a wrapper's state: only the wrapper can find the groups
         if not _is_optimizer_state(state):
@@ -797,7 +802,7 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
     elif isinstance(item, _PLAIN):
         current = {name: _plain_kind(item)}
         stored = {name: _plain_kind(loaded)}
-    elif hasattr(item, "named_parameters"):
+    elif is_module(item):
         current = _layouts(plain_state(item))
         stored = _layouts(loaded)
     else:
@@ -848,7 +853,7 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
             item[...] = loaded
         elif _is_tensor(item):
             item.detach().copy_(loaded)
-        elif hasattr(item, "named_parameters"):
+        elif is_module(item):
             load_plain_state(item, loaded)
         else:
             item.load_state_dict(loaded)

@@ -14,6 +14,7 @@ from hpcdist.program.optimizer_drivers import (
     scalers_of,
     schedulers_of,
 )
+from hpcdist.saving.items import is_module, is_optimizer, is_strategy
 
 #: Depth to which objects are looked for inside the objects of the Checkpoint, such as wrappers.
 _MAX_DEPTH = 3
@@ -36,9 +37,9 @@ class UnsavedState:
     def __init__(self, objects: Sequence[Any], left_out: Sequence[Any]) -> None:
         self._objects = objects
         self._left_out = left_out
-        self._models = [item for item in objects if hasattr(item, "named_parameters")]
+        self._models = [item for item in objects if is_module(item)]
         self._optimizers = [
-            item for item in objects if hasattr(item, "param_groups") and hasattr(item, "step")
+            item for item in objects if is_optimizer(item) and hasattr(item, "step")
         ]
         self._has_looked = False
         self._copies: list[tuple[Any, int]] = []
@@ -108,7 +109,7 @@ class UnsavedState:
         for _ in range(_MAX_DEPTH + 1):
             inner: list[Any] = []
             for item in level:
-                if hasattr(item, "named_parameters") and not isinstance(item, type):
+                if is_module(item) and not isinstance(item, type):
                     known_ids.update(map(id, item.modules()))
                 elif id(item) not in known_ids:
                     known_ids.add(id(item))
@@ -125,10 +126,6 @@ def _held_by(item: Any) -> list[Any]:
         return list(itertools.islice(item, _MAX_ITEMS))
     if isinstance(item, dict):
         return list(itertools.islice(item.values(), _MAX_ITEMS))
-    if (
-        isinstance(item, DistributedInput)
-        or hasattr(item, "param_groups")
-        or hasattr(item, "describe_sums")
-    ):
+    if isinstance(item, DistributedInput) or is_optimizer(item) or is_strategy(item):
         return []
     return list(getattr(item, "__dict__", {}).values())
