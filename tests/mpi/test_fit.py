@@ -79,8 +79,8 @@ def test_the_history_is_that_of_a_loop_by_hand(strategy, rows):
     assert history.history["accuracy"] == expected["accuracy"]
     assert history.history["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert model.history is history
-    for parameter, parameter in zip(model.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(parameter, parameter, rtol=1e-4, atol=1e-6)
+    for parameter, plain_parameter in zip(model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(parameter, plain_parameter, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.feature("training.history")

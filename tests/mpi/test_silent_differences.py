@@ -250,8 +250,8 @@ def test_a_loss_that_the_closure_has_reduced_is_taken_as_it_is(comm):
         model = make_model()
     found = train_reduced(strategy, model, x[comm.rank :: comm.size], 1 / N_ROWS)
     assert found == pytest.approx(expected)
-    for parameter, parameter in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter, parameter, rtol=1e-9, atol=1e-9)
+    for parameter, plain_parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, plain_parameter, rtol=1e-9, atol=1e-9)
 
 
 def test_a_loss_that_is_equal_on_all_ranks_at_first_is_summed_all_the_same(comm):

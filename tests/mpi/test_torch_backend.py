@@ -383,8 +383,8 @@ def test_meshes_and_functional_collectives(comm, gloo):
             optimizer.zero_grad()
             model(rows).square().mean().backward()
             optimizer.step()
-    for parameter, parameter in zip(sharded.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), parameter)
+    for sharded_parameter, whole_parameter in zip(sharded.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(sharded_parameter.full_tensor(), whole_parameter)
 
 
 def test_a_group_ends_while_the_others_go_on(comm, gloo):

@@ -274,8 +274,8 @@ def test_norms_are_those_of_torch_and_the_same_on_any_number_of_ranks(comm, orde
     nn.utils.clip_grad_norm_(plain_model.parameters(), 0.5, order)
     plain.step()
     optimizer.step()
-    for parameter, parameter in zip(model.parameters(), plain_model.parameters(), strict=True):
-        torch.testing.assert_close(parameter, parameter, rtol=1e-6, atol=1e-7)
+    for parameter, plain_parameter in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, plain_parameter, rtol=1e-6, atol=1e-7)
 
 
 def test_a_norm_has_the_bits_of_one_rank(comm):

@@ -50,15 +50,15 @@ def op_of(text):
 def check(found, expected, is_exact):
     if isinstance(expected, PerReplica):
         values = found.values if isinstance(found, hpcdist.DistributedValues) else [found] * len(expected.values)
-        for value, value in zip(values, expected.values, strict=True):
-            check(value, value, is_exact)
+        for value, expected_value in zip(values, expected.values, strict=True):
+            check(value, expected_value, is_exact)
     elif isinstance(expected, dict):
         assert set(found) == set(expected)
         for key in expected:
             check(found[key], expected[key], is_exact)
     elif isinstance(expected, (list, tuple)):
-        for value, value in zip(found, expected, strict=True):
-            check(value, value, is_exact)
+        for value, expected_value in zip(found, expected, strict=True):
+            check(value, expected_value, is_exact)
     else:
         if isinstance(found, torch.Tensor):
             found = found.detach()  # what is read of a trainable variable has a gradient
