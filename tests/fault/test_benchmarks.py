@@ -11,9 +11,9 @@ def test_all_reduce_by_size_and_algorithm(start, root, tmp_path):
     options = ["--quick", "--sizes", "1K,64K", "--rounds", "1", "--seconds", "1", "--algorithms", "RING,HIERARCHICAL"]
     outcome = start(2, root / "benchmarks" / "allreduce.py", *options, "--out", tmp_path / "out").wait(100)
     assert outcome.code == 0, outcome.output
-    found = json.loads((tmp_path / "out" / "allreduce.json").read_text())
-    assert [case["case"] for case in found["cases"]] == ["1 KiB", "64 KiB"]
-    for case in found["cases"]:
+    report = json.loads((tmp_path / "out" / "allreduce.json").read_text())
+    assert [case["case"] for case in report["cases"]] == ["1 KiB", "64 KiB"]
+    for case in report["cases"]:
         assert {"MPI_Allreduce in place", "torch gloo", "hpcdist AUTO", "hpcdist RING", "hpcdist HIERARCHICAL"} <= set(
             case["samples"]
         )

@@ -55,8 +55,8 @@ COMMANDS = {
 
 
 def blocks(path, kind):
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
-    return [text for name, text in found if name == kind]
+    fenced_blocks = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for name, text in fenced_blocks if name == kind]
 
 
 def programs():
@@ -101,8 +101,8 @@ def run(command, clone, environ, timeout_s, cwd=None):
 
 @pytest.mark.quick
 def test_every_command_is_known():
-    found = {line for path in PAGES for block in blocks(path, "sh") for line in block.splitlines()}
-    assert found == set(COMMANDS)
+    documented_commands = {line for path in PAGES for block in blocks(path, "sh") for line in block.splitlines()}
+    assert documented_commands == set(COMMANDS)
 
 
 @pytest.mark.timeout(400)
@@ -111,8 +111,8 @@ def test_make_train_from_nothing_and_again(clone, clean_environ):
     assert re.search(r"epoch 20/20 .* test accuracy 0\.9[6-9]", output)
     path = re.search(r"^test accuracy 0\.9[6-9]\d+  checkpoint (\S+)$", output, re.MULTILINE)[1]
     assert (clone / path).exists()
-    again, seconds_again = run("make train", clone, clean_environ, LIMIT_INSTALLED_S + 60)
-    assert "2 replicas; new run" in again
+    second_output, seconds_again = run("make train", clone, clean_environ, LIMIT_INSTALLED_S + 60)
+    assert "2 replicas; new run" in second_output
     print(f"make train: {seconds:.0f} s from nothing, {seconds_again:.0f} s when installed")
 
 
@@ -154,8 +154,8 @@ def test_the_diff_is_two_programs(clone, clean_environ):
     # without destroy_process_group), so its ranks leave without that shutdown.
     (clone / "before.py").write_text(before + "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n")
     (clone / "after.py").write_text(after)
-    own = run("mpirun -n 2 python after.py", clone, clean_environ, 60)[0]
-    assert re.fullmatch(r"loss [23]\.\d+\n", own), own
+    hpcdist_output = run("mpirun -n 2 python after.py", clone, clean_environ, 60)[0]
+    assert re.fullmatch(r"loss [23]\.\d+\n", hpcdist_output), hpcdist_output
     torchs = run("python -m torch.distributed.run --nproc-per-node 2 before.py", clone, clean_environ, 100)[0]
     assert re.search(r"loss [23]\.\d+\n", torchs), torchs
 

@@ -19,8 +19,8 @@ OPTIONS = ("--max-steps", 3000, "--save-every", 150)
 
 def arrays_of(folder):
     """Return step and arrays of the newest checkpoint."""
-    found = Store(folder / "checkpoints").read_latest()
-    return found.index.step, {array.name: array.values.tobytes() for array in found.arrays}
+    checkpoint = Store(folder / "checkpoints").read_latest()
+    return checkpoint.index.step, {array.name: array.values.tobytes() for array in checkpoint.arrays}
 
 
 def has_begun(folder, attempt):

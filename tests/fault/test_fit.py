@@ -31,7 +31,7 @@ def events_of(folder):
     accumulator = EventAccumulator(str(folder), purge_orphaned_data=True)
     accumulator.Reload()
     tags = accumulator.Tags()["scalars"]
-    return [(tag, one.step, one.value) for tag in tags for one in accumulator.Scalars(tag)]
+    return [(tag, event.step, event.value) for tag in tags for event in accumulator.Scalars(tag)]
 
 
 def end_of(run):
@@ -45,14 +45,14 @@ def end_of(run):
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     run = tmp_path_factory.mktemp("unbroken") / "run"
-    arguments = [str(one) for one in (MPIRUN, "-n", 2, PYTHON, *command(run))]
+    arguments = [str(argument) for argument in (MPIRUN, "-n", 2, PYTHON, *command(run))]
     subprocess.run(
         arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=90, check=True, stdout=subprocess.DEVNULL
     )
-    found = end_of(run)
-    assert len(found[0]["val_loss"]) == 6
-    assert [step for tag, step, _ in found[3][0] if tag == "epoch_loss"] == list(range(6))
-    return found
+    end_state = end_of(run)
+    assert len(end_state[0]["val_loss"]) == 6
+    assert [step for tag, step, _ in end_state[3][0] if tag == "epoch_loss"] == list(range(6))
+    return end_state
 
 
 def run_with_harm(start, run, draws, options):

@@ -51,7 +51,7 @@ def newest_arrays(folder):
     """Return the bytes of all arrays of the newest checkpoint by their names."""
     arrays = {}
     with h5py.File(sorted(folder.rglob("step-*.h5"))[-1]) as file:
-        file.visititems(lambda name, one: arrays.update({name: one[()].tobytes()} if hasattr(one, "dtype") else {}))
+        file.visititems(lambda name, node: arrays.update({name: node[()].tobytes()} if hasattr(node, "dtype") else {}))
     del arrays["index"]  # it has times and the numbers of attempts
     assert arrays
     return arrays
@@ -78,8 +78,8 @@ def test_the_loss_curve_of_the_linear_regression(clean_environ, n_ranks):
             weight = weight - 0.01 * (2 * error + 2e-4 * weight)
             bias = bias - 0.01 * 2 * error
         expected.append(np.mean(losses))
-    found = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", out)]
-    assert found == pytest.approx(expected, abs=2e-6)
+    printed_losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", out)]
+    assert printed_losses == pytest.approx(expected, abs=2e-6)
 
 
 def test_the_numpy_job_resumes_with_the_same_bits(clean_environ, tmp_path):
@@ -215,7 +215,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("n_ranks", [None, pytest.param(4, marks=pytest.mark.sweep)], ids=["python", "mpirun -n 4"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_program_runs_alone_and_on_four_ranks(clean_environ, tmp_path, name, n_ranks):
-    options = [one.format(run=tmp_path / "run") for one in PROGRAMS[name]]
+    options = [option.format(run=tmp_path / "run") for option in PROGRAMS[name]]
     launcher = [] if n_ranks is None else [MPIRUN, "-n", str(n_ranks)]
     environ = {**clean_environ, "OMP_NUM_THREADS": "1"}
     command = [*launcher, sys.executable, JOBS / name, *options]

@@ -93,5 +93,5 @@ def test_memory_threads_and_descriptors_stay(start, tmp_path, kind, n_fits):
     if kind != "loop":
         decisions = [json.loads(path.read_text()) for path in tmp_path.glob("run-*/decision.json")]
         assert [entry["decision"] for entry in decisions] == ["finished"] * n_fits
-        kept = sorted(int(path.parents[1].name[4:]) for path in tmp_path.glob("run-*/checkpoints/latest.h5"))
-        assert kept == list(range(1, n_fits, 2))
+        run_numbers = sorted(int(path.parents[1].name[4:]) for path in tmp_path.glob("run-*/checkpoints/latest.h5"))
+        assert run_numbers == list(range(1, n_fits, 2))

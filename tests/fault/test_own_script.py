@@ -32,7 +32,7 @@ def start(environ, run_dir):
 
 def ranks_of(run_dir):
     """Return the processes of the ranks, which name the run folder."""
-    found = []
+    rank_pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
@@ -40,8 +40,8 @@ def ranks_of(run_dir):
             continue
         is_rank = words[0] == sys.executable and str(run_dir) in words
         if is_rank and (folder / "stat").read_text().rsplit(")", 1)[1].split()[1] != str(os.getpid()):
-            found.append(int(folder.name))
-    return found
+            rank_pids.append(int(folder.name))
+    return rank_pids
 
 
 def finish(process):
@@ -77,9 +77,11 @@ def test_a_script_that_is_killed_ends_with_the_same_bits(clean_environ, tmp_path
     n_killed = kill_at_random(clean_environ, tmp_path / "killed", n_kills, seed=n_kills)
     assert finish(start(clean_environ, tmp_path / "killed")) == expected
     assert n_killed > 0
-    for own, other in zip(end_of(tmp_path / "unbroken"), end_of(tmp_path / "killed"), strict=True):
-        assert own.keys() == other.keys()
-        assert all(torch.equal(own[name], other[name]) for name in own)
+    for unbroken_weights, killed_weights in zip(
+        end_of(tmp_path / "unbroken"), end_of(tmp_path / "killed"), strict=True
+    ):
+        assert unbroken_weights.keys() == killed_weights.keys()
+        assert all(torch.equal(unbroken_weights[name], killed_weights[name]) for name in unbroken_weights)
 
 
 def code_of(name):
@@ -90,8 +92,8 @@ def code_of(name):
 
 def test_few_lines_differ_from_the_plain_script_and_the_guide_shows_them():
     plain = code_of("own_script_plain.py")
-    own = code_of("own_script.py")
-    changed = [line for line in difflib.ndiff(plain, own) if line[0] in "+-" and line[2:].strip()]
+    adapted_lines = code_of("own_script.py")
+    changed = [line for line in difflib.ndiff(plain, adapted_lines) if line[0] in "+-" and line[2:].strip()]
     assert sum(line.startswith("+") for line in changed) <= MAX_CHANGED
     assert len(plain) >= 100
     guide = (JOBS.parent / "docs" / "quickstart.md").read_text()

@@ -26,9 +26,9 @@ def wait_for_a_checkpoint(job, run):
     job.wait_until(Store(run / "checkpoints").saved)
 
 
-def same(one, other):
+def same(first_state, second_state):
     """Return whether two runs ended with the same arrays and metrics; their servers may have been others."""
-    return one[:2] == other[:2] and one[3] == other[3]
+    return first_state[:2] == second_state[:2] and first_state[3] == second_state[3]
 
 
 @pytest.fixture(scope="module")

@@ -142,9 +142,9 @@ def test_another_number_of_ranks_resumes_at_the_same_sample(start, root, tmp_pat
 def test_a_finished_job_only_reports(start, root, tmp_path):
     options = ("--epochs", "2")
     first = finish(start, root, tmp_path / "run", 1, *options)
-    again = finish(start, root, tmp_path / "run", 1, *options)
-    assert first.splitlines()[-1] == again.splitlines()[-1]
-    assert "epoch 2/2" not in again
+    rerun_output = finish(start, root, tmp_path / "run", 1, *options)
+    assert first.splitlines()[-1] == rerun_output.splitlines()[-1]
+    assert "epoch 2/2" not in rerun_output
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 

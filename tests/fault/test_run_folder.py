@@ -67,7 +67,7 @@ def test_what_it_was_started_with(run, tmp_path):
     outcome = run(2, environ={**environ, "HPCDIST_JOB_END_S": "4102444800"})
     assert outcome.code == 0, outcome.output
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    settings = {name: (one["value"], one["from"]) for name, one in config["settings"].items()}
+    settings = {name: (setting["value"], setting["from"]) for name, setting in config["settings"].items()}
     assert settings.pop("ends_at")[1] == "HPCDIST_JOB_END_S"
     assert settings == {
         "roles": ("chief:1,worker:1", "HPCDIST_ROLES"),
@@ -87,9 +87,9 @@ def test_where_the_time_of_the_slow_rank_goes(run, tmp_path):
     outcome = run(3, slow_s=0.02)
     assert outcome.code == 0, outcome.output
     for rank in range(3):
-        header, *rest = records(tmp_path / "run" / "trace" / "0001" / f"rank-{rank:05d}.jsonl")
+        header, *entries = records(tmp_path / "run" / "trace" / "0001" / f"rank-{rank:05d}.jsonl")
         assert (header["rank"], header["size"], header["role"]) == (rank, 3, f"worker:{rank}")
-        windows = [one for one in rest if "window" in one]
+        windows = [entry for entry in entries if "window" in entry]
         total = {
             key: sum(window[key] for window in windows) for key in ("n_steps", "rows", "step_s", "communication_s")
         }
@@ -97,12 +97,12 @@ def test_where_the_time_of_the_slow_rank_goes(run, tmp_path):
         assert sum(window["save_s"] for window in windows) > 0
         waited = total["communication_s"] / total["step_s"]
         assert waited < 0.4 if rank == 1 else waited > 0.5, f"rank {rank} waits {waited:.2f} of its steps"
-        steps = [one["step"] for one in rest if "spans" in one]
+        steps = [entry["step"] for entry in entries if "spans" in entry]
         assert steps[:32] == list(range(1, 33))
     assert "report.html, and " in hpcdist(tmp_path, "report", "run")
     page = (tmp_path / "run" / "report" / "report.html").read_text()
-    (said,) = re.findall(r'<li class="bad">([^<]*)</li>', page)
-    assert said.startswith("rank 1 on ")
+    (finding,) = re.findall(r'<li class="bad">([^<]*)</li>', page)
+    assert finding.startswith("rank 1 on ")
     hpcdist(tmp_path, "trace", "run")
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     sums = {}

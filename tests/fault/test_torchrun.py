@@ -91,8 +91,8 @@ def test_several_hosts_are_refused(start, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [TORCHRUN, "--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", 29731]
-    both = [start(1, command=[*command, "--node-rank", node, program, "1", tmp_path]) for node in (0, 1)]
-    for outcome in [job.wait(60) for job in both]:
+    jobs = [start(1, command=[*command, "--node-rank", node, program, "1", tmp_path]) for node in (0, 1)]
+    for outcome in [job.wait(60) for job in jobs]:
         assert outcome.code != 0
         assert "expected all ranks on one host under torchrun, got 1 of 2 here; start the program by srun" in (
             outcome.output

@@ -70,10 +70,10 @@ def check_end(job, tmp_path):
     return outcome.output
 
 
-def report_of(output, rank, what):
+def report_of(output, rank, beginning):
     """Return the one report of a rank, which begins like this."""
     reports = re.findall(
-        rf"^hpcdist: rank {rank} \(worker {rank}\): {what}.*\n((?:(?!hpcdist:).*\n)*)", output, re.MULTILINE
+        rf"^hpcdist: rank {rank} \(worker {rank}\): {beginning}.*\n((?:(?!hpcdist:).*\n)*)", output, re.MULTILINE
     )
     assert len(reports) == 1, output
     return reports[0]
@@ -232,8 +232,8 @@ def test_the_collectives_of_all_threads_are_reported(start, root, tmp_path):
     outcome = begin(start, root, tmp_path, THREADS).wait(40)
     assert outcome.code != 0
     report = report_of(outcome.output, 1, "in no collective for")
-    own, of_thread = report.split("last collectives of another thread:\n")
-    assert " 1  all_reduce sum float64 x 5  " in own
+    of_main_thread, of_thread = report.split("last collectives of another thread:\n")
+    assert " 1  all_reduce sum float64 x 5  " in of_main_thread
     assert " 1  all_reduce sum float64 x 6  " in of_thread
 
 
@@ -296,8 +296,8 @@ def test_the_odd_rank_is_named_under_debug(start, nothing_left, tmp_path, name):
     expected = (
         rf"hpcdist: collective {number}: expected all_reduce sum float64 x 8 at \S*program\.py:\d+ as on 2 of 3 ranks, "
     )
-    got = rf"got {call} at \S*program\.py:\d+ on rank 1 \(worker 1\); "
-    assert len(re.findall(expected + got, outcome.output)) == 1, outcome.output
+    call_pattern = rf"got {call} at \S*program\.py:\d+ on rank 1 \(worker 1\); "
+    assert len(re.findall(expected + call_pattern, outcome.output)) == 1, outcome.output
     assert "Traceback" not in outcome.output
     nothing_left(job)
 
@@ -333,13 +333,13 @@ hpcdist.all_reduce(np.ones(3))
 
 @pytest.mark.feature("debugging.mismatch-detection", "complaints.save-under-if-chief")
 @pytest.mark.parametrize(
-    ("chiefs", "theirs"),
+    ("chiefs", "chief_call"),
     [
         ("manager.save(1)", "save"),
         pytest.param("hpcdist.all_gather(np.ones((1, 3)))", "all_gather", marks=pytest.mark.sweep),
     ],
 )
-def test_a_call_of_the_chief_alone_is_noticed_in_seconds(start, nothing_left, tmp_path, chiefs, theirs):
+def test_a_call_of_the_chief_alone_is_noticed_in_seconds(start, nothing_left, tmp_path, chiefs, chief_call):
     """As a save under `if is_chief`: the others go on to their next sum."""
     program = tmp_path / "program.py"
     program.write_text(APART.replace("CHIEFS", chiefs))
@@ -348,10 +348,10 @@ def test_a_call_of_the_chief_alone_is_noticed_in_seconds(start, nothing_left, tm
     outcome = job.wait(40)
     assert outcome.code == 70, outcome.output
     assert time.monotonic() - started < 25
-    found = re.search(r"while (.*): let every rank make the same calls; save is one", outcome.output)
-    assert found, outcome.output
-    chief = report_of(outcome.output, 0, rf"collective \d+, {theirs} ")
-    assert f"{theirs} any x 0" in chief
+    match = re.search(r"while (.*): let every rank make the same calls; save is one", outcome.output)
+    assert match, outcome.output
+    chief = report_of(outcome.output, 0, rf"collective \d+, {chief_call} ")
+    assert f"{chief_call} any x 0" in chief
     nothing_left(job)
 
 

@@ -24,10 +24,10 @@ def what_is_missing(comm):
     try:
         cuda.visible_devices()
         cuda.load_nccl()
-        found = ""
+        missing_reason = ""
     except ConfigurationError as error:
-        found = str(error)
-    return next((text for text in comm.allgather(found) if text), "")
+        missing_reason = str(error)
+    return next((text for text in comm.allgather(missing_reason) if text), "")
 
 
 @pytest.fixture

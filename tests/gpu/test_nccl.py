@@ -104,14 +104,14 @@ def test_memory_of_another_rank_by_cuda_ipc(comm, cupy):
     # the unit in which CUDA shares memory
     runtime = cupy.cuda.runtime
     nbytes = 2 << 20
-    own = cupy.ndarray((nbytes // 8,), np.float64, cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0))
-    own.set(np.full(nbytes // 8, comm.rank, np.float64))
+    local_array = cupy.ndarray((nbytes // 8,), np.float64, cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0))
+    local_array.set(np.full(nbytes // 8, comm.rank, np.float64))
     cupy.cuda.runtime.deviceSynchronize()
-    handles = comm.allgather(runtime.ipcGetMemHandle(own.data.ptr))
+    handles = comm.allgather(runtime.ipcGetMemHandle(local_array.data.ptr))
     neighbour = (comm.rank + 1) % comm.size
     address = runtime.ipcOpenMemHandle(handles[neighbour])
-    memory = cupy.cuda.UnownedMemory(address, nbytes, None, own.device.id)
-    seen = cupy.ndarray(own.shape, np.float64, cupy.cuda.MemoryPointer(memory, 0)).get()
+    memory = cupy.cuda.UnownedMemory(address, nbytes, None, local_array.device.id)
+    seen = cupy.ndarray(local_array.shape, np.float64, cupy.cuda.MemoryPointer(memory, 0)).get()
     runtime.ipcCloseMemHandle(address)
     comm.Barrier()  # before anyone frees what another has open
     assert (seen == neighbour).all()

@@ -221,7 +221,7 @@ def test_random_numbers_of_the_device_resume(comm, gpu, shared_path):
     manager.wait()
     expected = step()
     hpcdist.CheckpointManager(state, shared_path / "run").restore_or_initialize()
-    assert all(torch.equal(left, right) for left, right in zip(step(), expected, strict=True))
+    assert all(torch.equal(resumed, right) for resumed, right in zip(step(), expected, strict=True))
 
 
 def test_batches_arrive_on_the_device(comm, gpu):
@@ -272,8 +272,8 @@ def test_ops_of_cuda_tensors(comm, gpu, op):
 
 
 def test_moves_of_cuda_tensors(comm, gpu):
-    own = torch.full((2, 3), float(comm.rank), device=gpu)
-    gathered = hpcdist.all_gather(own)
+    local_rows = torch.full((2, 3), float(comm.rank), device=gpu)
+    gathered = hpcdist.all_gather(local_rows)
     assert gathered.device.type == "cuda"
     assert gathered[:, 0].tolist() == np.repeat(np.arange(comm.size, dtype=float), 2).tolist()
     everywhere = torch.full((4,), float(comm.rank + 1), device=gpu)

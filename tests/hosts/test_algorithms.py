@@ -11,11 +11,11 @@ OVERHEAD = 1.05
 @pytest.mark.feature("collectives.hierarchical-all-reduce", "collectives.half-precision-wire")
 @pytest.mark.parametrize("ranks_per_host", [[2, 2], [3, 1]], ids=["2 + 2", "3 + 1"])
 def test_sums_and_bytes_between_hosts(hosts, library, ranks_per_host):
-    found = library.run(hosts, "algorithms.py", N_ELEMENTS, ranks_per_host=ranks_per_host).result
-    assert found["n_hosts"] == 2
+    report = library.run(hosts, "algorithms.py", N_ELEMENTS, ranks_per_host=ranks_per_host).result
+    assert report["n_hosts"] == 2
     # 2(m-1)/m * n for m = 2
-    ways = found["ways"]
-    bound = found["nbytes"]
+    ways = report["ways"]
+    bound = report["nbytes"]
     for name, way in ways.items():
         assert way["n_wrong"] == 0, name
         assert len(way["bits"]) == 1, name
@@ -39,10 +39,10 @@ def test_the_ordered_sum_has_the_bits_of_one_host(hosts, mpich):
 
 def test_the_torch_backend_sums_while_the_program_goes_on(hosts, library):
     """The last rank comes a second late: the first one has gone on."""
-    found = library.run(hosts, "torch_backend.py").result
-    assert found["returned_s"] < 0.5
-    assert not found["was_done"]
-    assert found["is_right"]
-    assert found["future"]
-    assert "all_reduce: expected the same call and sizes" in found["failed"]
-    assert found["is_trained_alike"]
+    report = library.run(hosts, "torch_backend.py").result
+    assert report["returned_s"] < 0.5
+    assert not report["was_done"]
+    assert report["is_right"]
+    assert report["future"]
+    assert "all_reduce: expected the same call and sizes" in report["failed"]
+    assert report["is_trained_alike"]

@@ -30,8 +30,8 @@ def test_a_host_whose_memory_is_lost_restores_from_another_one(hosts, mpich, run
     assert [copies_in(host) for host in hosts.hosts] == [["step-00000007-0001.h5"]] * 2
     (folder,) = memory_of(hosts.hosts[lost]).glob("hpcdist-*")
     shutil.rmtree(folder)
-    found = mpich.run(hosts, "copies.py", run_dir, "restore").result
-    ((path, least, most),) = found["found"]
+    restore_report = mpich.run(hosts, "copies.py", run_dir, "restore").result
+    ((path, least, most),) = restore_report["found"]
     assert path.startswith("/dev/shm/"), path
-    assert (least, most, found["n_hosts"]) == (7, 7, 2)
+    assert (least, most, restore_report["n_hosts"]) == (7, 7, 2)
     assert [copies_in(host) for host in hosts.hosts] == [[], []], "given back"

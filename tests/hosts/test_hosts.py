@@ -27,14 +27,14 @@ with VirtualHosts(2) as hosts:
 
 
 def processes_in(namespaces):
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdecimal() and os.readlink(entry / "ns" / "net") in namespaces:
-                found.append((entry.name, (entry / "cmdline").read_bytes()))
+                processes.append((entry.name, (entry / "cmdline").read_bytes()))
         except OSError:  # it ended while we looked
             continue
-    return found
+    return processes
 
 
 def wait_until(is_true, timeout_s):
@@ -59,9 +59,9 @@ def test_a_stream_reaches_the_rate_of_the_link_and_no_more(can_make_hosts, clean
 
 
 def test_each_host_has_its_own_of_everything(hosts, library):
-    found = library.run(hosts, "world.py").result
-    assert library.name.split()[0] in found["library"]
-    ranks = found["ranks"]
+    world_report = library.run(hosts, "world.py").result
+    assert library.name.split()[0] in world_report["library"]
+    ranks = world_report["ranks"]
     assert [rank["host"] for rank in ranks] == ["host-0", "host-0", "host-1", "host-1"]
     assert {(rank["n_hosts"], rank["n_ranks_of_host"], rank["n_ranks_of_lane"]) for rank in ranks} == {(2, 2, 2)}
     ours = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "uts", "ipc", "mnt", "pid")]

@@ -17,14 +17,14 @@ QUIET_BYTES = 100_000
 
 @pytest.mark.quick
 def test_all_reduce_is_right_and_crosses_the_links(hosts, library):
-    found = library.run(hosts, "all_reduce.py", 1, 1001, 1 << 18, (1 << 21) + 1).result
-    assert found["n_hosts"] == 2
-    for row in found["rows"]:
+    report = library.run(hosts, "all_reduce.py", 1, 1001, 1 << 18, (1 << 21) + 1).result
+    assert report["n_hosts"] == 2
+    for row in report["rows"]:
         assert row["n_wrong"] == 0
         bound = row["nbytes"]  # 2(m-1)/m * n for m = 2: with less, a host cannot know the sum
         assert len(row["sent"]) == 2
         assert min(row["sent"]) >= bound
-        assert max(row["sent"]) < 4 * bound + QUIET_BYTES, found
+        assert max(row["sent"]) < 4 * bound + QUIET_BYTES, report
 
 
 def test_ranks_of_one_host_do_not_use_its_link(hosts, library):

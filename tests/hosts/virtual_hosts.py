@@ -191,14 +191,14 @@ class VirtualHosts:
         """Return the pids of what runs in `hosts` (default: all, and the switch), but for what keeps them alive."""
         namespaces = {host.namespace for host in hosts or self._all()}
         keepers = {pid for host in self._all() for pid in host.keepers}
-        found = []
+        pids = []
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdecimal() and os.readlink(entry / "ns" / "net") in namespaces:
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:  # it ended while we looked
                 continue
-        return sorted(set(found) - keepers)
+        return sorted(set(pids) - keepers)
 
     def kill_processes(self) -> None:
         """End everything that runs in the hosts; the hosts stay."""
@@ -222,8 +222,8 @@ class VirtualHosts:
 
 
 def _is_openmpi(mpirun: Path) -> bool:
-    asked = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20, check=True)
-    return "Open MPI" in asked.stdout
+    version_query = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    return "Open MPI" in version_query.stdout
 
 
 def _mpich_options(placed: Sequence[tuple[Host, int]]) -> list[object]:

@@ -31,8 +31,8 @@ class Trained:
 
     def backward(self, rows, is_first):
         context = hpcdist.get_replica_context()
-        own = rows[context.replica_id_in_sync_group :: context.num_replicas_in_sync]
-        y = self.model(own) + (self.first(own) if is_first else 0)
+        replica_rows = rows[context.replica_id_in_sync_group :: context.num_replicas_in_sync]
+        y = self.model(replica_rows) + (self.first(replica_rows) if is_first else 0)
         (y.square().sum() / ROWS if self.strategy.is_summing else y.square().sum(1).mean()).backward()
 
     def step_in_one_run(self):
@@ -88,18 +88,18 @@ def trained_alone(n_steps):
 @pytest.mark.parametrize("way", [Trained.train_in_one_run, Trained.train_in_several_runs])
 @pytest.mark.parametrize("n_replicas", [None, 4, 8])
 def test_it_trains_as_in_one_process(comm, way, n_replicas):
-    found = way(Trained(n_replicas), 3)
-    torch.testing.assert_close(found, trained_alone(3), rtol=1e-12, atol=1e-14)
-    assert len(set(comm.allgather(found.numpy().tobytes()))) == 1
+    trained_parameters = way(Trained(n_replicas), 3)
+    torch.testing.assert_close(trained_parameters, trained_alone(3), rtol=1e-12, atol=1e-14)
+    assert len(set(comm.allgather(trained_parameters.numpy().tobytes()))) == 1
 
 
 @pytest.mark.parametrize("way", [Trained.train_in_one_run, Trained.train_in_several_runs])
 def test_means_of_equal_micro_batches(comm, way):
-    found = way(Trained(4, "mean"), 2)
+    trained_parameters = way(Trained(4, "mean"), 2)
     expected = way(Trained(None, "mean"), 2) if comm.size == 4 else None
     if expected is not None:
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    assert len(set(comm.allgather(found.numpy().tobytes()))) == 1
+        torch.testing.assert_close(trained_parameters, expected, rtol=1e-12, atol=1e-14)
+    assert len(set(comm.allgather(trained_parameters.numpy().tobytes()))) == 1
 
 
 @pytest.mark.feature("collectives.accumulation-without-sync")

@@ -69,7 +69,7 @@ def build(make_strategy=hpcdist.MultiWorkerMirroredStrategy, **options):
 
 def same_everywhere(comm, value):
     values = comm.allgather(value)
-    assert len({repr(one) for one in values}) == 1, values
+    assert len({repr(rank_value) for rank_value in values}) == 1, values
     return value
 
 
@@ -142,16 +142,16 @@ def test_a_loop_without_gradients_agrees_by_messages(comm, watcher, is_fast):
                 if number == 5 and comm.rank == comm.size // 2:
                     watcher.want = Request.STOP
     same_everywhere(comm, watcher.learnt)
-    asked = 5 * (ROWS // BATCH + 1)
+    polls_before_request = 5 * (ROWS // BATCH + 1)
     n_polls = n_passes * (ROWS // BATCH + 1)
     assert watcher.n_polls == n_polls
     if comm.size == 1:
         assert watcher.agreement.n_messages == 0
     elif is_fast:
-        assert asked < watcher.learnt[0][0] <= asked + MAX_POLLS + 2
+        assert polls_before_request < watcher.learnt[0][0] <= polls_before_request + MAX_POLLS + 2
         assert watcher.agreement.n_messages <= n_polls / MAX_POLLS + 5
     else:
-        assert asked < watcher.learnt[0][0] <= asked + 3
+        assert polls_before_request < watcher.learnt[0][0] <= polls_before_request + 3
         assert watcher.agreement.n_messages > 0.85 * n_polls
 
 

@@ -135,11 +135,11 @@ def test_many_hosts_sum_by_halving_with_the_same_bits(comm, tiny, make_group, mo
     monkeypatch.setattr(route, "DIRECT_HOSTS", 1)
     used = []
     call = slices.run_schedule
-    monkeypatch.setattr(slices, "run_schedule", lambda *given: used.append(call(*given)))
-    asked = Route(Implementation.HIERARCHICAL, is_ordered=group.placement.is_aligned)
+    monkeypatch.setattr(slices, "run_schedule", lambda *arguments: used.append(call(*arguments)))
+    halving_route = Route(Implementation.HIERARCHICAL, is_ordered=group.placement.is_aligned)
     for _ in range(2):
         buffer = halved.copy()
-        algorithms.run(asked, buffer, group)
+        algorithms.run(halving_route, buffer, group)
         assert buffer.tobytes() == direct.tobytes()
     has_order = group.placement.is_even or not group.placement.is_aligned
     assert len(used) == (2 if n_hosts > 1 and has_order and group.lane_comm is not None else 0)
@@ -234,36 +234,36 @@ def test_nccl_without_a_gpu_says_what_is_missing():
 
 @pytest.mark.feature("collectives.auto-algorithm", "collectives.autotuner")
 def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
-    own = comm.Dup()
-    group = group_of(own)
-    hpcdist.all_reduce(np.ones(5000), comm=own)
+    private_comm = comm.Dup()
+    group = group_of(private_comm)
+    hpcdist.all_reduce(np.ones(5000), comm=private_comm)
     tables = comm.allgather(measurements_of(group))
     assert all(table == tables[0] for table in tables)
     if comm.size > 1:
         assert [least for least, _ in tables[0]] == sorted({least for least, _ in tables[0]})
-    own.Free()
+    private_comm.Free()
 
 
 @pytest.mark.feature("collectives.autotuner")
 def test_what_was_measured_is_logged_by_rank_0(comm, caplog):
-    own = comm.Dup()
+    private_comm = comm.Dup()
     with caplog.at_level("INFO", logger="hpcdist"):
-        hpcdist.all_reduce(np.ones(5000), comm=own)
+        hpcdist.all_reduce(np.ones(5000), comm=private_comm)
     lines = [text for text in caplog.messages if "all_reduce: AUTO takes" in text]
     assert bool(lines) == (comm.rank == 0 and comm.size > 1)
     for line in lines:
         assert re.fullmatch(r"all_reduce: AUTO takes \w+ from \d+ bytes on: \w+ [\d.]+ us, MPI [\d.]+ us", line)
-    own.Free()
+    private_comm.Free()
 
 
 def test_a_measurement_is_in_the_journal(comm, monkeypatch):
     """So that a rank which does not take part is seen by the watchdog."""
-    own = comm.Dup()
+    private_comm = comm.Dup()
     seen = []
     monkeypatch.setattr(algorithms, "measure", lambda group: seen.append(str(group.journal.current)))
-    hpcdist.all_reduce(np.ones(5000), comm=own)
+    hpcdist.all_reduce(np.ones(5000), comm=private_comm)
     assert seen == ["all_reduce sum float64 x 5000"] * (comm.size > 1)  # one rank has nothing to measure
-    own.Free()
+    private_comm.Free()
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
@@ -287,26 +287,26 @@ def test_chunks_hold_whole_numbers_of_any_dtype():
 
 @pytest.mark.feature("launch.process-sets")
 def test_a_group_is_freed_with_its_communicator(comm):
-    own = comm.Dup()
-    group = group_of(own)
-    assert group_of(own) is group
+    private_comm = comm.Dup()
+    group = group_of(private_comm)
+    assert group_of(private_comm) is group
     shared_memory.all_reduce(np.ones(3), group)
     freed = []
     group.keep("mark", lambda: "made", freed.append)
-    own.Free()
+    private_comm.Free()
     assert freed == ["made"]
     assert group.peek("mark") is None
 
 
 def test_a_wire_rounds_alike_whatever_the_link_was_timed_at(comm, make_group, monkeypatch):
     """The owner of a part adds its own values unrounded, so bits depend on where chunks end."""
-    found = []
+    sum_bytes = []
     for byte_s in (1e-12, 1e-7):
         monkeypatch.setattr(hierarchical, "seconds_per_byte", lambda group, byte_s=byte_s: byte_s)
         buffer = random_rows(comm, 300_000, seed=5)[comm.rank]
         hierarchical.all_reduce(buffer, make_group("1 each"), SUM, True, HalfWire("bfloat16"))
-        found.append(buffer.tobytes())
-    assert found[0] == found[1]
+        sum_bytes.append(buffer.tobytes())
+    assert sum_bytes[0] == sum_bytes[1]
 
 
 def test_auto_measures_what_it_runs(comm, make_group, monkeypatch):
@@ -314,8 +314,8 @@ def test_auto_measures_what_it_runs(comm, make_group, monkeypatch):
     group = make_group("1 each")
     seen = []
     monkeypatch.setattr(route, "DIRECT_HOSTS", 1)
-    monkeypatch.setattr(hierarchical, "all_reduce", lambda *given: seen.append("direct"))
-    monkeypatch.setattr(slices, "all_reduce", lambda *given: seen.append("halving"))
+    monkeypatch.setattr(hierarchical, "all_reduce", lambda *arguments: seen.append("direct"))
+    monkeypatch.setattr(slices, "all_reduce", lambda *arguments: seen.append("halving"))
     algorithms.measure(group)
     assert set(seen) == ({"halving"} if comm.size > 1 else set())
 
@@ -326,12 +326,12 @@ def test_auto_measures_what_it_runs(comm, make_group, monkeypatch):
 def test_what_a_sum_is_divided_by(comm, tiny, make_group, name, divisor, n_elements):
     """With the bits of the sum, divided afterwards."""
     group = make_group()
-    asked = Route(name, is_ordered=True)
+    chosen_route = Route(name, is_ordered=True)
     rows = random_rows(comm, n_elements, seed=6)
     total = rows[comm.rank].copy()
     divided = rows[comm.rank].copy()
-    algorithms.run(asked, total, group)
-    algorithms.run(asked, divided, group, divisor=divisor)
+    algorithms.run(chosen_route, total, group)
+    algorithms.run(chosen_route, divided, group, divisor=divisor)
     assert divided.tobytes() == (total / np.float32(divisor)).tobytes()
 
 

@@ -94,11 +94,11 @@ def test_ops_by_enum_and_any_case(comm):
 
 @pytest.mark.feature("launch.process-sets", "launch.own-communicators")
 def test_over_a_communicator_of_the_users(comm):
-    own = comm.Split(comm.rank % 2)
+    half_comm = comm.Split(comm.rank % 2)
     buffer = np.ones(2)
-    hpcdist.all_reduce(buffer, comm=own)
-    assert buffer.tolist() == [own.size] * 2
-    own.Free()
+    hpcdist.all_reduce(buffer, comm=half_comm)
+    assert buffer.tolist() == [half_comm.size] * 2
+    half_comm.Free()
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def world():
-    made = World()
-    yield made
-    made.free()
+    new_world = World()
+    yield new_world
+    new_world.free()
 
 
 @pytest.fixture
 def call_check(world):
-    made = CallCheck(world.comm, world)
-    yield made
-    made.free()
+    checker = CallCheck(world.comm, world)
+    yield checker
+    checker.free()
 
 
 @pytest.fixture
@@ -138,15 +138,15 @@ def test_the_time_limit_is_the_groups_own(comm, world, odd, monkeypatch):
     monkeypatch.setattr("hpcdist.diagnostics.call_check.ANSWER_S", 0.5)
     world.debug = frozenset({"collectives"})
     world.timeout_s = 20.0
-    own = Group(comm, world, timeout_s=0.3)
-    own.watchdog.stop()  # which would end the job
+    group = Group(comm, world, timeout_s=0.3)
+    group.watchdog.stop()  # which would end the job
     text = ""
     if not odd:
         with pytest.raises(CollectiveTimeoutError) as caught:
-            own.recorded("all_reduce sum", np.ones(1))
+            group.recorded("all_reduce sum", np.ones(1))
         text = str(caught.value)
     comm.Barrier()
-    own.free()
+    group.free()
     assert odd or "expected every rank within 0.3 s for all_reduce sum float64 x 1 at " in text
 
 
@@ -154,9 +154,9 @@ def test_debug_of_one_rank_holds_for_all(comm, monkeypatch):
     for value, is_on in (("collectives", True), ("", False)):
         if comm.rank == comm.size - 1:
             monkeypatch.setenv("HPCDIST_DEBUG", value)
-        made = World()
-        assert made.debug == (frozenset({"collectives"}) if is_on else frozenset())
-        made.free()
+        new_world = World()
+        assert new_world.debug == (frozenset({"collectives"}) if is_on else frozenset())
+        new_world.free()
 
 
 def test_odd_ones():

@@ -122,9 +122,9 @@ def test_an_update_is_made_once(comm):
     result = strategy.extended.update(model[0].weight, lambda v, by: v.add_(by).sum().item(), args=(2.0,))
     assert torch.equal(model[0].weight.detach(), before + 2)
     assert (result is None) == (comm.rank > 0)
-    own = torch.zeros(1)
-    strategy.extended.update(own, lambda v: v.add_(1))
-    assert own.item() == 1
+    local_tensor = torch.zeros(1)
+    strategy.extended.update(local_tensor, lambda v: v.add_(1))
+    assert local_tensor.item() == 1
 
 
 def test_weights_that_were_moved_are_refused(comm):

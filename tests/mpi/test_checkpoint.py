@@ -183,13 +183,13 @@ def raised_everywhere(comm, act):
 
 def test_of_another_model(comm, shared_path):
     Job(comm, width=5).manager(shared_path).save(1)
-    other = Job(comm, width=6)
-    before = other.bits()
-    text = raised_everywhere(comm, other.manager(shared_path).restore_or_initialize)
+    wider_job = Job(comm, width=6)
+    before = wider_job.bits()
+    text = raised_everywhere(comm, wider_job.manager(shared_path).restore_or_initialize)
     assert "expected 'model' with" in text
     assert "'0.weight' (6, 3) float32, got" in text
     assert "(5, 3) float32 in step-00000001-0001.h5; build the same model, or start with a new run folder" in text
-    assert other.bits() == before
+    assert wider_job.bits() == before
     assert hpcdist.latest_checkpoint(shared_path) is not None
 
 
@@ -204,8 +204,8 @@ def test_of_another_optimizer_or_precision(comm, shared_path):
     torch.manual_seed(0)  # ranks that differ are not saved
     model = nn.Linear(1, 1)
     Manager(hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())), shared_path).save(1)
-    other = hpcdist.Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    text = raised_everywhere(comm, Manager(other, shared_path).restore_or_initialize)
+    sgd_checkpoint = hpcdist.Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    text = raised_everywhere(comm, Manager(sgd_checkpoint, shared_path).restore_or_initialize)
     assert "'optimizer': 'SGD'" in text
     assert "'optimizer': 'Adam'" in text
     fewer = hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam([model.weight]))
@@ -260,7 +260,7 @@ def test_the_end_waits_for_a_save_whose_manager_nobody_holds(comm, shared_path, 
     later = []
     gate = threading.Event()
     sync = durable.Disk.sync
-    monkeypatch.setattr(atexit, "register", lambda act, *given, **more: later.append(act))
+    monkeypatch.setattr(atexit, "register", lambda act, *arguments, **more: later.append(act))
 
     def sync_when_told(disk, descriptor):
         if threading.current_thread() is not threading.main_thread():
@@ -502,17 +502,17 @@ def test_numbers_and_texts_are_state(comm, shared_path):
     first.checkpoint["is_tuned"] = np.bool_(True)
     first.checkpoint["rate"] = np.float64("inf")
     first.save(7)
-    again = manager(epoch=0, rate=0.1, phase="", is_tuned=False)
-    assert again.restore_or_initialize()
+    reopened = manager(epoch=0, rate=0.1, phase="", is_tuned=False)
+    assert reopened.restore_or_initialize()
     names = ("epoch", "rate", "phase", "is_tuned")
-    assert [again.checkpoint[name] for name in names] == [3, float("inf"), "täglich", True]
+    assert [reopened.checkpoint[name] for name in names] == [3, float("inf"), "täglich", True]
     with pytest.raises(UsageError, match=r"'epoch'.*'rate'.*'phase'.*'epoch'"):
-        again.checkpoint["epoch"] = "3"
+        reopened.checkpoint["epoch"] = "3"
     with pytest.raises(UsageError, match="'other'"):
-        again.checkpoint["other"] = 1
-    other = manager(epoch="", rate=0.1, phase="", is_tuned=False)
+        reopened.checkpoint["other"] = 1
+    mismatched = manager(epoch="", rate=0.1, phase="", is_tuned=False)
     with pytest.raises(CheckpointMismatch, match="'epoch'.*1.*'epoch'"):
-        other.restore_or_initialize()
+        mismatched.restore_or_initialize()
 
 
 def without_progress_of(manager):
@@ -589,12 +589,12 @@ def test_a_checkpoint_is_read_without_writing(comm, shared_path):
     path = writer.save(3)
     comm.Barrier()
     before = files_in(shared_path)
-    other = Job(comm)
-    other.manager(shared_path / "run")
-    other.manager(shared_path / "nowhere")
-    assert other.checkpoint.read(path) == 3
-    assert other.checkpoint.step == 0
-    assert other.bits()[:-1] == job.bits()[:-1]
+    reader_job = Job(comm)
+    reader_job.manager(shared_path / "run")
+    reader_job.manager(shared_path / "nowhere")
+    assert reader_job.checkpoint.read(path) == 3
+    assert reader_job.checkpoint.step == 0
+    assert reader_job.bits()[:-1] == job.bits()[:-1]
     assert files_in(shared_path) == before
     writer.save(4)
 
@@ -631,11 +631,11 @@ def test_a_folder_of_another_user_that_is_read_only_is_read(comm, shared_path):
         shared_path.chmod(0o555)
         os.chmod(path, 0o444)
     comm.Barrier()
-    other = Job(comm).checkpoint
+    reader = Job(comm).checkpoint
     os.seteuid(12345)
     try:
         assert not os.access(shared_path, os.W_OK, effective_ids=True)
-        assert other.read(path) == 3
+        assert reader.read(path) == 3
     finally:
         os.seteuid(0)
     comm.Barrier()
@@ -660,9 +660,9 @@ def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
     first = Job(comm).manager(shared_path, max_to_keep=9)
     paths = [first.save(step) for step in (10, 20)]
     first.wait()
-    again = Job(comm)
-    assert again.checkpoint.restore(paths[0]) == 10
-    manager = again.manager(shared_path, max_to_keep=9)
+    resumed_job = Job(comm)
+    assert resumed_job.checkpoint.restore(paths[0]) == 10
+    manager = resumed_job.manager(shared_path, max_to_keep=9)
     manager.save(15)
     manager.wait()
     if comm.rank == 0:
@@ -766,8 +766,8 @@ def summing_by(**options):
 @pytest.mark.parametrize("name", ["RING", "HIERARCHICAL", "SHARED_MEMORY", "OwnSum"])
 def test_another_way_to_sum_is_reported(comm, shared_path, caplog, name):
     """AUTO becomes SHARED_MEMORY on one host, and HIERARCHICAL adds in the same order: nothing to report."""
-    own = hpcdist.MultiWorkerMirroredStrategy(cross_device_ops=OwnSum())
-    now = own if name == "OwnSum" else summing_by(implementation=name)
+    custom_strategy = hpcdist.MultiWorkerMirroredStrategy(cross_device_ops=OwnSum())
+    now = custom_strategy if name == "OwnSum" else summing_by(implementation=name)
     reports = warnings_of_a_restore(shared_path, caplog, summing_by(), now)
     assert len(reports) == int(comm.rank == 0 and name in ("RING", "OwnSum"))
     assert all(report.endswith(f"these changed: all_reduce in the order of replicas -> {name}") for report in reports)
@@ -793,7 +793,7 @@ def test_a_step_saved_again_because_something_changed_keeps_its_metrics(comm, sh
     def attempt():
         return Manager(hpcdist.Checkpoint(values=values), shared_path, keep_best="loss")
 
-    def found():
+    def latest_save():
         comm.Barrier()
         last = Store(shared_path).read_latest()
         return str(last.saved), last.index.metrics
@@ -802,20 +802,20 @@ def test_a_step_saved_again_because_something_changed_keeps_its_metrics(comm, sh
     manager.save(5, {"loss": 0.25})
     before = os.stat(shared_path / "step-00000005-0001.h5").st_ino
     manager.save(5, if_changed=True)
-    assert found() == ("step-00000005-0001.h5", {"loss": 0.25})
+    assert latest_save() == ("step-00000005-0001.h5", {"loss": 0.25})
     assert os.stat(shared_path / "step-00000005-0001.h5").st_ino == before
     values += 1
     assert manager.save(5, if_changed=True).endswith("step-00000005-0001.h5")
-    assert found() == ("step-00000005-0001.h5", {"loss": 0.25})
+    assert latest_save() == ("step-00000005-0001.h5", {"loss": 0.25})
     assert os.stat(shared_path / "step-00000005-0001.h5").st_ino != before
     manager = attempt()
     manager.restore_or_initialize()
     assert manager.save(5, if_changed=True).endswith("step-00000005-0001.h5"), "the one that was restored"
     values += 1
     assert manager.save(5, if_changed=True).endswith("step-00000005-0002.h5")
-    assert found() == ("step-00000005-0002.h5", {"loss": 0.25})
+    assert latest_save() == ("step-00000005-0002.h5", {"loss": 0.25})
     manager.save(6)
-    assert found()[1] == {}
+    assert latest_save()[1] == {}
 
 
 @pytest.mark.feature("checkpoints.suspect-checkpoints")
@@ -869,11 +869,11 @@ def test_a_read_error_in_the_middle_is_tried_again_and_then_raised_on_all_ranks(
     manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
     manager.save(1)
     manager.wait()
-    left = [n_errors]
+    remaining_errors = [n_errors]
 
     def read(descriptor, buffers, offset, plain=os.preadv):
-        if offset > 8 << 20 and left[0]:
-            left[0] -= 1
+        if offset > 8 << 20 and remaining_errors[0]:
+            remaining_errors[0] -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return plain(descriptor, buffers, offset)
 
@@ -928,8 +928,8 @@ def test_a_module_is_loaded_in_part(comm, shared_path):
     hpcdist.load_checkpoint(path, strict=False, model=larger)
     assert torch.equal(larger[0].weight, job.model[0].weight)
     assert torch.equal(larger[4].weight, head)
-    other = nn.Sequential(nn.Linear(3, 7))
-    text = raised_everywhere(comm, lambda: hpcdist.load_checkpoint(path, strict=False, model=other))
+    mismatched_model = nn.Sequential(nn.Linear(3, 7))
+    text = raised_everywhere(comm, lambda: hpcdist.load_checkpoint(path, strict=False, model=mismatched_model))
     assert "'0.weight' (7, 3)" in text
 
 
@@ -961,12 +961,14 @@ def test_a_run_continues_under_another_strategy(comm, shared_path, make, is_back
     model, momentum, manager = saved_by(first(), 1)
     manager.save(2)
     manager.wait()
-    other, _, restored = saved_by(second(), 5)
+    restored_model, _, restored = saved_by(second(), 5)
     assert restored.restore_or_initialize().endswith("step-00000002-0001.h5")
     assert restored.checkpoint.step == 2
-    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(restored_model[0].weight, model[0].weight)
     if comm.rank == 0:
-        assert torch.equal(restored.checkpoint["optimizer"].state[other[0].weight]["momentum_buffer"], momentum)
+        assert torch.equal(
+            restored.checkpoint["optimizer"].state[restored_model[0].weight]["momentum_buffer"], momentum
+        )
 
 
 @pytest.mark.parametrize(

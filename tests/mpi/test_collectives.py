@@ -33,8 +33,8 @@ def test_broadcast(comm, root):
 
 @pytest.mark.feature("collectives.broadcast-and-gathers")
 def test_all_gather_of_unequal_rows(comm):
-    own = np.full((comm.rank, 2), comm.rank, np.int32)
-    joined = hpcdist.all_gather(own)
+    local_rows = np.full((comm.rank, 2), comm.rank, np.int32)
+    joined = hpcdist.all_gather(local_rows)
     assert joined.dtype == np.int32
     assert joined.tolist() == [[rank] * 2 for rank in range(comm.size) for _ in range(rank)]
     assert hpcdist.all_gather(np.empty((0, 3))).shape == (0, 3)
@@ -66,8 +66,8 @@ def test_reduce_scatter(comm, n_rows):
 
 @pytest.mark.feature("collectives.other-collectives")
 def test_gather_objects(comm):
-    found = hpcdist.gather_objects({"rank": comm.rank}, root=comm.size - 1)
-    assert found == ([{"rank": rank} for rank in range(comm.size)] if comm.rank == comm.size - 1 else None)
+    gathered = hpcdist.gather_objects({"rank": comm.rank}, root=comm.size - 1)
+    assert gathered == ([{"rank": rank} for rank in range(comm.size)] if comm.rank == comm.size - 1 else None)
 
 
 @pytest.mark.feature("collectives.async-handles")
@@ -128,9 +128,9 @@ def test_non_contiguous_zero_length_and_scalar_buffers(comm):
         with pytest.raises(CollectiveError, match="not contiguous"):
             hpcdist.all_reduce(np.ones((4, 4)).T[:2], implementation=name)
         hpcdist.all_reduce(np.empty(0, np.float32), implementation=name)
-        one = np.array(comm.rank + 1.0)
-        hpcdist.all_reduce(one, implementation=name)
-        assert one == comm.size * (comm.size + 1) / 2
+        scalar = np.array(comm.rank + 1.0)
+        hpcdist.all_reduce(scalar, implementation=name)
+        assert scalar == comm.size * (comm.size + 1) / 2
 
 
 @pytest.mark.feature("complaints.large-and-half-messages")
@@ -173,9 +173,9 @@ def test_a_time_limit_is_the_groups_own(comm):
 def test_waits_for_ranks_of_the_node_are_bounded(comm, monkeypatch):
     """One rank stays away from a barrier of the node; the others give up in time and say for whom they waited."""
     monkeypatch.setattr(group, "LATE_S", 0.0)
-    own = Group(comm, make_world(), timeout_s=0.3)
-    own.watchdog.stop()  # which would end the job
-    barrier = own.barrier
+    bounded_group = Group(comm, make_world(), timeout_s=0.3)
+    bounded_group.watchdog.stop()  # which would end the job
+    barrier = bounded_group.barrier
     comm.Barrier()
     if comm.rank > 0:
         with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 s, got no answer from rank 0 on rank"):
@@ -183,7 +183,7 @@ def test_waits_for_ranks_of_the_node_are_bounded(comm, monkeypatch):
     comm.Barrier()
     if comm.rank == 0:
         barrier.wait()
-    own.free()
+    bounded_group.free()
 
 
 def test_without_shared_memory_the_others_still_work(comm, monkeypatch):
@@ -191,38 +191,38 @@ def test_without_shared_memory_the_others_still_work(comm, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.memfd_create", refuse)
-    own = Group(comm, make_world())
+    memoryless_group = Group(comm, make_world())
     buffer = np.ones(10)
-    library.all_reduce(buffer, own)
+    library.all_reduce(buffer, memoryless_group)
     assert buffer[0] == comm.size
     if comm.size > 1:
         with pytest.raises(CollectiveError, match="memory.*ranks"):
-            shared_memory.all_reduce(buffer, own)
-    own.free()
+            shared_memory.all_reduce(buffer, memoryless_group)
+    memoryless_group.free()
 
 
 @pytest.mark.feature("debugging.log-of-calls")
 def test_journals_hold_what_was_called(comm):
-    own = comm.Dup()
-    hpcdist.all_reduce(np.ones(7, np.float32), "max", comm=own)
+    duplicate_comm = comm.Dup()
+    hpcdist.all_reduce(np.ones(7, np.float32), "max", comm=duplicate_comm)
     with pytest.raises(ConfigurationError):
-        hpcdist.all_reduce(np.ones(7), implementation="NCCL", comm=own)
-    entries = group_of(own).journal.entries
+        hpcdist.all_reduce(np.ones(7), implementation="NCCL", comm=duplicate_comm)
+    entries = group_of(duplicate_comm).journal.entries
     assert str(entries[0]) == "all_reduce max float32 x 7"
     assert all(entry.ended_s is not None for entry in entries)
-    own.Free()
+    duplicate_comm.Free()
 
 
 @pytest.mark.feature("tf.other-calls-another")
 def test_debug_names_the_rank_that_calls_something_else(comm, monkeypatch):
     world = make_world()
     monkeypatch.setattr(world, "debug", frozenset(["collectives"]))
-    own = comm.Dup()
-    hpcdist.all_reduce(np.ones(3), comm=own)
+    duplicate_comm = comm.Dup()
+    hpcdist.all_reduce(np.ones(3), comm=duplicate_comm)
     if comm.size > 1:
         with pytest.raises(DesyncError, match=rf"x {comm.size + 2}.*rank|rank.*x {comm.size + 2}"):
-            hpcdist.all_reduce(np.ones(3 + (comm.size - 1) * (comm.rank == comm.size - 1)), comm=own)
-    own.Free()
+            hpcdist.all_reduce(np.ones(3 + (comm.size - 1) * (comm.rank == comm.size - 1)), comm=duplicate_comm)
+    duplicate_comm.Free()
 
 
 @pytest.mark.feature("launch.process-sets")
@@ -230,28 +230,28 @@ def test_threads_end_with_their_group(comm):
     def threads():
         return {thread for thread in threading.enumerate() if thread.name == "hpcdist-communication"}
 
-    own = comm.Dup()
+    duplicate_comm = comm.Dup()
     before = threads()
-    hpcdist.all_reduce_async(np.ones(3), comm=own).wait()
-    made = threads() - before
-    assert made
-    own.Free()
+    hpcdist.all_reduce_async(np.ones(3), comm=duplicate_comm).wait()
+    started_threads = threads() - before
+    assert started_threads
+    duplicate_comm.Free()
     deadline = time.monotonic() + 5
-    while threads() & made and time.monotonic() < deadline:
+    while threads() & started_threads and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not threads() & made
+    assert not threads() & started_threads
 
 
 @pytest.mark.feature("collectives.broadcast-and-gathers")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
 def test_tensors_are_gathered_as_tensors(comm, dtype):
     """Ranks give as many rows as their number: rank 0 none."""
-    own = torch.full((comm.rank, 2, 3), comm.rank).to(dtype).transpose(1, 2)
-    found = hpcdist.all_gather(own.requires_grad_() if dtype.is_floating_point else own)
+    local_rows = torch.full((comm.rank, 2, 3), comm.rank).to(dtype).transpose(1, 2)
+    gathered = hpcdist.all_gather(local_rows.requires_grad_() if dtype.is_floating_point else local_rows)
     expected = torch.cat([torch.full((rank, 3, 2), rank).to(dtype) for rank in range(comm.size)])
-    assert found.dtype is dtype
-    assert found.requires_grad is dtype.is_floating_point
-    assert torch.equal(found, expected)
+    assert gathered.dtype is dtype
+    assert gathered.requires_grad is dtype.is_floating_point
+    assert torch.equal(gathered, expected)
 
 
 @pytest.mark.feature("collectives.broadcast-and-gathers")
@@ -273,9 +273,9 @@ def test_debug_logs_each_call_as_it_ends(comm, monkeypatch, make_group, capfd):
     with group.recorded("barrier", None):
         pass
     first, second = capfd.readouterr().err.splitlines()
-    who = f"hpcdist: {make_world().describe()}: "
-    assert re.fullmatch(re.escape(f"{who}1  all_reduce sum float32 x 3  ") + r"[\d.]+ ms", first)
-    assert second.startswith(f"{who}2  barrier any x 0  ")
+    log_prefix = f"hpcdist: {make_world().describe()}: "
+    assert re.fullmatch(re.escape(f"{log_prefix}1  all_reduce sum float32 x 3  ") + r"[\d.]+ ms", first)
+    assert second.startswith(f"{log_prefix}2  barrier any x 0  ")
 
 
 @pytest.mark.feature("observability.communication-summary")

@@ -18,9 +18,9 @@ class Trained:
     """A model whose gradients a hook sums."""
 
     def __init__(self, hook=None, state=None, gradient_op="sum", bytes_per_pack=0, **options):
-        given = hpcdist.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+        comm_options = hpcdist.CommunicationOptions(bytes_per_pack=bytes_per_pack)
         self.strategy = hpcdist.MultiWorkerMirroredStrategy(
-            communication_options=given, gradient_op=gradient_op, **options
+            communication_options=comm_options, gradient_op=gradient_op, **options
         )
         if hook is not None:
             self.strategy.register_comm_hook(state, hook)
@@ -211,10 +211,10 @@ def test_nothing_is_lost_between_models_in_turn_and_batches_of_any_size(comm, ho
     arrived = trained.sum_of_gradients()
     n_remembered = 0
     for parameter, total, expected in zip(trained.parameters, arrived, exact, strict=True):
-        kept = getattr(state, memory).get(parameter, torch.zeros_like(parameter)).reshape(parameter.shape)
-        n_remembered += bool(kept.any())
-        rest = torch.from_numpy(comm.allreduce(kept.detach().numpy()))
-        torch.testing.assert_close(total + rest, expected, rtol=1e-3, atol=1e-4)
+        local_residual = getattr(state, memory).get(parameter, torch.zeros_like(parameter)).reshape(parameter.shape)
+        n_remembered += bool(local_residual.any())
+        total_residual = torch.from_numpy(comm.allreduce(local_residual.detach().numpy()))
+        torch.testing.assert_close(total + total_residual, expected, rtol=1e-3, atol=1e-4)
     assert comm.size == 1 or n_remembered >= 2
 
 

@@ -66,10 +66,12 @@ def train(comm, how, num_replicas=None):
 def test_compiled_models_train_as_others(comm, how, num_replicas):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as of hooks that the compiler sees
-        found = train(comm, how, num_replicas)
-    for own, expected in zip(found, train(comm, not_at_all, num_replicas), strict=True):
-        assert torch.equal(own, expected)
-    assert all(torch.equal(found[0], other) for other in comm.allgather(found[0]))
+        compiled_parameters = train(comm, how, num_replicas)
+    for parameter, expected in zip(compiled_parameters, train(comm, not_at_all, num_replicas), strict=True):
+        assert torch.equal(parameter, expected)
+    assert all(
+        torch.equal(compiled_parameters[0], peer_parameter) for peer_parameter in comm.allgather(compiled_parameters[0])
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of what torch.compile traces before the backward

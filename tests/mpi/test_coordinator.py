@@ -42,12 +42,12 @@ def coordinated(comm):
         else:
             try:
                 hpcdist.Server(resolver).join()
-            except SystemExit as left:
-                left_with = left.code
-        others = comm.allgather(None if error is None else repr(error))
+            except SystemExit as server_exit:
+                left_with = server_exit.code
+        rank_errors = comm.allgather(None if error is None else repr(error))
         if error is not None:
             raise error
-        assert not any(others), others
+        assert not any(rank_errors), rank_errors
         assert left_with == (None if comm.rank == 1 else 0)
         return result
 
@@ -140,17 +140,17 @@ def test_the_guides_custom_loop_runs(coordinated):
         per_worker_iterator = iter(per_worker_dataset)
         num_epochs = 4
         steps_per_epoch = 40
-        found = []
+        accuracies = []
         for _ in range(num_epochs):
             accuracy.reset_states()
             for _ in range(steps_per_epoch):
                 coordinator.schedule(step_fn, args=(per_worker_iterator,))
             coordinator.join()
-            found.append(accuracy.result().numpy())
+            accuracies.append(accuracy.result().numpy())
         loss = coordinator.schedule(step_fn, args=(per_worker_iterator,))
         assert f"{loss.fetch():f}".startswith("0.")
         assert strategy.statistics()["pushes"] == 161
-        assert found[-1] > max(0.95, found[0])
+        assert accuracies[-1] > max(0.95, accuracies[0])
 
     coordinated(body)
 
@@ -165,9 +165,9 @@ def test_results_are_tensors_by_get_and_arrays_by_fetch(coordinated):
         result = coordinator.schedule(
             lambda x, y: {"sum": x + y, "half": x.bfloat16(), "text": "a"}, (wide[:2],), {"y": 1}
         )
-        found = result.get()
-        assert torch.equal(found["sum"], torch.tensor([1.0, 2.0]))
-        assert found["half"].dtype is torch.bfloat16
+        outputs = result.get()
+        assert torch.equal(outputs["sum"], torch.tensor([1.0, 2.0]))
+        assert outputs["half"].dtype is torch.bfloat16
         fetched = coordinator.fetch((result, 7))
         assert isinstance(fetched[0]["sum"], np.ndarray)
         assert fetched[0]["half"].dtype == np.float32
@@ -217,7 +217,7 @@ def test_the_first_error_is_raised_once_and_what_has_not_begun_is_cancelled(coor
         for _ in range(coordinated.n_workers):
             coordinator.schedule(wait, (gate,))
         failing = coordinator.schedule(fail)
-        others = [coordinator.schedule(wait, (gate,)) for _ in range(4 * coordinated.n_workers)]
+        queued_results = [coordinator.schedule(wait, (gate,)) for _ in range(4 * coordinated.n_workers)]
         with pytest.raises(KeyError, match="of the function"):
             failing.get()
         with pytest.raises(KeyError, match="of the function") as caught:
@@ -226,7 +226,7 @@ def test_the_first_error_is_raised_once_and_what_has_not_begun_is_cancelled(coor
         assert "worker " in str(caught.value.__cause__)
         assert coordinator.done()
         with pytest.raises(ClosureCancelledError, match="schedule it again"):
-            others[-1].fetch()
+            queued_results[-1].fetch()
         assert coordinator.schedule(lambda: 5).fetch() == 5
         coordinator.join()
 
@@ -265,7 +265,7 @@ def test_what_cannot_be_sent_is_refused_by_schedule(coordinated):
     def body(coordinator):
         _, optimizer = make_model(coordinator.strategy)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        own = nn.Linear(2, 2)
+        unscoped_layer = nn.Linear(2, 2)
         lock = threading.Lock()
         result = coordinator.schedule(lambda: 1)
         distributed = coordinator.strategy.experimental_distribute_dataset(
@@ -274,7 +274,7 @@ def test_what_cannot_be_sent_is_refused_by_schedule(coordinated):
         refused = {
             "fetch it first": (lambda x: x, (result,)),
             "step it on the coordinator": (lambda: scheduler.step(), ()),
-            "make it in the scope": (lambda: own(torch.zeros(2)), ()),
+            "make it in the scope": (lambda: unscoped_layer(torch.zeros(2)), ()),
             "cannot pickle": (lambda: lock, ()),
             "create_per_worker_dataset": (lambda: next(iter(distributed)), ()),
         }
@@ -303,8 +303,10 @@ def test_what_a_failed_function_wrote_to_variables_does_not_stay(coordinated):
         with pytest.raises(GradientError, match="0.weight"):
             coordinator.join()
         before = model[0].weight.detach().clone()
-        found = [coordinator.schedule(lambda: model[0].weight.detach()) for _ in range(2 * coordinated.n_workers)]
-        assert all(torch.equal(one.get(), before) for one in found)
+        remote_values = [
+            coordinator.schedule(lambda: model[0].weight.detach()) for _ in range(2 * coordinated.n_workers)
+        ]
+        assert all(torch.equal(remote_value.get(), before) for remote_value in remote_values)
 
     coordinated(body)
 
@@ -356,10 +358,10 @@ def test_functions_are_as_the_program_has_them_whenever_they_are_scheduled(coord
         for scale in (1.0, 2.0, 3.0):
             for value in (0, 10):
                 table[0] = value
-                found = coordinator.fetch([coordinator.schedule(by_helper, (2,)) for _ in range(4)])
-                assert found == [2 * scale + value] * 4
-                found = coordinator.fetch([coordinator.schedule(helper, (2,)) for _ in range(4)])
-                assert found == [2 * scale] * 4
+                outputs = coordinator.fetch([coordinator.schedule(by_helper, (2,)) for _ in range(4)])
+                assert outputs == [2 * scale + value] * 4
+                outputs = coordinator.fetch([coordinator.schedule(helper, (2,)) for _ in range(4)])
+                assert outputs == [2 * scale] * 4
         assert coordinator.fetch([coordinator.schedule(counting) for _ in range(6)]) == [1] * 6
         assert coordinator.fetch([coordinator.schedule(factorial, (5,)) for _ in range(4)]) == [120] * 4
 
@@ -374,9 +376,9 @@ def test_steps_one_after_another_have_the_bits_of_one_process(coordinated, parti
     """Whichever workers make them; rates that a schedule sets on the coordinator travel with the functions."""
 
     def body(coordinator):
-        model, optimizer = make_model(coordinator.strategy, lambda own: torch.optim.Adam(own, lr=0.02))
-        alone, its_own = make_model(hpcdist.get_strategy(), lambda own: torch.optim.Adam(own, lr=0.02))
-        schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in (optimizer, its_own)]
+        model, optimizer = make_model(coordinator.strategy, lambda parameters: torch.optim.Adam(parameters, lr=0.02))
+        alone, its_own = make_model(hpcdist.get_strategy(), lambda parameters: torch.optim.Adam(parameters, lr=0.02))
+        schedules = [torch.optim.lr_scheduler.StepLR(each_optimizer, 2, 0.5) for each_optimizer in (optimizer, its_own)]
         step = step_of(model, optimizer)
         plain_step = step_of(alone, its_own)
         for number in range(8):
@@ -412,7 +414,7 @@ def test_every_push_is_applied_once_and_seen_after_join(coordinated):
             assert counts[0].detach().tolist() == [total] * 7
             assert counts[1].item() == first + 50
             seen = [coordinator.schedule(lambda: counts[0][0].detach()) for _ in range(3 * coordinated.n_workers)]
-            assert [float(one.get()) for one in seen] == [total] * len(seen)
+            assert [float(remote_value.get()) for remote_value in seen] == [total] * len(seen)
 
     coordinated(body)
 
@@ -458,12 +460,12 @@ def test_random_numbers_follow_the_number_of_the_function_and_go_on_after_a_rest
         coordinator.join()
         if not has_restored:
             manager.save(12)
-        return {tuple(one) for one in drawn}
+        return {tuple(sample) for sample in drawn}
 
-    first, again = (coordinated(draw) for _ in range(2))
+    first, second = (coordinated(draw) for _ in range(2))
     later = coordinated(lambda coordinator: draw(coordinator, has_restored=True))
     if comm.rank == 1:
-        assert first == again
+        assert first == second
         assert len(first | later) == 24
 
 
@@ -495,7 +497,7 @@ def test_freezing_travels_and_unfreezing_what_workers_have_is_refused(coordinate
             coordinator.join()
         assert teacher.weight.tolist() == [[2.0] * 3]
         seen = [coordinator.schedule(lambda: teacher.weight) for _ in range(4)]
-        assert all(one.get().tolist() == [[2.0] * 3] for one in seen)
+        assert all(remote_value.get().tolist() == [[2.0] * 3] for remote_value in seen)
         teacher.requires_grad_(True)
         with pytest.raises(UsageError, match="unfreeze it in the scope before"):
             coordinator.schedule(follow)
@@ -630,10 +632,10 @@ def test_what_is_assigned_is_the_value_and_what_a_failed_function_changed_is_for
         with pytest.raises(KeyError):
             coordinator.join()
         assert float(best.read_value()) == 0.25
-        found = coordinator.fetch(
+        snapshots = coordinator.fetch(
             [coordinator.schedule(lambda: (best.read_value(), model[1].running_mean)) for _ in range(6)]
         )
-        assert all(float(value) == 0.25 and not mean.any() for value, mean in found)
+        assert all(float(value) == 0.25 and not mean.any() for value, mean in snapshots)
 
     coordinated(body)
 
@@ -676,14 +678,14 @@ def numbers_dataset():
 def test_each_worker_has_all_of_a_dataset(coordinated, kind):
     def body(coordinator):
         strategy = coordinator.strategy
-        given = {
+        dataset_or_fn = {
             "function": numbers_dataset,
             "dataset": numbers_dataset(),
             "distributed": strategy.experimental_distribute_dataset(numbers_dataset()),
             "from function": strategy.distribute_datasets_from_function(lambda context: numbers_dataset()),
             "distributed in function": lambda: strategy.experimental_distribute_dataset(numbers_dataset()),
         }[kind]
-        iterator = iter(coordinator.create_per_worker_dataset(given))
+        iterator = iter(coordinator.create_per_worker_dataset(dataset_or_fn))
 
         def read(iterator):
             return hpcdist.current_worker_index(), next(iterator)
@@ -706,18 +708,18 @@ def test_the_input_pipeline_of_a_worker_is_the_only_one(coordinated):
         strategy = coordinator.strategy
 
         def make():
-            found = []
+            contexts = []
 
             def dataset_fn(context):
-                found.append((context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync))
+                contexts.append((context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync))
                 return numbers_dataset()
 
             strategy.distribute_datasets_from_function(dataset_fn)
-            return found
+            return contexts
 
-        assert coordinator.schedule(lambda made: made, (coordinator.create_per_worker_resource(make),)).get() == [
-            (1, 0, 1)
-        ]
+        assert coordinator.schedule(
+            lambda contexts: contexts, (coordinator.create_per_worker_resource(make),)
+        ).get() == [(1, 0, 1)]
         assert coordinator.schedule(lambda: strategy.num_replicas_in_sync).get() == 1
 
     coordinated(body)
@@ -731,13 +733,13 @@ def test_a_dataset_without_a_seed_has_an_order_on_each_worker(coordinated):
             )
         )
         first = coordinator.create_per_worker_resource(lambda: next(iterator).tolist())
-        found = {}
+        orders_by_worker = {}
         for worker, order in coordinator.fetch(
             [coordinator.schedule(lambda x: (hpcdist.current_worker_index(), x), (first,)) for _ in range(40)]
         ):
-            found.setdefault(worker, set()).add(tuple(order))
-        assert all(len(orders) == 1 for orders in found.values())
-        assert len(set.union(*found.values())) == len(found)
+            orders_by_worker.setdefault(worker, set()).add(tuple(order))
+        assert all(len(orders) == 1 for orders in orders_by_worker.values())
+        assert len(set.union(*orders_by_worker.values())) == len(orders_by_worker)
 
     coordinated(body)
 
@@ -774,9 +776,9 @@ def test_resources_end_with_the_programs_last_reference(coordinated):
             import types
             import weakref
 
-            kept = sys.modules.setdefault("things of the test", types.SimpleNamespace(alive=weakref.WeakSet()))
+            registry = sys.modules.setdefault("things of the test", types.SimpleNamespace(alive=weakref.WeakSet()))
             thing = Thing()
-            kept.alive.add(thing)
+            registry.alive.add(thing)
             return thing
 
         def n_alive(thing):
@@ -786,8 +788,8 @@ def test_resources_end_with_the_programs_last_reference(coordinated):
 
         for _ in range(5):
             resource = coordinator.create_per_worker_resource(make)
-            found = [coordinator.schedule(n_alive, (resource,)) for _ in range(3 * coordinated.n_workers)]
-            assert max(coordinator.fetch(found)) <= 2
+            alive_counts = [coordinator.schedule(n_alive, (resource,)) for _ in range(3 * coordinated.n_workers)]
+            assert max(coordinator.fetch(alive_counts)) <= 2
             coordinator.join()
 
     coordinated(body)
@@ -834,7 +836,7 @@ def test_a_checkpoint_of_the_coordinator_resumes_with_the_same_bits(coordinated,
     folder = comm.bcast(str(tmp_path))
 
     def train(coordinator, numbers, has_restored):
-        model, optimizer = make_model(coordinator.strategy, lambda own: torch.optim.Adam(own, lr=0.02))
+        model, optimizer = make_model(coordinator.strategy, lambda parameters: torch.optim.Adam(parameters, lr=0.02))
         checkpoint = hpcdist.Checkpoint(strategy=coordinator.strategy, model=model, optimizer=optimizer)
         manager = hpcdist.CheckpointManager(checkpoint, folder)
         step = step_of(model, optimizer)
@@ -849,21 +851,21 @@ def test_a_checkpoint_of_the_coordinator_resumes_with_the_same_bits(coordinated,
     for number in range(6):
         step_of(whole, own)(number)
     coordinated(lambda coordinator: train(coordinator, range(3), False))
-    found = coordinated(
+    resumed_weights = coordinated(
         lambda coordinator: train(coordinator, range(3, 6), True),
         variable_partitioner=hpcdist.partitioners.FixedShardsPartitioner(2),
     )
     if comm.rank == 1:
-        assert torch.equal(found, weights(whole))
+        assert torch.equal(resumed_weights, weights(whole))
 
 
 def test_a_restore_between_functions_reaches_the_workers(coordinated, tmp_path):
     def body(coordinator):
-        model, optimizer = make_model(coordinator.strategy, lambda own: torch.optim.Adam(own, lr=0.02))
+        model, optimizer = make_model(coordinator.strategy, lambda parameters: torch.optim.Adam(parameters, lr=0.02))
         checkpoint = hpcdist.Checkpoint(strategy=coordinator.strategy, model=model, optimizer=optimizer)
         manager = hpcdist.CheckpointManager(checkpoint, tmp_path / "run")
         step = step_of(model, optimizer)
-        found = []
+        weights_by_attempt = []
         for attempt in range(2):
             if attempt:
                 manager.restore_or_initialize()
@@ -872,13 +874,13 @@ def test_a_restore_between_functions_reaches_the_workers(coordinated, tmp_path):
                 coordinator.join()
                 if not attempt and number == 1:
                     manager.save(2)
-            found.append(weights(model))
+            weights_by_attempt.append(weights(model))
         manager.restore_or_initialize()
         for number in range(2, 4):
             coordinator.schedule(step, (number,))
             coordinator.join()
-        assert torch.equal(weights(model), found[0])
-        assert not torch.equal(found[0], found[1])
+        assert torch.equal(weights(model), weights_by_attempt[0])
+        assert not torch.equal(weights_by_attempt[0], weights_by_attempt[1])
 
     coordinated(body)
 

@@ -33,12 +33,12 @@ CALLS = {
     ),
     "all_gather": (
         lambda x, size: hpcdist.all_gather(x),
-        lambda rank, size: np.concatenate([rows_of(one, size) for one in range(size)]),
+        lambda rank, size: np.concatenate([rows_of(source_rank, size) for source_rank in range(size)]),
     ),
     "reduce_scatter": (lambda x, size: hpcdist.reduce_scatter(x), lambda rank, size: total(size)[rank : rank + 1]),
     "alltoall": (
         lambda x, size: hpcdist.alltoall(x)[0],
-        lambda rank, size: np.stack([rows_of(one, size)[rank] for one in range(size)]),
+        lambda rank, size: np.stack([rows_of(source_rank, size)[rank] for source_rank in range(size)]),
     ),
     "scatter": (lambda x, size: hpcdist.scatter(x), lambda rank, size: rows_of(0, size)[rank : rank + 1]),
 }
@@ -47,24 +47,24 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_device_arrays_come_back_as_device_arrays(comm, cupy, name):
     call, expected = CALLS[name]
-    given = cupy.asarray(rows_of(comm.rank, comm.size))
-    result = call(given, comm.size)
-    result = given if result is None else result
+    device_array = cupy.asarray(rows_of(comm.rank, comm.size))
+    result = call(device_array, comm.size)
+    result = device_array if result is None else result
     assert isinstance(result, cupy.ndarray)
     assert result.dtype == np.float32
     assert result.get().tolist() == expected(comm.rank, comm.size).tolist()
 
 
 def test_groups_of_device_arrays(comm, cupy):
-    given = [cupy.asarray(rows_of(comm.rank, comm.size)) for _ in range(2)]
-    hpcdist.grouped_all_reduce(given)
-    assert [one.get().tolist() for one in given] == [total(comm.size).tolist()] * 2
+    device_arrays = [cupy.asarray(rows_of(comm.rank, comm.size)) for _ in range(2)]
+    hpcdist.grouped_all_reduce(device_arrays)
+    assert [device_array.get().tolist() for device_array in device_arrays] == [total(comm.size).tolist()] * 2
 
 
 def test_values_of_replicas_are_reduced_and_gathered_on_the_host(comm, cupy):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
-    own = cupy.asarray(rows_of(comm.rank, comm.size))
-    assert strategy.reduce("sum", own, axis=None).tolist() == total(comm.size).tolist()
-    assert strategy.reduce("mean", own, axis=0).tolist() == pytest.approx(total(comm.size).mean(0) / comm.size)
-    gathered = strategy.gather(own, axis=0)
-    assert gathered.tolist() == np.concatenate([rows_of(one, comm.size) for one in range(comm.size)]).tolist()
+    local_rows = cupy.asarray(rows_of(comm.rank, comm.size))
+    assert strategy.reduce("sum", local_rows, axis=None).tolist() == total(comm.size).tolist()
+    assert strategy.reduce("mean", local_rows, axis=0).tolist() == pytest.approx(total(comm.size).mean(0) / comm.size)
+    gathered = strategy.gather(local_rows, axis=0)
+    assert gathered.tolist() == np.concatenate([rows_of(rank, comm.size) for rank in range(comm.size)]).tolist()

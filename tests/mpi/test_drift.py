@@ -93,13 +93,13 @@ def test_local_steps_may_differ(comm):
 def test_a_copy_that_is_trained_outside_the_scope_is_warned_of_once(comm, caplog):
     program = Program()
     program.step()
-    other = copy.deepcopy(program.model)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+    model_copy = copy.deepcopy(program.model)
+    optimizer = torch.optim.SGD(model_copy.parameters(), lr=0.01)
     with caplog.at_level(logging.WARNING, "hpcdist"):
         for _ in range(3 * SUMS_PER_SLICE):
             program.step()
             optimizer.zero_grad()
-            other(torch.ones(2, 3) * (comm.rank + 1)).sum().backward()
+            model_copy(torch.ones(2, 3) * (comm.rank + 1)).sum().backward()
             optimizer.step()
     n_lines = sum("copies of the model" in record.getMessage() for record in caplog.records)
     assert n_lines == (comm.rank == 0)
@@ -132,14 +132,14 @@ def test_an_old_optimizer_that_one_rank_still_has_is_no_drift(comm, caplog, loca
     """When it is freed is up to the garbage collector, which runs on each rank when it likes."""
     program = Program(communication_options=hpcdist.CommunicationOptions(local_steps=local_steps))
     inputs = torch.ones(2, 3) * (comm.rank + 1)
-    kept = []
+    live_optimizers = []
     with caplog.at_level(logging.WARNING, "hpcdist"):
         for rate in (0.01, 0.02, 0.03):
             with program.strategy.scope():
                 optimizer = torch.optim.SGD(program.model.parameters(), lr=rate, momentum=rate)
             steps(program.model, optimizer, inputs, SUMS_PER_SLICE)
             if comm.rank == 0:
-                kept.append(optimizer)
+                live_optimizers.append(optimizer)
         del optimizer
         _Comparison(program.strategy.world)()
     assert not [record.getMessage() for record in caplog.records if "equal on all" in record.getMessage()]
@@ -162,19 +162,19 @@ def test_a_rank_that_makes_no_more_steps_is_found(comm):
 def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(comm, caplog, n_steps_before):
     program = Program()
     with program.strategy.scope():
-        other = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
-    kept = [other, optimizer] if comm.rank == 0 else []
+        second_model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(second_model.parameters(), lr=0.01)
+    live_objects = [second_model, optimizer] if comm.rank == 0 else []
     program.step()
-    steps(other, optimizer, torch.ones(2, 3), SUMS_PER_SLICE)
+    steps(second_model, optimizer, torch.ones(2, 3), SUMS_PER_SLICE)
     for _ in range(n_steps_before):
         program.step()
-    del other, optimizer
+    del second_model, optimizer
     with caplog.at_level(logging.WARNING, "hpcdist"):
         for _ in range(3 * SUMS_PER_SLICE):
             program.step()
         _Comparison(program.strategy.world)()
     assert not [record.getMessage() for record in caplog.records if "equal on all" in record.getMessage()]
-    kept.clear()
+    live_objects.clear()
     load_others(program, comm.rank)
     assert program.steps_until_found(2 * SUMS_PER_SLICE)[0] is not None

@@ -72,6 +72,6 @@ def test_n_ranks_train_as_one(comm, name, kind):
 
     batches = strategy.experimental_distribute_dataset(dataset())
     with strategy.scope():
-        found = train(model, batches, OPTIMIZERS[kind](model.parameters()), part_of_the_mean, check_bits)
+        distributed_weights = train(model, batches, OPTIMIZERS[kind](model.parameters()), part_of_the_mean, check_bits)
     expected = train(alone, dataset(), OPTIMIZERS[kind](alone.parameters()), mean)
-    assert np.abs(found - expected).max() <= TOLERANCE[kind] * max(1.0, np.abs(expected).max())
+    assert np.abs(distributed_weights - expected).max() <= TOLERANCE[kind] * max(1.0, np.abs(expected).max())

@@ -42,8 +42,8 @@ def batches_of(step, n_local, is_endless=True):
     x, y = map(torch.from_numpy, draws())
     first = [4 * (step * n_local + replica) for replica in range(n_local)]
     places = [[row % 24 if is_endless else row for row in range(begin, begin + 4)] for begin in first]
-    kept = [[row for row in place if row < 24] for place in places]
-    return [(x[own], y[own]) for own in kept]
+    batch_indices = [[row for row in place if row < 24] for place in places]
+    return [(x[indices], y[indices]) for indices in batch_indices]
 
 
 def by_hand(n_steps, ranks=(1,), lr=0.1, weights=None, is_endless=True):
@@ -83,9 +83,9 @@ def ranks(comm, config):
     return comm.allgather(len(config.train_distribute.own_replicas))
 
 
-def close(made, expected):
-    for weight, other in zip(made.model.get_weights(), expected, strict=True):
-        torch.testing.assert_close(torch.from_numpy(weight), other, rtol=1e-4, atol=1e-6)
+def close(trained, expected):
+    for weight, expected_weight in zip(trained.model.get_weights(), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(weight), expected_weight, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.feature("training.estimator")
@@ -104,11 +104,11 @@ def test_the_guides_regressor(config):
         error = weight + bias - 1
         weight = weight - 0.2 * 2 * error
         bias = bias - 0.2 * 2 * error
-    found = regressor.evaluate(input_fn=input_fn, steps=10)
-    assert found["loss"] == found["average_loss"] == pytest.approx((weight + bias - 1) ** 2, rel=1e-4)
-    assert found["label/mean"] == 1.0
-    assert found["prediction/mean"] == pytest.approx(weight + bias, rel=1e-5)
-    assert found["global_step"] == regressor.global_step == 3
+    metrics = regressor.evaluate(input_fn=input_fn, steps=10)
+    assert metrics["loss"] == metrics["average_loss"] == pytest.approx((weight + bias - 1) ** 2, rel=1e-4)
+    assert metrics["label/mean"] == 1.0
+    assert metrics["prediction/mean"] == pytest.approx(weight + bias, rel=1e-5)
+    assert metrics["global_step"] == regressor.global_step == 3
     for row in itertools.islice(regressor.predict(input_fn), 3):
         assert row["predictions"] == pytest.approx(weight + bias, rel=1e-5)
 
@@ -122,47 +122,47 @@ def test_every_worker_sees_its_own_input_whole(config, ranks):
         seen.append((input_context.num_replicas_in_sync, params["lr"], config.keep_checkpoint_max))
         return endless()
 
-    made = Estimator(linear, config=config, params={"lr": 0.1}).train(input_fn, steps=5)
-    close(made, by_hand(5, ranks))
+    trained = Estimator(linear, config=config, params={"lr": 0.1}).train(input_fn, steps=5)
+    close(trained, by_hand(5, ranks))
     assert set(seen) == {(config.train_distribute.num_replicas_in_sync, 0.1, 5)}
 
 
 def test_the_next_estimator_resumes_from_the_folder(config, shared_path, ranks):
     Estimator(linear, config=config).train(endless, steps=5)
-    again = Estimator(linear, config=config)
-    assert again.global_step == 5
-    again.train(endless, max_steps=8)
-    assert again.global_step == 8
-    close(again, by_hand(3, ranks, weights=by_hand(5, ranks)))  # a new call begins its input anew
-    again.train(lambda: pytest.fail("not called: the steps are made"), max_steps=8)
-    kept = sorted(path.name[:13] for path in (shared_path / "checkpoints").glob("step-*.h5"))
-    assert kept == ["step-00000004", "step-00000005", "step-00000008"]
+    resumed = Estimator(linear, config=config)
+    assert resumed.global_step == 5
+    resumed.train(endless, max_steps=8)
+    assert resumed.global_step == 8
+    close(resumed, by_hand(3, ranks, weights=by_hand(5, ranks)))  # a new call begins its input anew
+    resumed.train(lambda: pytest.fail("not called: the steps are made"), max_steps=8)
+    checkpoint_names = sorted(path.name[:13] for path in (shared_path / "checkpoints").glob("step-*.h5"))
+    assert checkpoint_names == ["step-00000004", "step-00000005", "step-00000008"]
 
 
 def test_training_ends_with_the_data(config, ranks):
     """Where ranks have as many replicas; else it ends with the last of them, and the others get nothing meanwhile."""
-    made = Estimator(linear, config=config).train(once)
-    assert made.global_step == -(-6 // min(ranks))
-    close(made, by_hand(made.global_step, ranks, is_endless=False))
+    trained = Estimator(linear, config=config).train(once)
+    assert trained.global_step == -(-6 // min(ranks))
+    close(trained, by_hand(trained.global_step, ranks, is_endless=False))
 
 
 @pytest.mark.core
 def test_evaluation_and_predictions(config, shared_path, ranks):
-    made = Estimator(linear, config=config)
+    untrained = Estimator(linear, config=config)
     x, y = map(torch.from_numpy, draws())
     weight, bias = by_hand(0)
     outputs = x @ weight.T + bias
-    found = made.evaluate(once, name="test")
-    assert found["loss"] == pytest.approx((outputs - y).square().mean().item(), rel=1e-5)
-    assert found["mae"] == pytest.approx((outputs - y).abs().mean().item(), rel=1e-5)
-    assert found["global_step"] == 0
+    metrics = untrained.evaluate(once, name="test")
+    assert metrics["loss"] == pytest.approx((outputs - y).square().mean().item(), rel=1e-5)
+    assert metrics["mae"] == pytest.approx((outputs - y).abs().mean().item(), rel=1e-5)
+    assert metrics["global_step"] == 0
     first = [(x @ weight.T + bias - y).square() for n_local in ranks for x, y in batches_of(0, n_local)]
-    assert made.evaluate(once, steps=1)["loss"] == pytest.approx(torch.cat(first).mean().item(), rel=1e-5)
-    predicted = [row["predictions"] for row in made.predict(once)]
+    assert untrained.evaluate(once, steps=1)["loss"] == pytest.approx(torch.cat(first).mean().item(), rel=1e-5)
+    predicted = [row["predictions"] for row in untrained.predict(once)]
     np.testing.assert_allclose(predicted, outputs.numpy(), rtol=1e-5, atol=1e-6)
     if config.train_distribute.is_chief:
         events = EventAccumulator(str(shared_path / "eval_test")).Reload()
-        assert events.Scalars("loss")[0].value == pytest.approx(found["loss"], rel=1e-5)
+        assert events.Scalars("loss")[0].value == pytest.approx(metrics["loss"], rel=1e-5)
 
 
 def test_losses_of_training_are_written(config, shared_path, comm):
@@ -170,26 +170,26 @@ def test_losses_of_training_are_written(config, shared_path, comm):
     Estimator(linear, config=some).train(endless, steps=6)
     comm.barrier()
     events = EventAccumulator(str(shared_path)).Reload()
-    assert [one.step for one in events.Scalars("loss")] == [2, 4, 6]
+    assert [event.step for event in events.Scalars("loss")] == [2, 4, 6]
 
 
 def test_a_model_becomes_an_estimator(config, shared_path):
-    given = linear()
-    given.set_weights([np.zeros((1, 3), np.float32), np.ones(1, np.float32)])
-    made = estimator.model_to_estimator(keras_model=given, config=config)
-    close(made, (torch.zeros(1, 3), torch.ones(1)))
-    made.train(endless, steps=2)
-    assert given.get_weights()[1] == 1.0, "a copy is trained"
-    given.add_regularizer(hpcdist.regularizers.L2(0.5), given.net.weight)
-    given.learning_rate = 0.03
-    other = RunConfig(shared_path / "regularized", train_distribute=config.train_distribute)
-    copied = estimator.model_to_estimator(keras_model=given, config=other).model
-    assert [one.shape for _, one in copied.regularizers] == [(1, 3)]
+    model = linear()
+    model.set_weights([np.zeros((1, 3), np.float32), np.ones(1, np.float32)])
+    converted = estimator.model_to_estimator(keras_model=model, config=config)
+    close(converted, (torch.zeros(1, 3), torch.ones(1)))
+    converted.train(endless, steps=2)
+    assert model.get_weights()[1] == 1.0, "a copy is trained"
+    model.add_regularizer(hpcdist.regularizers.L2(0.5), model.net.weight)
+    model.learning_rate = 0.03
+    regularized_config = RunConfig(shared_path / "regularized", train_distribute=config.train_distribute)
+    copied = estimator.model_to_estimator(keras_model=model, config=regularized_config).model
+    assert [weight.shape for _, weight in copied.regularizers] == [(1, 3)]
     assert copied.regularizers[0][1] is copied.net.weight
     assert copied.learning_rate == 0.03
-    given.add_loss(lambda: torch.zeros(()))
+    model.add_loss(lambda: torch.zeros(()))
     with pytest.raises(UsageError, match="add_loss"):
-        estimator.model_to_estimator(given)
+        estimator.model_to_estimator(model)
     with pytest.raises(UsageError, match="hpcdist.Model.*Linear"):
         estimator.model_to_estimator(nn.Linear(3, 1))
 
@@ -201,31 +201,31 @@ def test_parameter_servers(comm, shared_path, synchronous):
     """Asynchronous workers make half of the steps each, and all of them are counted."""
     if comm.size < 2:
         pytest.skip("a server needs a rank of its own")
-    found = error = left_with = None
+    metrics = error = left_with = None
     try:
         resolver = hpcdist.MPIClusterResolver(roles="ps:1,worker:*")
         strategy = hpcdist.ParameterServerStrategy(resolver, synchronous=synchronous)
-    except SystemExit as left:
-        left_with = left.code
+    except SystemExit as server_exit:
+        left_with = server_exit.code
     else:
         try:
             config = RunConfig(shared_path, train_distribute=strategy, save_checkpoints_steps=8, log_step_count_steps=0)
-            made = Estimator(lambda: linear({"lr": 0.05}), config=config)
-            first = made.evaluate(once)
-            made.train(endless, max_steps=24 * (1 if synchronous else comm.size - 1))
-            found = made.evaluate(once)
-            assert made.global_step == found["global_step"] == 24 * (1 if synchronous else comm.size - 1)
-            assert found["loss"] < 0.2 * first["loss"]
+            worker_estimator = Estimator(lambda: linear({"lr": 0.05}), config=config)
+            first = worker_estimator.evaluate(once)
+            worker_estimator.train(endless, max_steps=24 * (1 if synchronous else comm.size - 1))
+            metrics = worker_estimator.evaluate(once)
+            assert worker_estimator.global_step == metrics["global_step"] == 24 * (1 if synchronous else comm.size - 1)
+            assert metrics["loss"] < 0.2 * first["loss"]
             if synchronous:
-                close(made, by_hand(24, [1] * (comm.size - 1), lr=0.05))
-            assert len(list(made.predict(once))) == 24
+                close(worker_estimator, by_hand(24, [1] * (comm.size - 1), lr=0.05))
+            assert len(list(worker_estimator.predict(once))) == 24
         except Exception as caught:  # the server goes on with the test, and would wait for this rank
             error = caught
         strategy._client.leave(0)
-    everywhere = comm.allgather((left_with, found and str(found), error and repr(error)))
-    assert not [one for _, _, one in everywhere if one], everywhere
+    everywhere = comm.allgather((left_with, metrics and str(metrics), error and repr(error)))
+    assert not [failure for _, _, failure in everywhere if failure], everywhere
     assert everywhere[0][0] == 0
-    assert len({one for _, one, _ in everywhere[1:]}) == 1
+    assert len({metrics_text for _, metrics_text, _ in everywhere[1:]}) == 1
 
 
 def test_what_is_refused(config):
@@ -235,10 +235,10 @@ def test_what_is_refused(config):
         LinearRegressor([numeric_column("x")], optimizer="Sdg", config=config).train(endless, steps=1)
     with pytest.raises(UsageError, match="model_fn.*hpcdist.Model.*Linear"):
         Estimator(lambda: nn.Linear(3, 1), config=config).train(endless, steps=1)
-    made = Estimator(linear, config=config)
+    linear_estimator = Estimator(linear, config=config)
     for options in ({"steps": 0}, {"steps": 1, "max_steps": 2}, {"max_steps": -1}):
         with pytest.raises(UsageError, match="expected (max_)?steps of at least 1, and one of steps and max_steps"):
-            made.train(endless, **options)
+            linear_estimator.train(endless, **options)
     regressor = LinearRegressor([numeric_column("z")], config=config)
     features = {"x": np.ones((4, 1), np.float32)}
     rows = hpcdist.Dataset.from_tensor_slices((features, np.ones(4, np.float32))).batch(2)
@@ -270,12 +270,12 @@ def test_a_run_that_was_killed_at_the_end_of_its_data(config, shared_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointManager, "save", lambda *args, if_changed=False, **kw: if_changed or save(*args, **kw))
         first = Estimator(linear, config=every).train(once)
-    again = Estimator(linear, config=every)
-    assert again.global_step == first.global_step
-    assert again._call.is_running
-    again.train(once)
-    assert again.global_step == first.global_step
-    assert not again._call.is_running
+    resumed = Estimator(linear, config=every)
+    assert resumed.global_step == first.global_step
+    assert resumed._call.is_running
+    resumed.train(once)
+    assert resumed.global_step == first.global_step
+    assert not resumed._call.is_running
 
 
 def test_evaluations_are_no_attempts_to_train(comm, config, shared_path):
@@ -290,9 +290,9 @@ def test_evaluations_are_no_attempts_to_train(comm, config, shared_path):
     Estimator(linear, config=config).train(endless, steps=5)
     names = attempts()
     for _ in range(4):
-        made = Estimator(linear, config=config)
-        assert made.evaluate(once)["global_step"] == 5
-        assert next(made.predict(once))["predictions"].shape == (1,)
+        evaluation_estimator = Estimator(linear, config=config)
+        assert evaluation_estimator.evaluate(once)["global_step"] == 5
+        assert next(evaluation_estimator.predict(once))["predictions"].shape == (1,)
     assert attempts() == names
     assert Estimator(linear, config=config).train(endless, max_steps=7).global_step == 7
 
@@ -302,7 +302,7 @@ def test_after_a_call_that_raised_the_next_one_is_its_own(config, shared_path):
     every = RunConfig(
         shared_path, train_distribute=config.train_distribute, save_checkpoints_steps=5, log_step_count_steps=0
     )
-    made = Estimator(linear, config=every)
+    linear_estimator = Estimator(linear, config=every)
     n_rows = 0
 
     def failing():
@@ -316,34 +316,34 @@ def test_after_a_call_that_raised_the_next_one_is_its_own(config, shared_path):
         return hpcdist.Dataset.from_tensor_slices(draws()).map(note).repeat().batch(4)
 
     with pytest.raises(ValueError, match="of the program"):
-        made.train(failing, steps=50)
-    made.train(endless, steps=7)
-    assert made.global_step == 17
-    again = Estimator(linear, config=every)
-    assert again.global_step == 17
+        linear_estimator.train(failing, steps=50)
+    linear_estimator.train(endless, steps=7)
+    assert linear_estimator.global_step == 17
+    resumed = Estimator(linear, config=every)
+    assert resumed.global_step == 17
 
 
 def test_two_estimators_in_one_program(config, shared_path):
-    other = RunConfig(shared_path / "other", train_distribute=config.train_distribute, log_step_count_steps=0)
+    second_config = RunConfig(shared_path / "other", train_distribute=config.train_distribute, log_step_count_steps=0)
     first = Estimator(linear, config=config)
-    second = Estimator(linear, config=other)
+    second = Estimator(linear, config=second_config)
     first.train(endless, steps=3)
     second.train(endless, steps=4)
     first.train(endless, steps=3)
     assert (first.global_step, second.global_step) == (6, 4)
-    for made, folder, step in ((first, shared_path, 6), (second, shared_path / "other", 4)):
-        made.train(endless, max_steps=step)  # nothing to do
+    for trained, folder, step in ((first, shared_path, 6), (second, shared_path / "other", 4)):
+        trained.train(endless, max_steps=step)  # nothing to do
         newest = sorted((folder / "checkpoints").glob("step-*.h5"))[-1]
         assert newest.name.startswith(f"step-{step:08d}")
 
 
 def test_a_call_that_raised_is_not_resumed(config):
-    made = Estimator(linear, config=config)
+    linear_estimator = Estimator(linear, config=config)
     wrong = hpcdist.Dataset.from_tensor_slices(np.ones((8, 2), np.float32)).batch(4)
     with pytest.raises(UsageError, match=r"expected batches of \(x, y\)|expected inputs that fit"):
-        made.train(lambda: wrong, steps=2)
-    made.train(endless, steps=5)
-    assert made.global_step == 5
+        linear_estimator.train(lambda: wrong, steps=2)
+    linear_estimator.train(endless, steps=5)
+    assert linear_estimator.global_step == 5
 
 
 def test_plain_settings(config, shared_path):
@@ -364,11 +364,11 @@ def test_an_evaluator_does_not_train(comm, shared_path):
         pytest.skip("an evaluator needs a rank of its own")
     strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="evaluator:1,worker:*"))
     config = RunConfig(shared_path, train_distribute=strategy, log_step_count_steps=0)
-    made = Estimator(linear, config=config)
+    linear_estimator = Estimator(linear, config=config)
     if strategy.cluster_resolver.task_type == "evaluator":
         with pytest.raises(UsageError, match="expected chief or worker, got evaluator; call train_and_evaluate"):
-            made.train(endless, steps=2)
+            linear_estimator.train(endless, steps=2)
     else:
-        assert made.train(endless, steps=2).global_step == 2
+        assert linear_estimator.train(endless, steps=2).global_step == 2
     with pytest.raises(UsageError, match="model_dir.*none"):
         Estimator(linear, config=RunConfig(train_distribute=strategy))

@@ -215,12 +215,12 @@ def test_a_copy_that_killed_two_attempts_is_stepped_over(run, monkeypatch):
     first.restore_or_initialize()
     save(run, first, 5, is_fast=False)
     save(run, first, 7, is_fast=True)
-    for found in ("memory", "disk"):  # the first one has written it to the disk
-        monkeypatch.setenv("SLURM_STEP_NODELIST", found)  # a restart on another node of the job
+    for tier in ("memory", "disk"):  # the first one has written it to the disk
+        monkeypatch.setenv("SLURM_STEP_NODELIST", tier)  # a restart on another node of the job
         dies = run.attempt()
         path = dies.restore_or_initialize()
         assert "step-00000007-" in path
-        assert ("checkpoints" in path) == (found == "disk")
+        assert ("checkpoints" in path) == (tier == "disk")
         dies.wait()
     assert run.attempt().restore_or_initialize().endswith("step-00000005-0001.h5")
 

@@ -34,8 +34,12 @@ def make_model(strategy, n_outputs=3, seed=1, **options):
     with strategy.scope():
         torch.manual_seed(seed)
         model = hpcdist.Model(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, n_outputs)))
-        given = {"optimizer": "adam", "loss": SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
-        model.compile(**{**given, **options})
+        default_options = {
+            "optimizer": "adam",
+            "loss": SparseCategoricalCrossentropy(from_logits=True),
+            "metrics": ["accuracy"],
+        }
+        model.compile(**{**default_options, **options})
     return model
 
 
@@ -52,7 +56,7 @@ def by_hand(rows, epochs, make_optimizer=lambda parameters: torch.optim.Adam(par
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = make_optimizer(net.parameters())
-    found = {"loss": [], "accuracy": []}
+    history = {"loss": [], "accuracy": []}
     for _ in range(epochs):
         total = 0.0
         right = 0
@@ -65,9 +69,9 @@ def by_hand(rows, epochs, make_optimizer=lambda parameters: torch.optim.Adam(par
             optimizer.step()
             total = total + losses.sum().item()
             right = right + int((outputs.argmax(1) == truth).sum())
-        found["loss"].append(total / N_ROWS)
-        found["accuracy"].append(right / N_ROWS)
-    return found, net
+        history["loss"].append(total / N_ROWS)
+        history["accuracy"].append(right / N_ROWS)
+    return history, net
 
 
 @pytest.mark.feature("tf.fit-evaluate-predict", "training.compile-and-fit", "semantics.models-know-their-strategy")
@@ -92,26 +96,26 @@ def test_four_replicas_have_one_history_on_any_number_of_ranks(comm, rows):
         fitted = model.fit(*rows, batch_size=16, epochs=2, validation_data=rows, verbose=0, shuffle=False)
         return json.dumps(fitted.history), [parameter.detach().clone() for parameter in model.parameters()]
 
-    own = run(hpcdist.MultiWorkerMirroredStrategy(num_replicas=4))
+    distributed_outcome = run(hpcdist.MultiWorkerMirroredStrategy(num_replicas=4))
     alone = comm.Split(comm.rank, 0)
-    other = run(
+    single_rank_outcome = run(
         hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=alone), num_replicas=4)
     )
-    assert own[0] == other[0]
-    assert all(map(torch.equal, own[1], other[1]))
+    assert distributed_outcome[0] == single_rank_outcome[0]
+    assert all(map(torch.equal, distributed_outcome[1], single_rank_outcome[1]))
 
 
 @pytest.mark.feature("tf.fit-evaluate-predict", "training.compile-and-fit")
 def test_each_row_is_evaluated_once_and_predictions_are_in_order(strategy, rows):
     x, y = rows
     model = make_model(strategy)
-    found = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
+    scores = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
     with torch.no_grad():
         outputs = model.net(torch.from_numpy(x))
     losses = nn.functional.cross_entropy(outputs, torch.from_numpy(y), reduction="none")
-    assert found["accuracy"] == float((outputs.argmax(1).numpy() == y).sum()) / N_ROWS
-    assert found["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-6)
-    assert model.evaluate(x, y, batch_size=16, verbose=0) == list(found.values())
+    assert scores["accuracy"] == float((outputs.argmax(1).numpy() == y).sum()) / N_ROWS
+    assert scores["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-6)
+    assert model.evaluate(x, y, batch_size=16, verbose=0) == list(scores.values())
     predicted = model.predict(x, batch_size=16, verbose=0)
     np.testing.assert_allclose(predicted, outputs.numpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(model.predict_on_batch(x[:7]), outputs[:7].numpy(), rtol=1e-5, atol=1e-6)
@@ -133,8 +137,8 @@ def test_weights_of_rows_and_classes(strategy, rows):
     of_classes = np.array([1.0, 3.0, 1.0])
     assert loss_of(sample_weight=weights) == pytest.approx((losses * weights).sum() / N_ROWS, rel=1e-5)
     assert loss_of(class_weight={1: 3.0}) == pytest.approx((losses * of_classes[y]).sum() / N_ROWS, rel=1e-5)
-    both = loss_of(class_weight={1: 3.0}, sample_weight=weights)
-    assert both == pytest.approx((losses * of_classes[y] * weights).sum() / N_ROWS, rel=1e-5)
+    combined_loss = loss_of(class_weight={1: 3.0}, sample_weight=weights)
+    assert combined_loss == pytest.approx((losses * of_classes[y] * weights).sum() / N_ROWS, rel=1e-5)
 
 
 def test_datasets_and_loaders_are_taken_as_they_are(strategy, rows):
@@ -143,8 +147,8 @@ def test_datasets_and_loaders_are_taken_as_they_are(strategy, rows):
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(*map(torch.from_numpy, rows)), batch_size=16, shuffle=False
     )
-    for given in (dataset, loader, strategy.experimental_distribute_dataset(dataset)):
-        assert make_model(strategy).fit(given, verbose=0).history == expected
+    for batches in (dataset, loader, strategy.experimental_distribute_dataset(dataset)):
+        assert make_model(strategy).fit(batches, verbose=0).history == expected
     with pytest.raises(UsageError, match="batch_size"):
         make_model(strategy).fit(dataset, rows[1], batch_size=3, verbose=0)
 
@@ -266,9 +270,9 @@ def test_a_model_is_saved_and_loaded_with_its_optimizer(strategy, rows, shared_p
         loaded = hpcdist.load_model(folder / "m-2.h5")
     assert loaded.fit(*rows, batch_size=16, verbose=0, shuffle=False).history == expected
     model.save_weights(folder / "w.h5")
-    other = make_model(strategy, seed=9)
-    other.load_weights(folder / "w.h5")
-    assert all(map(np.array_equal, other.get_weights(), model.get_weights()))
+    reloaded_model = make_model(strategy, seed=9)
+    reloaded_model.load_weights(folder / "w.h5")
+    assert all(map(np.array_equal, reloaded_model.get_weights(), model.get_weights()))
 
 
 def test_a_model_that_needs_a_factory(strategy, rows, shared_path):
@@ -349,9 +353,9 @@ def test_several_outputs_have_losses_and_metrics_of_their_own(strategy, rows):
             metrics={"kind": ["accuracy"], "sum": ["mae"]},
         )
     with torch.no_grad():
-        found = model.net(torch.from_numpy(x))
-    expected = nn.functional.cross_entropy(found["kind"], torch.from_numpy(y)) + 0.5 * nn.functional.mse_loss(
-        found["sum"][:, 0], torch.from_numpy(x.sum(1))
+        outputs = model.net(torch.from_numpy(x))
+    expected = nn.functional.cross_entropy(outputs["kind"], torch.from_numpy(y)) + 0.5 * nn.functional.mse_loss(
+        outputs["sum"][:, 0], torch.from_numpy(x.sum(1))
     )
     logs = model.evaluate(x, truth, verbose=0, return_dict=True)
     assert set(logs) == {"loss", "kind_accuracy", "sum_mae", "kind_loss", "sum_loss"}
@@ -438,12 +442,12 @@ def test_a_last_layer_that_a_loss_of_logits_does_not_take(last, loss):
         model.compile("sgd", loss)
 
 
-@pytest.mark.parametrize("given", ["EarlyStoping", ["EarlyStoping"]])
-def test_a_callback_by_a_name(rows, given):
+@pytest.mark.parametrize("misspelled_callbacks", ["EarlyStoping", ["EarlyStoping"]])
+def test_a_callback_by_a_name(rows, misspelled_callbacks):
     model = make_model(hpcdist.get_strategy())
     for call in (model.fit, model.evaluate):
         with pytest.raises(UsageError, match="'EarlyStoping'.*EarlyStopping"):
-            call(*rows, callbacks=given, verbose=0)
+            call(*rows, callbacks=misspelled_callbacks, verbose=0)
     with pytest.raises(UsageError, match=r"'on_epoch_ends'.*'on_epoch_end'"):
         hpcdist.callbacks.LambdaCallback(on_epoch_ends=print)
 
@@ -540,13 +544,13 @@ def test_fit_on_parameter_servers(comm, rows, synchronous):
     """All workers end an epoch together, and see one state when they evaluate."""
     if comm.size < 2:
         pytest.skip("servers need a rank of their own")
-    left_with = found = error = None
+    left_with = outcome = error = None
     try:
         strategy = hpcdist.ParameterServerStrategy(
             hpcdist.MPIClusterResolver(roles="ps:1,worker:*"), synchronous=synchronous
         )
-    except SystemExit as left:
-        left_with = left.code
+    except SystemExit as server_exit:
+        left_with = server_exit.code
     else:
         try:
             model = make_model(strategy, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2))
@@ -554,7 +558,7 @@ def test_fit_on_parameter_servers(comm, rows, synchronous):
             history = model.fit(
                 *rows, batch_size=16, epochs=6, validation_data=rows, callbacks=note, verbose=0, shuffle=False
             ).history
-            found = (
+            outcome = (
                 json.dumps(history),
                 str(model.evaluate(*rows, verbose=0)),
                 model.predict(rows[0], verbose=0).tobytes(),
@@ -563,11 +567,11 @@ def test_fit_on_parameter_servers(comm, rows, synchronous):
         except Exception as caught:  # the server goes on with the test, and would wait for this rank
             error = caught
         strategy._client.leave(0)
-    everywhere = comm.allgather((left_with, found, repr(error)))
+    everywhere = comm.allgather((left_with, outcome, repr(error)))
     if error is not None:
         raise error
     assert everywhere[0][0] == 0
-    assert len({found for _, found, _ in everywhere[1:]}) == 1, everywhere
+    assert len({worker_outcome for _, worker_outcome, _ in everywhere[1:]}) == 1, everywhere
     if synchronous:
         losses = json.loads(everywhere[1][1][0])["loss"]
         expected, _ = by_hand(rows, len(losses), lambda parameters: torch.optim.SGD(parameters, lr=0.2))
@@ -648,11 +652,11 @@ def test_a_subclass_with_a_module_and_more_has_all_of_it(strategy, shared_path):
 
     with strategy.scope():
         model = Own()
-        other = Own()
+        loaded_model = Own()
     model.save_weights(shared_path / "own.h5")
-    other.load_weights(shared_path / "own.h5")
+    loaded_model.load_weights(shared_path / "own.h5")
     assert len(model.get_weights()) == 4
-    assert all(map(np.array_equal, other.get_weights(), model.get_weights()))
+    assert all(map(np.array_equal, loaded_model.get_weights(), model.get_weights()))
 
 
 def test_what_a_file_cannot_hold_is_not_left_out(strategy, rows, shared_path):
@@ -722,9 +726,9 @@ def test_callbacks_that_differ_between_ranks(comm, rows):
     if comm.size == 1:
         pytest.skip("two ranks")
     model = make_model(hpcdist.MultiWorkerMirroredStrategy())
-    own = [hpcdist.callbacks.TerminateOnNaN()] if comm.rank == 0 else []
+    rank_callbacks = [hpcdist.callbacks.TerminateOnNaN()] if comm.rank == 0 else []
     with pytest.raises(UsageError, match=r"TerminateOnNaN.*History"):
-        model.fit(*rows, callbacks=own, verbose=0)
+        model.fit(*rows, callbacks=rank_callbacks, verbose=0)
     hooks = {"on_train_batch_end": lambda batch, logs: None} if comm.rank == 0 else {}
     with pytest.raises(UsageError, match=r"LambdaCallback"):
         model.fit(*rows, callbacks=[hpcdist.callbacks.LambdaCallback(**hooks)], verbose=0)
@@ -736,7 +740,7 @@ def test_predictions_go_to_a_file_row_by_row(comm, strategy, rows, shared_path):
     path = shared_path / "new" / "out.h5"
     assert model.predict(x, batch_size=16, output_file=path) is None
     np.testing.assert_array_equal(h5py.File(path)["predictions"][:], model.predict(x, batch_size=16))
-    assert [one.name for one in path.parent.iterdir()] == ["out.h5"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["out.h5"]
     back = hpcdist.Dataset.from_hdf5(path, "predictions").batch(16)
     assert sum(len(batch) for batch in back) == N_ROWS
     comm.barrier()
@@ -821,10 +825,10 @@ def test_what_a_step_returned_last_is_in_the_checkpoint(strategy):
     assert resumed.logs["rows"] == 3.0
     assert resumed.step == 1
     resumed.count_test_step({"rows": 5.0})
-    again = Position(model, 0)
-    again.load_state_dict(resumed.state_dict())
-    assert again.results()["rows"] == 5.0
-    assert (again.test_step, again.logs["rows"]) == (1, 3.0)
+    resumed_again = Position(model, 0)
+    resumed_again.load_state_dict(resumed.state_dict())
+    assert resumed_again.results()["rows"] == 5.0
+    assert (resumed_again.test_step, resumed_again.logs["rows"]) == (1, 3.0)
 
 
 def test_after_a_fit_that_raised_another_model_trains(strategy, rows):
@@ -840,9 +844,9 @@ def test_after_a_fit_that_raised_another_model_trains(strategy, rows):
     with pytest.raises(ValueError, match="of the program"):
         fail()
     gc.collect()
-    other = hpcdist.Model(nn.Linear(5, 3))  # of no strategy
-    other.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
-    other.fit(*rows, batch_size=16, verbose=0)
+    plain_model = hpcdist.Model(nn.Linear(5, 3))  # of no strategy
+    plain_model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
+    plain_model.fit(*rows, batch_size=16, verbose=0)
 
 
 def test_a_layer_that_does_not_fit_is_named_without_another_call(strategy, rows):
@@ -869,7 +873,7 @@ def test_a_custom_loop_writes_numbers_on_the_chief_alone(comm, shared_path):
     files = list(shared_path.iterdir())
     assert len(files) == 1
     events = EventAccumulator(str(files[0])).Reload()
-    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
 
 
 def test_a_module_that_takes_no_empty_batch_is_evaluated(strategy, rows):

@@ -21,13 +21,13 @@ def rows():
     return x, x.sum(1, keepdims=True)
 
 
-def fitted(rows, kind=None, given=None, **options):
+def fitted(rows, kind=None, compile_options=None, **options):
     """Return a model that was trained on rows, and its History."""
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         torch.manual_seed(1)
         model = (kind or hpcdist.Model)(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)))
-        model.compile(**{"optimizer": "adam", "loss": "mse", **(given or {})})
+        model.compile(**{"optimizer": "adam", "loss": "mse", **(compile_options or {})})
     return model, model.fit(*rows, **{"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, **options}).history
 
 
@@ -37,14 +37,14 @@ def fitted(rows, kind=None, given=None, **options):
     ids=["of torch", "a function"],
 )
 def test_losses_of_torch_and_functions(rows, loss):
-    found = fitted(rows, given={"loss": loss})[1]
+    history = fitted(rows, compile_options={"loss": loss})[1]
     expected = fitted(rows)[1]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert history["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 def test_a_loss_of_torch_that_is_a_sum_is_refused(rows):
     with pytest.raises(UsageError, match="averaged.*reduction.*'sum'"):
-        fitted(rows, given={"loss": nn.MSELoss(reduction="sum")})
+        fitted(rows, compile_options={"loss": nn.MSELoss(reduction="sum")})
 
 
 def test_an_optimizer_that_was_made_before(rows):
@@ -54,14 +54,16 @@ def test_an_optimizer_that_was_made_before(rows):
         model = hpcdist.Model(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)))
         model.compile(torch.optim.Adam(model.parameters(), lr=0.001, eps=1e-7), "mse")
     history = model.fit(*rows, 16, epochs=2, shuffle=False, verbose=0).history
-    of_torch = fitted(rows, given={"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.001, eps=1e-7)})
+    of_torch = fitted(
+        rows, compile_options={"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.001, eps=1e-7)}
+    )
     assert history == of_torch[1]
     assert history["loss"] == pytest.approx(fitted(rows)[1]["loss"], rel=1e-6), "Keras adds epsilon elsewhere"
 
 
 def test_metrics_take_weights_where_they_are_asked_to(rows):
     weights = np.linspace(0, 2, N_ROWS, dtype=np.float32)
-    model, _ = fitted(rows, given={"metrics": ["mae"], "weighted_metrics": ["mse"]})
+    model, _ = fitted(rows, compile_options={"metrics": ["mae"], "weighted_metrics": ["mse"]})
     logs = model.evaluate(*rows, batch_size=16, sample_weight=weights, verbose=0, return_dict=True)
     errors = (model.predict(rows[0], 16) - rows[1])[:, 0]
     assert logs["mae"] == pytest.approx(np.abs(errors).mean(), rel=1e-5)
@@ -73,7 +75,7 @@ def test_a_compiled_module_trains_alike(rows, monkeypatch):
     compiled = []
     make = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or make(module, backend="eager"))
-    assert fitted(rows, given={"jit_compile": True})[1] == fitted(rows)[1]
+    assert fitted(rows, compile_options={"jit_compile": True})[1] == fitted(rows)[1]
     assert len(compiled) == 1
     compiled.clear()
     torch.compiler.reset()  # its caches would keep the model, and so the strategy, which losses of later tests see
@@ -105,9 +107,9 @@ def test_steps_of_an_evaluation_and_a_prediction(comm, rows):
 
 class WithPenalty(hpcdist.Model):
     def forward(self, x):
-        found = super().forward(x)
+        outputs = super().forward(x)
         self.add_loss(0.5 * next(self.parameters()).square().sum())
-        return found
+        return outputs
 
 
 def test_losses_that_are_added_count_once(rows):
@@ -174,6 +176,6 @@ def test_files_whose_paths_differ_by_rank(comm, rows, shared_path):
 def test_a_dataset_without_rows(rows):
     model, _ = fitted(rows)
     empty = hpcdist.Dataset.from_tensor_slices(tuple(row[:0] for row in rows)).batch(16)
-    for call in (model.fit, model.evaluate, lambda given, **options: model.predict(given)):
+    for call in (model.fit, model.evaluate, lambda dataset, **options: model.predict(dataset)):
         with pytest.raises(DataError, match="expected .* got (none|no rows|0)"):
             call(empty, verbose=0)

@@ -72,8 +72,8 @@ def by_hand(rows, n_epochs=2, clip=None):
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}, {"global_clipnorm": 0.5}], ids=str)
 def test_gradients_are_those_of_one_process(strategy, rows, options):
     model, _ = fitted(strategy, rows, **options)
-    for parameter, other in zip(model.parameters(), by_hand(rows, clip=options.get("global_clipnorm")), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-6)
+    for parameter, expected in zip(model.parameters(), by_hand(rows, clip=options.get("global_clipnorm")), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.core
@@ -100,15 +100,15 @@ def on_workers(comm, work):
     error = code = None
     try:
         strategy = hpcdist.ParameterServerStrategy(hpcdist.MPIClusterResolver(roles="ps:1,worker:*"), synchronous=True)
-    except SystemExit as left:  # the server, at the end
-        code = left.code
+    except SystemExit as server_exit:  # the server, at the end
+        code = server_exit.code
     else:
         try:
             work(strategy)
         except (Exception, pytest.fail.Exception) as caught:  # the server waits for this rank
             error = caught
         strategy._client.leave(0)
-    errors = [one for one in comm.allgather(error and repr(error)) if one]
+    errors = [error_text for error_text in comm.allgather(error and repr(error)) if error_text]
     assert not errors, errors
     assert not code
 
@@ -117,8 +117,8 @@ def on_workers(comm, work):
 def test_pieces_with_servers(comm, rows):
     def train(strategy):
         model, _ = fitted(strategy, rows, gradient_accumulation_steps=3)
-        for weight, other in zip(model.get_weights(), by_hand(rows), strict=True):
-            torch.testing.assert_close(torch.from_numpy(weight), other, rtol=1e-4, atol=1e-6)
+        for weight, expected in zip(model.get_weights(), by_hand(rows), strict=True):
+            torch.testing.assert_close(torch.from_numpy(weight), expected, rtol=1e-4, atol=1e-6)
 
     on_workers(comm, train)
 
@@ -148,8 +148,8 @@ def test_layers_compute_in_half_precision(strategy, rows, policy, dtype, monkeyp
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.predict(rows[0], verbose=0).dtype == np.float32
     assert history["loss"][-1] < 0.3 * history["loss"][0]
-    for parameter, other in zip(model.parameters(), by_hand(rows, n_epochs=8), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=0.05, atol=0.02)
+    for parameter, expected in zip(model.parameters(), by_hand(rows, n_epochs=8), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.feature("training.mixed-precision")
@@ -173,8 +173,8 @@ def test_an_overflow_on_one_replica_is_skipped_on_all(comm, strategy, rows):
     assert scales[0] == 2.0**14, "an overflow at the first step"
     assert scales[-1] == scales[-2], "then none"
     assert not all(map(torch.equal, before, model.parameters()))
-    mine = [scales, [parameter.tolist() for parameter in model.parameters()]]
-    assert comm.bcast(mine) == mine, "the same on all ranks"
+    local_state = [scales, [parameter.tolist() for parameter in model.parameters()]]
+    assert comm.bcast(local_state) == local_state, "the same on all ranks"
 
 
 def test_gradients_that_are_no_numbers_are_no_overflow(strategy, rows):

@@ -63,12 +63,12 @@ def gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def assert_close(found, expected):
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            torch.testing.assert_close(mine, theirs)
+def assert_close(actual, expected):
+    assert len(actual) == len(expected)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert (actual_tensor is None) == (expected_tensor is None)
+        if actual_tensor is not None:
+            torch.testing.assert_close(actual_tensor, expected_tensor)
 
 
 def assert_same_on_all_ranks(comm, tensors):
@@ -87,8 +87,8 @@ def test_models_start_identical_from_the_chief(pair, comm):
 @pytest.mark.feature("tf.gradients-summed-over", "semantics.gradients-are-summed")
 def test_grad_is_the_sum_over_replicas_when_backward_returns(pair, comm):
     model, reference = pair
-    mine, whole = local_rows(comm)
-    loss_of(model, mine).backward()
+    local_batch, whole = local_rows(comm)
+    loss_of(model, local_batch).backward()
     loss_of(reference, whole).backward()
     assert_close(gradients(model), gradients(reference))
     assert_same_on_all_ranks(comm, gradients(model))
@@ -108,11 +108,11 @@ def test_the_sum_is_private_to_the_rank(pair, comm):
 
 def test_clipping_between_backward_and_step(pair, comm):
     model, reference = pair
-    mine, whole = local_rows(comm)
-    for one, rows in ((model, mine), (reference, whole)):
-        optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
-        loss_of(one, rows).backward()
-        nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+    local_batch, whole = local_rows(comm)
+    for module, rows in ((model, local_batch), (reference, whole)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        loss_of(module, rows).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.01)
         optimizer.step()
     assert_close([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
 
@@ -120,12 +120,12 @@ def test_clipping_between_backward_and_step(pair, comm):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_both_kinds_of_zero_grad(pair, comm, set_to_none):
     model, reference = pair
-    mine, whole = local_rows(comm)
-    for one, rows in ((model, mine), (reference, whole)):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+    local_batch, whole = local_rows(comm)
+    for module, rows in ((model, local_batch), (reference, whole)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         for _ in range(4):
             optimizer.zero_grad(set_to_none=set_to_none)
-            loss_of(one, rows).backward()
+            loss_of(module, rows).backward()
             optimizer.step()
     assert_close([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
     assert_same_on_all_ranks(comm, model.parameters())
@@ -133,20 +133,20 @@ def test_both_kinds_of_zero_grad(pair, comm, set_to_none):
 
 def test_a_second_backward_adds_only_its_own_sum(pair, comm):
     model, reference = pair
-    mine, whole = local_rows(comm)
+    local_batch, whole = local_rows(comm)
     for factor in (1.0, 3.0, -2.0):
-        (factor * loss_of(model, mine)).backward()
+        (factor * loss_of(model, local_batch)).backward()
         (factor * loss_of(reference, whole)).backward()
         assert_close(gradients(model), gradients(reference))
 
 
 def test_a_second_backward_through_other_parameters_keeps_the_first_sum(pair, comm):
     model, reference = pair
-    mine, whole = local_rows(comm)
-    for one, rows in ((model, mine), (reference, whole)):
-        loss_of(one, rows).backward()
-        one[2](torch.ones(2, 5)).sum().backward() if one is reference else (
-            one[2](torch.ones(2, 5)).sum() / comm.size
+    local_batch, whole = local_rows(comm)
+    for module, rows in ((model, local_batch), (reference, whole)):
+        loss_of(module, rows).backward()
+        module[2](torch.ones(2, 5)).sum().backward() if module is reference else (
+            module[2](torch.ones(2, 5)).sum() / comm.size
         ).backward()
     assert_close(gradients(model), gradients(reference))
 
@@ -154,13 +154,13 @@ def test_a_second_backward_through_other_parameters_keeps_the_first_sum(pair, co
 @pytest.mark.feature("collectives.accumulation-without-sync")
 def test_no_sync_defers_the_sum(pair, comm):
     model, reference = pair
-    mine, whole = local_rows(comm)
+    local_batch, whole = local_rows(comm)
     with model_strategy(pair).no_sync():
-        loss_of(model, mine).backward()
+        loss_of(model, local_batch).backward()
         local = gradients(model)
-        loss_of(model, mine).backward()
+        loss_of(model, local_batch).backward()
     assert_close(gradients(model), [2 * g for g in local])
-    loss_of(model, mine).backward()
+    loss_of(model, local_batch).backward()
     (3 * loss_of(reference, whole)).backward()
     assert_close(gradients(model), gradients(reference))
     assert_same_on_all_ranks(comm, gradients(model))
@@ -169,15 +169,15 @@ def test_no_sync_defers_the_sum(pair, comm):
 def model_strategy(pair):
     """Return the strategy that made the pair: the only one alive with its scope's models."""
 
-    return next(one for one in live_strategies() if pair[0] in one.engine.managed.modules)
+    return next(live_strategy for live_strategy in live_strategies() if pair[0] in live_strategy.engine.managed.modules)
 
 
 @pytest.mark.feature("collectives.accumulation-without-sync")
 def test_a_parameter_touched_only_under_no_sync_is_summed_too(pair, comm):
     model, reference = pair
-    mine, whole = local_rows(comm)
+    local_batch, whole = local_rows(comm)
     with model_strategy(pair).no_sync():
-        loss_of(model, mine).backward()
+        loss_of(model, local_batch).backward()
     model[2](torch.zeros(1, 5)).sum().backward()
     loss_of(reference, whole).backward()
     reference[2](torch.zeros(1, 5)).sum().mul(comm.size).backward()
@@ -227,13 +227,13 @@ def test_unused_parameters_have_no_gradient_on_any_rank(pair, comm):
 def test_unused_parameters_train_as_on_one_rank(pair, comm):
     """Ranks use the second layer in the first step only; momentum and decay of what is unused follow torch's rules."""
     model, reference = pair
-    mine, whole = local_rows(comm)
+    local_batch, whole = local_rows(comm)
     for set_to_none in (True, False):
-        for one, rows in ((model, mine), (reference, whole)):
-            optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        for module, rows in ((model, local_batch), (reference, whole)):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
             for step in range(4):
                 optimizer.zero_grad(set_to_none=set_to_none)
-                loss = loss_of(one, rows) if step == 0 else one[0](rows[0]).square().sum() / ROWS
+                loss = loss_of(module, rows) if step == 0 else module[0](rows[0]).square().sum() / ROWS
                 loss.backward()
                 optimizer.step()
         assert_close([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
@@ -372,12 +372,12 @@ def test_a_parameter_made_outside_the_scope_is_refused_at_step(pair, comm):
 
 
 def test_a_model_of_the_users_own_is_left_alone(pair, comm):
-    own = nn.Linear(2, 1)
-    nn.init.constant_(own.weight, 1.0)
-    own(torch.full((1, 2), float(comm.rank))).sum().backward()
-    assert own.weight.grad.tolist() == [[comm.rank] * 2]
-    torch.optim.SGD(own.parameters(), lr=1.0).step()
-    assert own.weight.tolist() == [[1.0 - comm.rank] * 2]
+    private_model = nn.Linear(2, 1)
+    nn.init.constant_(private_model.weight, 1.0)
+    private_model(torch.full((1, 2), float(comm.rank))).sum().backward()
+    assert private_model.weight.grad.tolist() == [[comm.rank] * 2]
+    torch.optim.SGD(private_model.parameters(), lr=1.0).step()
+    assert private_model.weight.tolist() == [[1.0 - comm.rank] * 2]
 
 
 def test_a_gradient_set_by_hand_is_refused(pair, comm):
@@ -395,12 +395,12 @@ def test_a_gradient_set_by_hand_is_refused(pair, comm):
 
 def test_autograd_grad_leaves_grad_alone(pair, comm):
     model, reference = pair
-    mine, whole = local_rows(comm)
-    loss_of(model, mine).backward()
+    local_batch, whole = local_rows(comm)
+    loss_of(model, local_batch).backward()
     before = gradients(model)
-    torch.autograd.grad(loss_of(model, mine), list(model.parameters()))
+    torch.autograd.grad(loss_of(model, local_batch), list(model.parameters()))
     assert_close(gradients(model), before)
-    loss_of(model, mine).backward()
+    loss_of(model, local_batch).backward()
     (2 * loss_of(reference, whole)).backward()
     assert_close(gradients(model), gradients(reference))
 
@@ -418,12 +418,12 @@ class Failing(torch.autograd.Function):
 @pytest.mark.parametrize("is_zeroed", [True, False])
 def test_a_backward_that_raised_and_was_caught_leaves_nothing_behind(pair, comm, is_zeroed):
     model, reference = pair
-    mine, whole = local_rows(comm)
+    local_batch, whole = local_rows(comm)
     with pytest.raises(ZeroDivisionError):
-        model[2](Failing.apply(model[0](mine[0]))).sum().backward()
+        model[2](Failing.apply(model[0](local_batch[0]))).sum().backward()
     if is_zeroed or comm.size == 1:  # on one rank it is as in torch
         model.zero_grad()
-    loss_of(model, mine).backward()
+    loss_of(model, local_batch).backward()
     loss_of(reference, whole).backward()
     assert_close(gradients(model), gradients(reference))
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -432,12 +432,12 @@ def test_a_backward_that_raised_and_was_caught_leaves_nothing_behind(pair, comm,
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_failed_backward_after_a_good_one(pair, comm, set_to_none):
     model, reference = pair
-    mine, whole = local_rows(comm)
-    loss_of(model, mine).backward()
+    local_batch, whole = local_rows(comm)
+    loss_of(model, local_batch).backward()
     with pytest.raises(ZeroDivisionError):
-        model[2](Failing.apply(model[0](mine[0]))).sum().backward()
+        model[2](Failing.apply(model[0](local_batch[0]))).sum().backward()
     model.zero_grad(set_to_none=set_to_none)
-    loss_of(model, mine).backward()
+    loss_of(model, local_batch).backward()
     loss_of(reference, whole).backward()
     assert_close(gradients(model), gradients(reference))
 
@@ -446,19 +446,19 @@ def test_a_backward_that_raises_leaves_what_it_did_not_write(strategy, comm):
     """As torch does: a second backward through a freed graph touches nothing."""
     with strategy.scope():
         used = nn.Linear(2, 1)
-        other = nn.Linear(2, 1)
+        idle_layer = nn.Linear(2, 1)
     x = torch.ones(3, 2)
-    (used(x) + other(x)).sum().backward()
-    sums = [other.weight.grad.clone(), used.weight.grad.clone()]
+    (used(x) + idle_layer(x)).sum().backward()
+    sums = [idle_layer.weight.grad.clone(), used.weight.grad.clone()]
     loss = used(x).square().sum()
     loss.backward()
     summed = used.weight.grad.clone()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-    assert torch.equal(other.weight.grad, sums[0])
+    assert torch.equal(idle_layer.weight.grad, sums[0])
     assert torch.equal(used.weight.grad, summed)
     assert not torch.equal(summed, sums[1])
-    torch.optim.SGD([*used.parameters(), *other.parameters()], lr=0.1).step()
+    torch.optim.SGD([*used.parameters(), *idle_layer.parameters()], lr=0.1).step()
 
 
 def test_a_backward_past_torch_autograd_backward_is_refused(pair, comm):
@@ -704,9 +704,9 @@ def test_mean_weighs_the_second_backward_as_the_first(comm):
 @pytest.mark.filterwarnings("ignore:.*autocast.*:FutureWarning")  # of torch 2.4 itself
 def test_checkpointing_without_reentry_works_and_with_it_is_refused(pair, comm):
     model, reference = pair
-    mine, whole = local_rows(comm)
-    x = mine[0].clone().requires_grad_()
-    mse_loss(checkpoint(model, x, use_reentrant=False), mine[1], reduction="sum").backward()
+    local_batch, whole = local_rows(comm)
+    x = local_batch[0].clone().requires_grad_()
+    mse_loss(checkpoint(model, x, use_reentrant=False), local_batch[1], reduction="sum").backward()
     mse_loss(reference(whole[0]), whole[1], reduction="sum").backward()
     assert_close(gradients(model), gradients(reference))
     if comm.size > 1:
@@ -756,8 +756,8 @@ def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
 
     batch = next(batches)
     step(nn.Linear(2, 1), lambda model: hpcdist.all_reduce(model.weight.grad))  # it sums by itself
-    other = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
-    with other.scope():
+    second_strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with second_strategy.scope():
         step(nn.Linear(2, 1))  # another strategy's model
     batch = next(batches)
     if n_local is None:
@@ -774,13 +774,13 @@ def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
     batch = next(batches)
     step(nn.Linear(2, 8), lambda model: hpcdist.all_reduce_async(model.weight.grad).wait())
     with strategy.scope():  # a part of the models alone is made in the scope: another one may be meant to differ
-        kept = nn.Linear(2, 1)
+        scoped_model = nn.Linear(2, 1)
     assert "expected a model made" not in caplog.text
     batch = next(batches)
     for _ in range(2):
         step(nn.Linear(2, 8))
     assert caplog.text.count("expected a model made in strategy.scope()") == 1, "logged once"
-    assert kept.weight.grad is None
+    assert scoped_model.weight.grad is None
 
 
 def test_beside_the_model_of_the_scope_a_rank_may_optimize_tensors_of_its_own(comm):
@@ -830,7 +830,7 @@ def test_a_second_kind_of_loss_is_an_error(comm, n_local):
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local and n_local * comm.size)
     with strategy.scope():
         model = nn.Linear(2, 1)
-        other = nn.Linear(2, 1)
+        second_model = nn.Linear(2, 1)
 
     def step(loss_fn):
         model.zero_grad()
@@ -844,7 +844,7 @@ def test_a_second_kind_of_loss_is_an_error(comm, n_local):
     with pytest.raises(GradientError, match="hpcdist.compute_average_loss"):
         run(lambda: model(torch.ones(1, 2)).mean())
     assert run(lambda: scaled(model, 3))[0] == pytest.approx(1.0)
-    more = run(lambda: scaled(model) + other(torch.ones(1, 2)).sum() * 0.5)  # a term of one's own beside it
+    more = run(lambda: scaled(model) + second_model(torch.ones(1, 2)).sum() * 0.5)  # a term of one's own beside it
     assert more[0] == pytest.approx(1.0)
     penalty = run(lambda: hpcdist.scale_regularization_loss(2 * model.bias.sum()))
     assert penalty[0] == pytest.approx(2.0)
@@ -852,10 +852,10 @@ def test_a_second_kind_of_loss_is_an_error(comm, n_local):
         joint = nn.Linear(2, 1)
     another = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local and n_local * comm.size)
     with another.scope():
-        theirs = nn.Linear(2, 1)
+        foreign_model = nn.Linear(2, 1)
     for _ in range(2):  # models of two strategies in one backward
         run(lambda: scaled(joint) + hpcdist.scale_regularization_loss(model.bias.sum()))
-    assert theirs.bias.grad is None
+    assert foreign_model.bias.grad is None
 
 
 def test_a_regularizer_settles_nothing_and_is_right_with_a_mean_too(comm):
@@ -1010,19 +1010,19 @@ def test_dropout_draws_by_seed_step_and_replica(comm):
         with strategy.scope():
             model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        found = []
+        drawn = []
         for _ in range(2):
             model(torch.ones(4, 4)).sum().backward()
             torch.rand(comm.rank + 1)  # what a step draws besides does not shift the next step
             optimizer.step()
-            found.append(torch.rand(4).tolist())
-        return found
+            drawn.append(torch.rand(4).tolist())
+        return drawn
 
     first = draws(1)
-    again = draws(1)
-    other = draws(2)
-    assert first == again
-    assert first != other
+    same_seed_draws = draws(1)
+    other_seed_draws = draws(2)
+    assert first == same_seed_draws
+    assert first != other_seed_draws
     everyone = [tuple(numbers) for rank in comm.allgather(first) for numbers in rank]
     assert len(set(everyone)) == 2 * comm.size
 
@@ -1037,8 +1037,8 @@ def test_step_is_counted_and_survives_a_state_dict(strategy, comm):
     state = strategy.state_dict()
     assert state["step"] == 3
     assert strategy.world.describe().endswith("at step 3")
-    other = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
-    other.load_state_dict(state)
+    resumed_strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    resumed_strategy.load_state_dict(state)
     first = torch.rand(3)
     strategy.load_state_dict(state)
     assert torch.equal(first, torch.rand(3))

@@ -78,8 +78,8 @@ PATHS = {
 
 
 def translated(line):
-    for theirs, ours in PATHS.items():
-        line = line.replace(theirs, ours)
+    for tf_path, ours in PATHS.items():
+        line = line.replace(tf_path, ours)
     assert "tf." not in line.replace("conf.", "")
     return line
 
@@ -99,9 +99,9 @@ def execute(line, comm):
 @pytest.mark.parametrize("line", LINES)
 def test_lines_of_the_guides(line, comm):
     names = execute(line, comm)
-    made = re.match(r"(\w*strategy) = ", line)
-    if made:
-        strategy = names[made[1]]
+    match = re.match(r"(\w*strategy) = ", line)
+    if match:
+        strategy = names[match[1]]
         with strategy.scope():
             assert hpcdist.get_strategy() is strategy
         assert strategy.run(lambda x: x + 1, args=(1,)) == 2

@@ -231,8 +231,8 @@ def test_generators_are_divided_and_restarted(strategy, comm):
         first = [next(iterator).tolist() for _ in range(2)]
     after = strategy.experimental_distribute_dataset(dataset)
     after.load_state_dict(distributed.state_dict())
-    mine = first + [part.tolist() for part in after]
-    rows = sum((row for step in zip(*comm.allgather(mine), strict=True) for row in step), [])
+    local_batches = first + [part.tolist() for part in after]
+    rows = sum((row for step in zip(*comm.allgather(local_batches), strict=True) for row in step), [])
     assert sorted(rows[:7]) == sorted(rows[7:]) == list(range(7))
 
 
@@ -300,9 +300,9 @@ def test_samplers_divide_the_rows_of_an_epoch_among_the_ranks(comm, drop_last):
     orders = []
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
-        own = [int(row) for (part,) in loader for row in part]
-        orders.append(own)
-        shares = comm.allgather(own)
+        local_rows = [int(row) for (part,) in loader for row in part]
+        orders.append(local_rows)
+        shares = comm.allgather(local_rows)
         assert {len(share) for share in shares} == {len(sampler)}
         assert len({row for share in shares for row in share}) == (len(shares) * len(sampler) if drop_last else 11)
     assert orders[0] != orders[1]
@@ -316,10 +316,12 @@ def test_a_loader_is_distributed_as_it_is(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     rows = torch.utils.data.TensorDataset(torch.arange(4 * comm.size))
     loader = torch.utils.data.DataLoader(rows, batch_size=2 * comm.size, shuffle=True)
-    own = [int(row) for (part,) in strategy.experimental_distribute_dataset(loader) for row in part]
-    assert sorted(row for share in comm.allgather(own) for row in share) == list(range(4 * comm.size))
-    made = strategy.distribute_datasets_from_function(lambda context: torch.utils.data.DataLoader(rows, batch_size=2))
-    assert next(part.tolist() for (part,) in made) == [0, 1]
+    local_rows = [int(row) for (part,) in strategy.experimental_distribute_dataset(loader) for row in part]
+    assert sorted(row for share in comm.allgather(local_rows) for row in share) == list(range(4 * comm.size))
+    distributed = strategy.distribute_datasets_from_function(
+        lambda context: torch.utils.data.DataLoader(rows, batch_size=2)
+    )
+    assert next(part.tolist() for (part,) in distributed) == [0, 1]
     with pytest.raises(DataError, match=r"batch\(global_batch\)"):
         strategy.experimental_distribute_dataset(rows)
 
@@ -329,6 +331,8 @@ def test_datasets_made_of_others_are_distributed_with_one_order(comm):
     dataset = hpcdist.Dataset.range(20).shuffle(20, seed=1).filter(lambda row: row % 2 == 0).batch(3).shuffle(2)
     distributed = strategy.experimental_distribute_dataset(dataset)
     for _ in range(2):
-        own = [part.tolist() for part in distributed]
-        whole = [sorted(row for part in parts for row in part) for parts in zip(*comm.allgather(own), strict=True)]
+        local_batches = [part.tolist() for part in distributed]
+        whole = [
+            sorted(row for part in parts for row in part) for parts in zip(*comm.allgather(local_batches), strict=True)
+        ]
         assert sorted(row for batch in whole for row in batch) == list(range(0, 20, 2))

@@ -86,9 +86,9 @@ def test_a_loader_with_a_state_is_distributed_and_not_saved(strategy, comm):
     iterator = iter(first)
     used = next(iterator)[1].tolist()
     second.load_state_dict(first.state_dict())
-    rest = [rows.tolist() for _, rows in iterator]
-    assert [rows.tolist() for _, rows in second] == rest
-    assert sorted(sum(sum(comm.allgather([used, *rest]), []), [])) == list(range(N_ROWS))
+    remaining_batches = [rows.tolist() for _, rows in iterator]
+    assert [rows.tolist() for _, rows in second] == remaining_batches
+    assert sorted(sum(sum(comm.allgather([used, *remaining_batches]), []), [])) == list(range(N_ROWS))
 
 
 @pytest.mark.feature("input.data-loaders")
@@ -145,9 +145,11 @@ def test_a_sampler_that_draws_other_rows_after_a_restart_is_refused(strategy):
     distributed = strategy.experimental_distribute_dataset(DataLoader(Rows(), 4, sampler=Forgetful([1, 2, 3, 4, 5])))
     next(iter(distributed))
     state = distributed.state_dict()
-    other = strategy.experimental_distribute_dataset(DataLoader(Rows(), 4, sampler=Forgetful([1, 2, 3, 5, 4])))
+    changed_dataset = strategy.experimental_distribute_dataset(
+        DataLoader(Rows(), 4, sampler=Forgetful([1, 2, 3, 5, 4]))
+    )
     with pytest.raises(DataError, match="1 batches that the sampler Forgetful had drawn"):
-        other.load_state_dict(state)
+        changed_dataset.load_state_dict(state)
 
 
 def test_a_loader_without_batches_is_refused(strategy):
@@ -295,10 +297,10 @@ def test_a_sharded_stream_resumes_on_as_many_ranks(strategy, comm):
     loader = DataLoader(Stream(comm.rank, comm.size), batch_size=2 * comm.size)
     distributed = strategy.experimental_distribute_dataset(loader, is_sharded=True)
     whole = [x[:, 0].tolist() for x, _ in distributed]
-    again = strategy.experimental_distribute_dataset(loader, is_sharded=True)
-    iterator = iter(again)
+    interrupted = strategy.experimental_distribute_dataset(loader, is_sharded=True)
+    iterator = iter(interrupted)
     first = [next(iterator)[0][:, 0].tolist() for _ in range(2)]
-    state = again.state_dict()
+    state = interrupted.state_dict()
     resumed = strategy.experimental_distribute_dataset(loader, is_sharded=True)
     resumed.load_state_dict(state)
     assert first + [x[:, 0].tolist() for x, _ in resumed] == whole

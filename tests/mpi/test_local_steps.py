@@ -14,8 +14,10 @@ GLOBAL_ROWS = 24
 
 
 def make_strategy(local_steps, first_local_step=0, gradient_op="sum", **options):
-    given = hpcdist.CommunicationOptions(local_steps=local_steps, first_local_step=first_local_step)
-    return hpcdist.MultiWorkerMirroredStrategy(communication_options=given, gradient_op=gradient_op, **options)
+    communication_options = hpcdist.CommunicationOptions(local_steps=local_steps, first_local_step=first_local_step)
+    return hpcdist.MultiWorkerMirroredStrategy(
+        communication_options=communication_options, gradient_op=gradient_op, **options
+    )
 
 
 def make_model():

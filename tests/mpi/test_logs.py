@@ -39,8 +39,10 @@ def test_each_rank_has_a_file_and_the_chief_the_screen(comm, shared_path, root_l
     assert path == shared_path / "logs" / f"rank-{comm.rank:05d}.log"
     [line] = path.read_text().splitlines()
     host = MPI.Get_processor_name()
-    who = f"worker:{comm.rank} r{comm.rank}/{comm.size} {host}"
-    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\dT[\d:.]{{12}} INFO \[{who}\] mine: 100 % of rank {comm.rank}", line), line
+    rank_label = f"worker:{comm.rank} r{comm.rank}/{comm.size} {host}"
+    assert re.fullmatch(
+        rf"\d{{4}}-\d\d-\d\dT[\d:.]{{12}} INFO \[{rank_label}\] mine: 100 % of rank {comm.rank}", line
+    ), line
     assert screen == (line + "\n" if comm.rank == 0 else "")
     comm.Barrier()
     assert len(list((shared_path / "logs").iterdir())) == comm.size
@@ -61,16 +63,16 @@ def test_lines_of_json_have_the_step_and_the_traceback(comm, shared_path, root_l
     except ValueError:
         logging.getLogger("mine").exception("it\nfailed")
     [line] = path.read_text().splitlines()
-    said = json.loads(line)
-    assert (said["level"], said["role"], said["rank"], said["size"]) == (
+    log_record = json.loads(line)
+    assert (log_record["level"], log_record["role"], log_record["rank"], log_record["size"]) == (
         "ERROR",
         f"worker:{comm.rank}",
         comm.rank,
         comm.size,
     )
-    assert (said["step"], said["name"]) == (40, "mine")
-    assert said["message"].startswith("it\nfailed\nTraceback")
-    assert said["message"].endswith("ValueError: wrong")
+    assert (log_record["step"], log_record["name"]) == (40, "mine")
+    assert log_record["message"].startswith("it\nfailed\nTraceback")
+    assert log_record["message"].endswith("ValueError: wrong")
 
 
 def test_another_kind_of_log_is_an_error(comm, shared_path, root_logger, monkeypatch):

@@ -82,12 +82,12 @@ def test_a_regularization_loss_of_strategies_that_average_and_that_sum_is_refuse
 def test_weights_of_an_average_loss(strategy, shape, weights, expected):
     """One weight for each row, or for each loss; none enters the divisor."""
     losses = torch.arange(1.0, 1 + np.prod(shape)).view(shape)
-    given = torch.tensor(weights) if isinstance(weights, list) else weights
+    sample_weights = torch.tensor(weights) if isinstance(weights, list) else weights
     n = strategy.num_replicas_in_sync
     with strategy.scope():
-        assert float(hpcdist.compute_average_loss(losses, given)) == pytest.approx(expected / (2 * n))
-    found = total(strategy, lambda: hpcdist.compute_average_loss(losses.numpy(), np.asarray(given), 5))
-    assert found == pytest.approx(n * expected / 5)
+        assert float(hpcdist.compute_average_loss(losses, sample_weights)) == pytest.approx(expected / (2 * n))
+    total_loss = total(strategy, lambda: hpcdist.compute_average_loss(losses.numpy(), np.asarray(sample_weights), 5))
+    assert total_loss == pytest.approx(n * expected / 5)
 
 
 @pytest.mark.parametrize("kind", [torch.ones, np.ones])

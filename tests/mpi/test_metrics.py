@@ -123,11 +123,11 @@ def test_areas_by_their_definition(curve, method):
     """At 21 thresholds, counted one by one."""
     generator = np.random.default_rng(5)
     truth = generator.integers(0, 2, 300) == 1
-    found = np.round(generator.random(300), 3)
+    predictions = np.round(generator.random(300), 3)
     metric = metrics.AUC(21, curve, method)
-    metric.update_state(truth, found)
-    points = [-1e-7, *[(one + 1) / 20 for one in range(19)], 1 + 1e-7]
-    counts = [((found > at) & truth, (found > at) & ~truth) for at in points]
+    metric.update_state(truth, predictions)
+    points = [-1e-7, *[(index + 1) / 20 for index in range(19)], 1 + 1e-7]
+    counts = [((predictions > at) & truth, (predictions > at) & ~truth) for at in points]
     recalls = [right.sum() / truth.sum() for right, _ in counts]
     if curve == "ROC":
         xs = [wrong.sum() / (~truth).sum() for _, wrong in counts]
@@ -135,7 +135,11 @@ def test_areas_by_their_definition(curve, method):
     else:
         xs = recalls
         ys = [right.sum() / max(1, right.sum() + wrong.sum()) for right, wrong in counts]
-    join = {"interpolation": lambda one, other: (one + other) / 2, "minoring": min, "majoring": max}[method]
+    join = {
+        "interpolation": lambda start_height, end_height: (start_height + end_height) / 2,
+        "minoring": min,
+        "majoring": max,
+    }[method]
     area = sum((xs[n] - xs[n + 1]) * join(ys[n], ys[n + 1]) for n in range(20))
     if (curve, method) == ("PR", "interpolation"):  # both counts are linear between two thresholds
         area = sum(area_between(*counts[n + 1], *counts[n]) for n in range(20)) / truth.sum()
@@ -157,8 +161,8 @@ def test_several_thresholds_and_one_class(strategy):
     metric = make(strategy, metrics.Recall, thresholds=[0.1, 0.5], class_id=1)
     update(strategy, metric, ONE_HOT, CHANCES)
     truth = ONE_HOT[:, 1] > 0
-    found = CHANCES[:, 1]
-    expected = [float((found[truth] > at).double().mean()) for at in (0.1, 0.5)]
+    scores = CHANCES[:, 1]
+    expected = [float((scores[truth] > at).double().mean()) for at in (0.1, 0.5)]
     assert metric.result().tolist() == pytest.approx(expected)
 
 
@@ -198,8 +202,8 @@ def test_weights(strategy, kind, tensors, expected):
     once = make(strategy, kind)
     twice = make(strategy, kind)
     update(strategy, once, *tensors, (CLASSES == 2).float())
-    kept = [tensor[CLASSES == 2] for tensor in tensors]
-    assert float(once.result()) == pytest.approx(in_one_process(kind, *kept), rel=1e-13)
+    selected_tensors = [tensor[CLASSES == 2] for tensor in tensors]
+    assert float(once.result()) == pytest.approx(in_one_process(kind, *selected_tensors), rel=1e-13)
     strategy.run(lambda: twice.update_state(*own_rows(*tensors), sample_weight=2.0))
     assert float(twice.result()) == pytest.approx(float(expected) * (2 if kind is metrics.Sum else 1), rel=1e-6)
 
@@ -240,8 +244,10 @@ def test_a_replica_sees_its_own(strategy):
     def step():
         return metric(float(hpcdist.get_replica_context().replica_id_in_sync_group))
 
-    found = [float(one) for one in strategy.experimental_local_results(strategy.run(step))]
-    assert found == [float(number) for number in strategy.own_replicas]
+    replica_results = [
+        float(replica_result) for replica_result in strategy.experimental_local_results(strategy.run(step))
+    ]
+    assert replica_results == [float(number) for number in strategy.own_replicas]
     assert float(metric.result()) == sum(range(strategy.num_replicas_in_sync))
 
 
@@ -270,13 +276,13 @@ def test_it_comes_back_from_a_checkpoint(strategy, shared_path, restarted):
     metric = make(strategy, metrics.Mean)
     update(strategy, metric, LOGITS, WEIGHTS)
     hpcdist.CheckpointManager(hpcdist.Checkpoint(loss=metric), shared_path).save(1)
-    other = hpcdist.MultiWorkerMirroredStrategy(num_replicas=restarted)
-    again = make(other, metrics.Mean)
-    hpcdist.CheckpointManager(hpcdist.Checkpoint(loss=again), shared_path).restore_or_initialize()
-    assert float(again.result()) == pytest.approx(float(metric.result()), rel=1e-14)
+    restarted_strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=restarted)
+    restored_metric = make(restarted_strategy, metrics.Mean)
+    hpcdist.CheckpointManager(hpcdist.Checkpoint(loss=restored_metric), shared_path).restore_or_initialize()
+    assert float(restored_metric.result()) == pytest.approx(float(metric.result()), rel=1e-14)
     update(strategy, metric, LOGITS + 1)
-    update(other, again, LOGITS + 1)
-    assert float(again.result()) == pytest.approx(float(metric.result()), rel=1e-14)
+    update(restarted_strategy, restored_metric, LOGITS + 1)
+    assert float(restored_metric.result()) == pytest.approx(float(metric.result()), rel=1e-14)
 
 
 def test_rows_of_which_each_has_a_weight(strategy):

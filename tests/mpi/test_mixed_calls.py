@@ -79,11 +79,11 @@ PAIRS = [
 
 
 @pytest.mark.feature("debugging.mismatch-detection")
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, one, other):
-    own = values.calls()[one if comm.rank else other]
+@pytest.mark.parametrize(("worker_call", "chief_call"), PAIRS)
+def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, worker_call, chief_call):
+    local_call = values.calls()[worker_call if comm.rank else chief_call]
     with pytest.raises(UsageError, match=r"others.*elsewhere"):
-        own()
+        local_call()
     assert values.loss.result() == 1, "the next calls are right"
     assert values.accuracy.result() == 3
 
@@ -92,22 +92,24 @@ def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, one, o
 def test_reductions_that_do_not_fit_together_are_found_by_all_ranks_of_a_host(comm, op, dtype):
     if comm.size == 1:
         return
-    own = comm.Dup()
+    duplicate_comm = comm.Dup()
     for _ in range(3):
-        hpcdist.all_reduce(np.ones(2), comm=own)
+        hpcdist.all_reduce(np.ones(2), comm=duplicate_comm)
     with pytest.raises(DesyncError, match=rf"{op} of 2 {np.dtype(dtype)} on rank 0, sum of 2 float64 on rank 1"):
-        hpcdist.all_reduce(np.ones(2, dtype if comm.rank == 0 else float), op if comm.rank == 0 else "sum", comm=own)
-    hpcdist.all_reduce(np.ones(2), comm=own)
-    own.Free()
+        hpcdist.all_reduce(
+            np.ones(2, dtype if comm.rank == 0 else float), op if comm.rank == 0 else "sum", comm=duplicate_comm
+        )
+    hpcdist.all_reduce(np.ones(2), comm=duplicate_comm)
+    duplicate_comm.Free()
 
 
 def test_a_size_that_is_measured_first_meets_one_that_is_not(comm):
     if comm.size == 1:
         return
-    own = comm.Dup()
+    duplicate_comm = comm.Dup()
     with pytest.raises(DesyncError, match="sum of 2 float64 on rank 0, sum of 1000 float64 on rank 1"):
-        hpcdist.all_reduce(np.ones(1000 if comm.rank else 2), comm=own)
-    own.Free()
+        hpcdist.all_reduce(np.ones(1000 if comm.rank else 2), comm=duplicate_comm)
+    duplicate_comm.Free()
 
 
 @pytest.mark.parametrize(("op", "dtype"), [("max", np.float64), ("sum", np.int64)])
@@ -115,15 +117,15 @@ def test_reductions_by_the_library_that_do_not_fit_together_are_found(comm, op, 
     """By the ranks beside the one that differs, before anybody uses the result: the job would end."""
     if comm.size == 1:
         return
-    own = comm.Dup()
-    given = {"implementation": "MPI"}
+    duplicate_comm = comm.Dup()
+    options = {"implementation": "MPI"}
     for _ in range(3):
-        hpcdist.all_reduce(np.ones(2), comm=own, **given)
+        hpcdist.all_reduce(np.ones(2), comm=duplicate_comm, **options)
     error = None
     values = np.ones(2, dtype if comm.rank == 0 else float)
     name = op if comm.rank == 0 else "sum"
     try:
-        hpcdist.all_reduce(values, name, comm=own, **given)
+        hpcdist.all_reduce(values, name, comm=duplicate_comm, **options)
     except DesyncError as caught:
         error = str(caught)
     has_failed = comm.allgather(error is not None)
@@ -131,27 +133,27 @@ def test_reductions_by_the_library_that_do_not_fit_together_are_found(comm, op, 
     assert has_failed[-1]
     if error is not None:
         assert "expected the same call on every rank" in error
-    hpcdist.all_reduce(np.ones(2), comm=own, **given)
-    own.Free()
+    hpcdist.all_reduce(np.ones(2), comm=duplicate_comm, **options)
+    duplicate_comm.Free()
 
 
 def test_ranks_may_take_other_ways_to_the_same_sum(comm):
     """A scale of its own, or another kind of array: which way a sum goes must not count."""
-    own = comm.Dup()
-    hpcdist.all_reduce(np.ones(1), prescale=1.0 if comm.rank == 0 else 0.5, comm=own)
-    hpcdist.all_reduce(np.ones(2) if comm.rank == 0 else torch.ones(2, dtype=torch.float64), comm=own)
+    duplicate_comm = comm.Dup()
+    hpcdist.all_reduce(np.ones(1), prescale=1.0 if comm.rank == 0 else 0.5, comm=duplicate_comm)
+    hpcdist.all_reduce(np.ones(2) if comm.rank == 0 else torch.ones(2, dtype=torch.float64), comm=duplicate_comm)
     for size in (2, 3):
         buffer = np.ones(size)
-        hpcdist.all_reduce(buffer, comm=own)
+        hpcdist.all_reduce(buffer, comm=duplicate_comm)
         assert buffer.tolist() == [comm.size] * size
-    own.Free()
+    duplicate_comm.Free()
 
 
 def test_a_rank_that_is_ahead_is_no_error(comm):
-    own = comm.Dup()
+    duplicate_comm = comm.Dup()
     for number in range(2000):
-        hpcdist.all_reduce(np.ones(1 + number % 7), ("sum", "max")[number % 2], comm=own)
-    own.Free()
+        hpcdist.all_reduce(np.ones(1 + number % 7), ("sum", "max")[number % 2], comm=duplicate_comm)
+    duplicate_comm.Free()
 
 
 def test_a_library_s_error_names_the_call(comm, monkeypatch):

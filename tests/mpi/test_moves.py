@@ -21,9 +21,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 @pytest.mark.parametrize("root", [0, -1])
 def test_scatter_divides_roots_rows(comm, n_rows, root):
     whole = np.arange(3 * n_rows, dtype=np.int32).reshape(n_rows, 3)
-    own = hpcdist.scatter(whole if comm.rank == root % comm.size else "not looked at", root % comm.size)
-    assert own.dtype == np.int32
-    parts = comm.allgather(own)
+    local_rows = hpcdist.scatter(whole if comm.rank == root % comm.size else "not looked at", root % comm.size)
+    assert local_rows.dtype == np.int32
+    parts = comm.allgather(local_rows)
     assert np.array_equal(np.concatenate(parts), whole)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -31,10 +31,10 @@ def test_scatter_divides_roots_rows(comm, n_rows, root):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scatter_of_a_tensor_gives_tensors(comm, dtype):
     whole = torch.arange(2 * comm.size).reshape(comm.size, 2).to(dtype).requires_grad_(dtype.is_floating_point)
-    own = hpcdist.scatter(whole if comm.rank == 0 else None)
-    assert own.dtype is dtype
-    assert not own.requires_grad
-    assert torch.equal(own, whole[comm.rank : comm.rank + 1])
+    local_rows = hpcdist.scatter(whole if comm.rank == 0 else None)
+    assert local_rows.dtype is dtype
+    assert not local_rows.requires_grad
+    assert torch.equal(local_rows, whole[comm.rank : comm.rank + 1])
 
 
 def test_scatter_takes_rows(comm):
@@ -78,12 +78,12 @@ def test_alltoall_that_does_not_fit_is_refused_on_all_ranks(comm):
 @pytest.mark.parametrize("dtype", DTYPES[:-1])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_reduce_scatter_of_a_tensor_gives_a_tensor(comm, dtype, is_async):
-    given = torch.arange(2 * comm.size + 1).to(dtype)
-    own = hpcdist.reduce_scatter_async(given).wait() if is_async else hpcdist.reduce_scatter(given)
-    assert own.dtype is dtype
-    assert [x for part in comm.allgather(own.tolist()) for x in part] == (given * comm.size).tolist()
+    summand = torch.arange(2 * comm.size + 1).to(dtype)
+    local_part = hpcdist.reduce_scatter_async(summand).wait() if is_async else hpcdist.reduce_scatter(summand)
+    assert local_part.dtype is dtype
+    assert [x for part in comm.allgather(local_part.tolist()) for x in part] == (summand * comm.size).tolist()
     if dtype.is_floating_point:
-        assert hpcdist.reduce_scatter(given, "mean").dtype is dtype
+        assert hpcdist.reduce_scatter(summand, "mean").dtype is dtype
 
 
 def test_reduce_scatter_takes_numbers():
@@ -111,7 +111,7 @@ def test_moves_in_the_background_return_their_results(comm):
     assert handles[2].wait()[0].tolist() == [comm.rank] * comm.size
     assert handles[3].wait().tolist() == [comm.rank]
     assert [handle.wait() for handle in handles[4:]] == [None, None]
-    assert [one.tolist() for one in group] == [[comm.size] * 2, [comm.size] * 3]
+    assert [array.tolist() for array in group] == [[comm.size] * 2, [comm.size] * 3]
 
 
 def test_all_gather_keeps_half_precision(comm):
@@ -160,8 +160,8 @@ def test_an_optimizers_state_is_taken_from_the_chief(comm):
 def test_a_dataset_that_only_root_has_is_dealt_out(comm, shuffle, is_equal):
     n_items = 2 * comm.size + 1
     rows = torch.utils.data.TensorDataset(torch.arange(n_items)) if comm.rank == 0 else None
-    own = hpcdist.scatter_dataset(rows, shuffle=shuffle, seed=3, force_equal_length=is_equal)
-    shares = comm.allgather([int(row) for (row,) in own])
+    local_share = hpcdist.scatter_dataset(rows, shuffle=shuffle, seed=3, force_equal_length=is_equal)
+    shares = comm.allgather([int(row) for (row,) in local_share])
     assert {row for share in shares for row in share} == set(range(n_items))
     lengths = [len(share) for share in shares]
     assert (len(set(lengths)) == 1) if is_equal else sum(lengths) == n_items
@@ -263,7 +263,7 @@ def test_rank_zero_goes_first(comm, per_host):
         time.sleep(0.1 * (comm.rank == 0))
         times.append(time.monotonic())
     all_times = comm.allgather(times[0])
-    assert all(one > all_times[0] for one in all_times[1:])
+    assert all(later_time > all_times[0] for later_time in all_times[1:])
 
 
 def test_an_error_of_the_first_rank_is_known_to_all(comm):
@@ -335,7 +335,7 @@ def test_gradients_are_summed_by_a_subclass_of_cross_device_ops(comm, num_replic
         return model.weight.grad.sum()
 
     total = strategy.run(step)
-    assert [float(one) for one in strategy.experimental_local_results(total)] == pytest.approx(
+    assert [float(replica_total) for replica_total in strategy.experimental_local_results(total)] == pytest.approx(
         [6.0 * strategy.num_replicas_in_sync] * len(strategy.own_replicas)
     )
     assert ops.n_values == ({comm.size} if comm.size > 1 else ops.n_values)
@@ -379,16 +379,16 @@ def test_an_evaluation_without_an_aggregate_takes_dicts(comm, result):
 
 @pytest.mark.feature("collectives.other-collectives")
 def test_gradients_flow_through_an_all_gather(comm):
-    own = torch.arange(6.0).reshape(3, 2)[: comm.rank + 1].clone().requires_grad_()
-    joined = hpcdist.all_gather(own * 2)
+    local_rows = torch.arange(6.0).reshape(3, 2)[: comm.rank + 1].clone().requires_grad_()
+    joined = hpcdist.all_gather(local_rows * 2)
     weights = torch.arange(float(joined.numel())).reshape(joined.shape) * (comm.rank + 1)
     (joined * weights).sum().backward()
     total = sum(rank + 1 for rank in range(comm.size))
     first = sum(rank + 1 for rank in range(comm.rank))
-    expected = 2 * total * torch.arange(float(joined.numel())).reshape(joined.shape)[first : first + len(own)]
-    assert torch.equal(own.grad, expected)
+    expected = 2 * total * torch.arange(float(joined.numel())).reshape(joined.shape)[first : first + len(local_rows)]
+    assert torch.equal(local_rows.grad, expected)
     with torch.no_grad():
-        assert not hpcdist.all_gather(own * 2).requires_grad
+        assert not hpcdist.all_gather(local_rows * 2).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -450,15 +450,15 @@ def test_calls_that_do_not_fit_together_raise_on_all_ranks(comm, name, is_tensor
     is_other = comm.rank == comm.size - 1
     shape = {"shape": (6, 2), "size": (5, 3)}.get(difference, (4, 3)) if is_other else (4, 3)
     array = np.zeros(shape, np.float32 if is_other and difference == "dtype" else np.float64)
-    given = torch.from_numpy(array) if is_tensor else array
+    payload = torch.from_numpy(array) if is_tensor else array
     root = int(is_other and difference == "root")
-    pieces = [given] if is_other else [given[:1], given[1:]]
+    pieces = [payload] if is_other else [payload[:1], payload[1:]]
     calls = {
-        "broadcast": lambda: hpcdist.broadcast(given, root),
-        "scatter": lambda: hpcdist.scatter(given, root),
-        "alltoall": lambda: hpcdist.alltoall(given),
-        "reduce_scatter": lambda: hpcdist.reduce_scatter(given, "mean" if is_other and difference == "op" else "sum"),
-        "all_gather": lambda: hpcdist.all_gather(given),
+        "broadcast": lambda: hpcdist.broadcast(payload, root),
+        "scatter": lambda: hpcdist.scatter(payload, root),
+        "alltoall": lambda: hpcdist.alltoall(payload),
+        "reduce_scatter": lambda: hpcdist.reduce_scatter(payload, "mean" if is_other and difference == "op" else "sum"),
+        "all_gather": lambda: hpcdist.all_gather(payload),
         "broadcast_object": lambda: hpcdist.broadcast_object(1, root),
         "gather_objects": lambda: hpcdist.gather_objects(1, root),
         "scatter_objects": lambda: hpcdist.scatter_objects([0] * comm.size, root),
@@ -480,12 +480,12 @@ def test_a_mean_of_whole_numbers_is_a_float_as_numpys(comm, make):
 
 
 def test_an_all_gather_has_gradients_if_one_rank_needs_them(comm):
-    own = torch.ones(1, 2, requires_grad=comm.rank == 0)
-    joined = hpcdist.all_gather(own)
+    local_row = torch.ones(1, 2, requires_grad=comm.rank == 0)
+    joined = hpcdist.all_gather(local_row)
     assert joined.requires_grad
     joined.sum().backward()
-    assert (own.grad is not None) == (comm.rank == 0)
-    assert comm.rank or own.grad.tolist() == [[float(comm.size)] * 2]
+    assert (local_row.grad is not None) == (comm.rank == 0)
+    assert comm.rank or local_row.grad.tolist() == [[float(comm.size)] * 2]
 
 
 def test_a_graph_on_root_alone_is_refused_on_all_ranks(comm):

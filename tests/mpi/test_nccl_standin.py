@@ -140,7 +140,7 @@ def test_one_group_has_a_communicator_for_all_and_one_for_the_host(comm, cupy, m
         array = cupy.array(values(comm.rank, 10).astype(np.float32))
         algorithm(array, group)
         assert array.host.tolist() == expected("sum", comm.size, 10).tolist()
-    assert [made[0] for made in cupy.made] == ([comm.size, 1] if comm.size > 1 else [1])
+    assert [communicator[0] for communicator in cupy.made] == ([comm.size, 1] if comm.size > 1 else [1])
 
 
 def test_a_peer_that_fails_in_the_host_is_reported_before_the_lanes_turn(comm, cupy, monkeypatch, make_group):
@@ -415,9 +415,9 @@ def test_what_auto_takes_for_gradients(comm, monkeypatch, make_group, options, l
     """`last` is what the last rank has."""
     if "devices" in last and comm.size == 1:
         pytest.skip("one rank shares its GPU with nobody")
-    own = last if comm.rank == comm.size - 1 else {}
-    device = torch.device(own.get("device", "cuda:0"))
-    install(monkeypatch, comm, **{name: value for name, value in own.items() if name != "device"})
+    overrides = last if comm.rank == comm.size - 1 else {}
+    device = torch.device(overrides.get("device", "cuda:0"))
+    install(monkeypatch, comm, **{name: value for name, value in overrides.items() if name != "device"})
     reducer = Reducer(make_group(), CommunicationOptions(**options), device=device)
     assert (reducer.route.algorithm, reducer.route.is_on_device) == (chosen, chosen is Implementation.NCCL)
     are_all_on_gpus = last.get("device") != "cpu"

@@ -81,9 +81,9 @@ def test_bits_are_those_of_one_host(comm, over_hosts, hosts, gradient_op, n_micr
     over_hosts(None)
     expected, _ = train(comm, gradient_op=gradient_op, n_micro=n_micro)
     over_hosts(hosts)
-    found, _ = train(comm, gradient_op=gradient_op, n_micro=n_micro, is_ordered=True, bytes_per_pack=4096)
-    assert found == expected
-    assert len(set(comm.allgather(found))) == 1
+    trained_bytes, _ = train(comm, gradient_op=gradient_op, n_micro=n_micro, is_ordered=True, bytes_per_pack=4096)
+    assert trained_bytes == expected
+    assert len(set(comm.allgather(trained_bytes))) == 1
 
 
 def test_a_backward_of_a_loss_that_says_nothing_starts_no_sum(comm, over_hosts):
@@ -161,10 +161,10 @@ def test_every_algorithm_trains_to_the_same_weights_on_all_ranks(comm, over_host
     over_hosts(None)
     expected, _ = train(comm)
     over_hosts("1 each")
-    found, _ = train(comm, implementation=implementation)
-    assert len(set(comm.allgather(found))) == 1
+    trained_bytes, _ = train(comm, implementation=implementation)
+    assert len(set(comm.allgather(trained_bytes))) == 1
     as_numbers = functools.partial(np.frombuffer, dtype=np.float32, count=1000)
-    assert np.allclose(as_numbers(found), as_numbers(expected), atol=1e-3)
+    assert np.allclose(as_numbers(trained_bytes), as_numbers(expected), atol=1e-3)
 
 
 @pytest.mark.feature("collectives.gradient-buckets", "collectives.overlap-with-backward")
@@ -212,8 +212,8 @@ def test_bucket_sizes_follow_the_measured_link(comm, over_hosts):
     if comm.size > 1:
         assert (128 << 10) <= limits.bucket_bytes <= (32 << 20)
         assert 0 < limits.last_bytes < limits.bucket_bytes
-    given = Reducer(strategy.group, hpcdist.CommunicationOptions(bytes_per_pack=1000))
-    assert given.begin_buckets(1) == Limits(1000, 1 << 20, 250)
+    sized_reducer = Reducer(strategy.group, hpcdist.CommunicationOptions(bytes_per_pack=1000))
+    assert sized_reducer.begin_buckets(1) == Limits(1000, 1 << 20, 250)
 
 
 @pytest.mark.feature("collectives.half-precision-wire")
@@ -224,12 +224,12 @@ def test_what_a_half_wire_rounds_away_comes_later(comm, over_hosts, dtype):
     group = multi_worker.group_of(make_world().role_comm)
     values = np.linspace(1, 2, 1001, dtype=np.float32) * (1 + comm.rank)
     exact = sum(np.linspace(1, 2, 1001) * (1 + rank) for rank in range(comm.size))
-    kept = HalfWire(dtype)
+    half_wire = HalfWire(dtype)
     n_sums = 50
     total = np.zeros(1001)
     for _ in range(n_sums):
         buffer = values.copy()
-        hierarchical.all_reduce(buffer, group, wire=kept)
+        hierarchical.all_reduce(buffer, group, wire=half_wire)
         assert len(set(comm.allgather(buffer.tobytes()))) == 1
         total += buffer
     once = values.copy()
@@ -303,16 +303,16 @@ def gradient_of(strategy):
     "collectives.communication-hook",
 )
 def test_cross_device_ops(comm):
-    made = {
+    ops_by_name = {
         "own": Counting(),
         "one device": hpcdist.ReductionToOneDevice(),
         "other device": hpcdist.ReductionToOneDevice(comm.size - 1, sum),
         "hierarchical": hpcdist.HierarchicalCopyAllReduce(num_packs=2),
     }
-    for name, ops in made.items():
+    for name, ops in ops_by_name.items():
         strategy = hpcdist.MirroredStrategy(cross_device_ops=ops, gradient_op="sum")
         assert gradient_of(strategy) == [2.0 * comm.size] * 3, name
-    assert comm.size == 1 or made["own"].n_calls > 0
+    assert comm.size == 1 or ops_by_name["own"].n_calls > 0
 
 
 @pytest.mark.feature("tf.mirroredstrategy-devices-cross", "strategies.mirrored-strategy")
@@ -341,10 +341,10 @@ def test_two_models_in_turn_as_a_gan(comm, over_hosts):
         for _ in range(3):
             for optimizer, model in zip(optimizers, (maker, judge), strict=True):
                 model.zero_grad()
-                other = judge if model is maker else maker
+                other_model = judge if model is maker else maker
                 judge(maker(torch.randn(3, 4, generator=rows))).mean().backward()
                 optimizer.step()
-                other.zero_grad()
+                other_model.zero_grad()
         results.append(b"".join(p.detach().numpy().tobytes() for m in (maker, judge) for p in m.parameters()))
     assert results[0] == results[1]
     assert len(set(comm.allgather(results[0]))) == 1
@@ -356,10 +356,10 @@ def test_a_gradient_that_is_summed_where_it_lies_is_private(comm):
     with strategy.scope():
         model = nn.Linear(600, 600, bias=False)
     model(torch.ones(1, 600)).sum().backward()
-    kept = model.weight.grad
+    first_gradient = model.weight.grad
     model.zero_grad()
     (model(torch.ones(1, 600)) * 3).sum().backward()
-    assert kept.unique().tolist() == [comm.size]
+    assert first_gradient.unique().tolist() == [comm.size]
     assert model.weight.grad.unique().tolist() == [3 * comm.size]
 
 
@@ -392,9 +392,9 @@ def test_a_users_tensor_that_is_the_gradient_stays_as_it_is(comm):
     with strategy.scope():
         model = Shared()
     strategy.run(lambda: None)
-    given = torch.ones(420_000)
-    model.a.view(-1).backward(given)
-    assert given.unique().tolist() == [1]
+    incoming_gradient = torch.ones(420_000)
+    model.a.view(-1).backward(incoming_gradient)
+    assert incoming_gradient.unique().tolist() == [1]
     assert model.a.grad.unique().tolist() == [comm.size]
 
 
@@ -436,13 +436,13 @@ def test_a_new_plan_owes_nothing_to_the_old_one(comm, over_hosts):
     over_hosts("1 each")
     options = hpcdist.CommunicationOptions(wire_dtype="bfloat16", bytes_per_pack=64)
     strategy = hpcdist.MultiWorkerMirroredStrategy(communication_options=options, gradient_op="sum")
-    found = []
+    mean_gradients = []
     for value in (1.0e4 + 1, 2.0**-9):
         with strategy.scope():
             model = nn.Linear(64, 1, bias=False)
         (model(torch.full((1, 64), value))).sum().backward()
-        found.append(model.weight.grad.mean().item())
-    assert abs(found[1] - comm.size * 2.0**-9) < 1e-4
+        mean_gradients.append(model.weight.grad.mean().item())
+    assert abs(mean_gradients[1] - comm.size * 2.0**-9) < 1e-4
 
 
 def test_options_that_contradict_each_other_are_refused():

@@ -232,8 +232,11 @@ def test_a_peek_consumes_nothing_and_is_no_epoch(comm, shared_path):
     with program.handler(shared_path / "run", data=batches):
         for epoch in range(2):
             first = next(iter(batches))
-            again = next(iter(batches))
-            assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+            second_peek = next(iter(batches))
+            assert all(
+                torch.equal(first_tensor, second_tensor)
+                for first_tensor, second_tensor in zip(first, second_peek, strict=True)
+            )
             for number, (x, y) in enumerate(batches):
                 if number == 0:
                     assert torch.equal(x, first[0])
@@ -476,8 +479,8 @@ def test_a_weight_that_the_program_gives_counts(comm):
     with pytest.raises(UsageError, match="at least 0"):
         program.strategy.set_row_count(-1)
     program.strategy.set_row_count(comm.rank + 1)
-    own = slice(first, first + comm.rank + 1)
-    nn.functional.mse_loss(program.model(x[own]), y[own]).backward()
+    owned_rows = slice(first, first + comm.rank + 1)
+    nn.functional.mse_loss(program.model(x[owned_rows]), y[owned_rows]).backward()
     plain = nn.Linear(3, 1).double()
     plain.load_state_dict(program.model.state_dict())
     nn.functional.mse_loss(plain(x[:n_rows]), y[:n_rows]).backward()
@@ -556,8 +559,8 @@ def test_what_the_chief_alone_does_keeps_no_rank_waiting(comm, shared_path):
     """A validation by a loader of its own, a peek, a sample in train mode, a backward of its own."""
     program = Program()
     batches = program.distributed()
-    others = program.distributed()
-    own = torch.ones(3, requires_grad=True)
+    chief_batches = program.distributed()
+    chief_tensor = torch.ones(3, requires_grad=True)
     with program.handler(shared_path / "run", data=batches) as handler:
         if comm.rank == 0:
             next(iter(batches))
@@ -567,9 +570,9 @@ def test_what_the_chief_alone_does_keeps_no_rank_waiting(comm, shared_path):
                 if comm.rank == 0:
                     with torch.no_grad():
                         program.model(torch.zeros(2, 3, dtype=torch.float64))
-                    own.square().sum().backward()
+                    chief_tensor.square().sum().backward()
             if comm.rank == 0:
-                next(iter(others))
+                next(iter(chief_batches))
                 with torch.no_grad():
                     for x, _ in DataLoader(rows_of(), batch_size=4):
                         program.model(x)

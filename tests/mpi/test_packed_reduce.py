@@ -51,21 +51,21 @@ def make_nest():
 
 
 def bits(nest):
-    found = []
+    leaf_bits = []
 
     def leaf(value):
         array = value.double().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-        found.append((str(getattr(value, "dtype", type(value))), array.shape, array.tobytes()))
+        leaf_bits.append((str(getattr(value, "dtype", type(value))), array.shape, array.tobytes()))
 
     map_nest(leaf, nest)
-    return found
+    return leaf_bits
 
 
 def of_all(strategy, function):
     """Return what function() returns on each local replica, in a list that no value of it is lost in."""
-    found = []
-    strategy.run(lambda: found.append(function()))
-    return found
+    replica_results = []
+    strategy.run(lambda: replica_results.append(function()))
+    return replica_results
 
 
 @pytest.mark.feature("tf.all-reduce-packs", "collectives.grouped-collectives", "semantics.all-reduce-in-replicas")
@@ -88,8 +88,10 @@ def test_packed_sums_are_in_the_order_of_replicas():
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=5)
     values = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(1))
     expected = ((values[0] + values[1]) + (values[2] + values[3])) + values[4]
-    for found in of_all(strategy, lambda: hpcdist.get_replica_context().all_reduce("sum", list(values[number()]))):
-        assert torch.equal(torch.stack(found), expected)
+    for replica_sums in of_all(
+        strategy, lambda: hpcdist.get_replica_context().all_reduce("sum", list(values[number()]))
+    ):
+        assert torch.equal(torch.stack(replica_sums), expected)
 
 
 @pytest.mark.feature("tf.all-reduce-packs")
@@ -106,8 +108,8 @@ def test_gradients_of_a_nest_are_summed_once_for_each_dtype(strategy, sums):
         ((number() + 1) * total["x"].sum() + 3 * total["y"].sum()).backward()
         return x.grad.tolist(), y.grad.tolist(), list(sums), number()
 
-    for of_x, of_y, summed, own in of_all(strategy, fn):
-        assert of_x == [n * (n + 1) / 2 * 2 * (own + 1)] * 2
+    for of_x, of_y, summed, replica in of_all(strategy, fn):
+        assert of_x == [n * (n + 1) / 2 * 2 * (replica + 1)] * 2
         assert of_y == [3.0 * n] * 2
         assert summed == ["shapes", "float32"]
 
@@ -202,16 +204,16 @@ def test_entries_of_sparse_tensors_are_joined(strategy, sums, op):
     n = strategy.num_replicas_in_sync
     dense = of_all(strategy, lambda: hpcdist.get_replica_context().all_reduce(op, own_rows().to_dense()))
     del sums[:]
-    for expected, (found, one) in zip(
+    for expected, (sparse_reduced, reduced_ones) in zip(
         dense,
         of_all(strategy, lambda: hpcdist.get_replica_context().all_reduce(op, (own_rows(), torch.ones(1)))),
         strict=True,
     ):
-        assert found.layout is torch.sparse_coo
-        assert found._nnz() == 3 * n - 1
-        assert found._indices()[0, :2].tolist() == [2, 0]  # replica 0's come first
-        assert torch.allclose(found.to_dense(), expected)
-        assert one.item() == (n if op == "sum" else 1)
+        assert sparse_reduced.layout is torch.sparse_coo
+        assert sparse_reduced._nnz() == 3 * n - 1
+        assert sparse_reduced._indices()[0, :2].tolist() == [2, 0]  # replica 0's come first
+        assert torch.allclose(sparse_reduced.to_dense(), expected)
+        assert reduced_ones.item() == (n if op == "sum" else 1)
     assert sums == ["shapes", "float32"]
 
 

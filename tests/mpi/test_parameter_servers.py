@@ -35,18 +35,18 @@ def on_servers(comm):
         result = error = left_with = None
         try:
             strategy = hpcdist.ParameterServerStrategy(resolver, **options)
-        except SystemExit as left:
-            left_with = left.code
+        except SystemExit as server_exit:
+            left_with = server_exit.code
         else:
             try:
                 result = body(strategy)
             except Exception as caught:  # the servers go on with the test, and would wait for this rank
                 error = caught
             strategy._client.leave(0)
-        others = comm.allgather(None if error is None else f"rank {comm.rank}: {error!r}")
+        rank_errors = comm.allgather(None if error is None else f"rank {comm.rank}: {error!r}")
         if error is not None:
             raise error
-        assert not any(others), others
+        assert not any(rank_errors), rank_errors
         assert left_with == (0 if comm.rank < (n_servers if entries is None else 1) else None)
         return result
 
@@ -121,11 +121,11 @@ def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, a
         train(strategy, model, optimizer, range(6), scheduler)
         return weights(model)
 
-    own = on_servers(body, synchronous=True, variable_partitioner=partitioner)
-    workers = comm.Split(0 if own is not None else 1, comm.rank)
-    if own is not None:  # the same program on the workers alone
+    server_weights = on_servers(body, synchronous=True, variable_partitioner=partitioner)
+    workers = comm.Split(0 if server_weights is not None else 1, comm.rank)
+    if server_weights is not None:  # the same program on the workers alone
         strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
-        assert torch.equal(body(strategy), own)
+        assert torch.equal(body(strategy), server_weights)
     workers.Free()
 
 
@@ -152,11 +152,11 @@ def test_chunks_of_a_shard_have_the_bits_of_the_all_reduce_also_from_a_checkpoin
     monkeypatch.setattr(parameter_server, "find_neighbours", lambda comm: [])
     monkeypatch.setattr(parameter_server, "CHUNK_BYTES", 64)
     on_servers(lambda strategy: body(strategy, range(3), is_saved=True), synchronous=True)
-    own = on_servers(lambda strategy: body(strategy, range(3, 6), is_restored=True), synchronous=True)
-    workers = comm.Split(0 if own is not None else 1, comm.rank)
-    if own is not None:
+    server_weights = on_servers(lambda strategy: body(strategy, range(3, 6), is_restored=True), synchronous=True)
+    workers = comm.Split(0 if server_weights is not None else 1, comm.rank)
+    if server_weights is not None:
         strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
-        assert torch.equal(body(strategy), own)
+        assert torch.equal(body(strategy), server_weights)
     workers.Free()
 
 
@@ -213,9 +213,9 @@ def test_workers_learn_digits_together(on_servers, options):
         right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
         return right, strategy.statistics(), strategy.size
 
-    found = on_servers(body, **options)
-    if found is not None:
-        right, counts, n_workers = found
+    outcome = on_servers(body, **options)
+    if outcome is not None:
+        right, counts, n_workers = outcome
         print(f"accuracy {right:.3f}, staleness {counts['staleness']}")
         assert counts["pushes"] == 16 * 25 * n_workers
         assert right > 0.94
@@ -251,7 +251,7 @@ def test_bfloat16_scalars_frozen_and_unused_parameters(on_servers, across):
             unused = nn.Linear(2, 2)
             frozen.requires_grad_(False)
             optimizer = torch.optim.SGD([*half.parameters(), scale, *frozen.parameters(), *unused.parameters()], lr=0.5)
-        before = [one.detach().clone() for one in (half.weight, scale, frozen.weight, unused.weight)]
+        before = [parameter.detach().clone() for parameter in (half.weight, scale, frozen.weight, unused.weight)]
         (half(torch.ones(1, 3).bfloat16()).float().sum() * scale).backward()
         optimizer.step()
         after = (half.weight, scale, frozen.weight, unused.weight)
@@ -267,12 +267,12 @@ def test_a_second_model_and_optimizer(on_servers):
     def body(strategy):
         first, optimizer = make_model(strategy)
         train(strategy, first, optimizer, range(2))
-        second, other = make_model(strategy, OPTIMIZERS["SGD with momentum"], seed=9)
+        second, second_optimizer = make_model(strategy, OPTIMIZERS["SGD with momentum"], seed=9)
         before = weights(first).clone()
         strategy.barrier()
         strategy.refresh()
         before = weights(first).clone()
-        train(strategy, second, other, range(2))
+        train(strategy, second, second_optimizer, range(2))
         strategy.refresh()
         assert torch.equal(weights(first), before), "each optimizer steps its own"
 
@@ -309,14 +309,16 @@ def test_a_checkpoint_is_one_state_and_loads_with_other_shards(comm, on_servers,
         manager.check_equal()
         return before, optimizer.state_dict()["state"] if strategy.is_chief else None
 
-    own = on_servers(saved, synchronous=synchronous)
-    other = on_servers(restored, synchronous=synchronous, variable_partitioner=hpcdist.FixedShardsPartitioner(3))
-    if own is not None:
-        assert torch.equal(own[0], other[0])
-        if own[1] is not None:
-            assert own[1].keys() == other[1].keys()
-            for number, state in own[1].items():
-                assert all(torch.equal(value, other[1][number][name]) for name, value in state.items())
+    saved_state = on_servers(saved, synchronous=synchronous)
+    restored_state = on_servers(
+        restored, synchronous=synchronous, variable_partitioner=hpcdist.FixedShardsPartitioner(3)
+    )
+    if saved_state is not None:
+        assert torch.equal(saved_state[0], restored_state[0])
+        if saved_state[1] is not None:
+            assert saved_state[1].keys() == restored_state[1].keys()
+            for number, state in saved_state[1].items():
+                assert all(torch.equal(value, restored_state[1][number][name]) for name, value in state.items())
 
 
 @pytest.mark.feature("parameter-servers.other-number-of-shards")
@@ -357,7 +359,7 @@ def test_a_checkpoint_that_is_read_in_training_is_what_servers_have(on_servers, 
         optimizer.step()
         strategy.refresh()
         assert torch.equal(weights(model), before)
-        versions = [one for server in strategy.statistics()["versions"] for one in server]
+        versions = [version for server in strategy.statistics()["versions"] for version in server]
         assert min(versions) >= 1
 
     on_servers(body)
@@ -373,13 +375,13 @@ def test_all_reduce_runs_load_what_servers_saved(comm, on_servers, shared_path):
         manager.wait()
         return weights(model)
 
-    own = on_servers(saved)
+    saved_weights = on_servers(saved)
     path = hpcdist.latest_checkpoint(shared_path / "run")
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     model, optimizer = make_model(strategy, seed=8)
     hpcdist.load_checkpoint(path, model=model, optimizer=optimizer)
-    if own is not None:
-        assert torch.equal(weights(model), own)
+    if saved_weights is not None:
+        assert torch.equal(weights(model), saved_weights)
     assert optimizer.state[model[0].weight]["step"] > 0
 
 
@@ -502,37 +504,37 @@ def test_gradients_of_the_programs_own_are_pushed_as_they_are(on_servers):
 def test_a_model_alone_is_loaded_and_the_other_one_stays(on_servers, shared_path):
     def body(strategy):
         first, optimizer = make_model(strategy)
-        second, other = make_model(strategy, OPTIMIZERS["SGD with momentum"], seed=9)
+        second, second_optimizer = make_model(strategy, OPTIMIZERS["SGD with momentum"], seed=9)
         train(strategy, first, optimizer, range(2))
-        train(strategy, second, other, range(2))
+        train(strategy, second, second_optimizer, range(2))
         manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(model=first, strategy=strategy), shared_path / "run")
         path = manager.save(2)
         manager.wait()
         saved = weights(first).clone()
         train(strategy, first, optimizer, range(2))
-        train(strategy, second, other, range(2))
+        train(strategy, second, second_optimizer, range(2))
         strategy.refresh()
-        kept = weights(second).clone()
+        second_weights = weights(second).clone()
         manager.checkpoint.read(path)
         strategy.refresh()
         assert torch.equal(weights(first), saved)
-        assert torch.equal(weights(second), kept)
-        strategy.engine.managed.storage.client.fetch_state(other)
-        assert other.state[second[0].weight]["momentum_buffer"].abs().sum() > 0, "its state is still there"
+        assert torch.equal(weights(second), second_weights)
+        strategy.engine.managed.storage.client.fetch_state(second_optimizer)
+        assert second_optimizer.state[second[0].weight]["momentum_buffer"].abs().sum() > 0, "its state is still there"
         strategy.barrier()
 
     on_servers(body)
 
 
 @pytest.mark.feature("parameter-servers.partitioners")
-@pytest.mark.parametrize("found", [[0, 1], [1, 2], "2", [2.0, 1]], ids=str)
-def test_partitioners_that_return_nonsense(on_servers, found):
+@pytest.mark.parametrize("shard_counts", [[0, 1], [1, 2], "2", [2.0, 1]], ids=str)
+def test_partitioners_that_return_nonsense(on_servers, shard_counts):
     def body(strategy):
         model, _ = make_model(strategy)
         with pytest.raises(UsageError, match="variable_partitioner.*numbers.*shards"):
             model(torch.ones(1, 3))
 
-    on_servers(body, variable_partitioner=lambda shape, dtype: found if len(shape) == 2 else [1])
+    on_servers(body, variable_partitioner=lambda shape, dtype: shard_counts if len(shape) == 2 else [1])
 
 
 @pytest.mark.parametrize(
@@ -573,8 +575,8 @@ def test_metrics_and_values_are_those_of_all_workers(on_servers):
 def test_rows_are_divided_as_by_an_all_reduce_strategy(on_servers):
     def body(strategy):
         dataset = hpcdist.Dataset.from_tensor_slices(np.arange(12)).batch(6)
-        own = [part.tolist() for part in strategy.experimental_distribute_dataset(dataset)]
-        parts = strategy.world.role_comm.allgather(own)
+        local_batches = [part.tolist() for part in strategy.experimental_distribute_dataset(dataset)]
+        parts = strategy.world.role_comm.allgather(local_batches)
         assert [sorted(sum((part[step] for part in parts), [])) for step in range(2)] == [[*range(6)], [*range(6, 12)]]
         assert strategy.num_replicas_in_sync == 1
 
@@ -609,18 +611,18 @@ def test_ranks_of_an_entry_are_one_worker(comm, in_entries, across):
         assert n_replicas == (2 if comm.size == 5 else comm.size - 1)
         for step in range(5):
             train(strategy, model, optimizer, [step])
-            others = strategy._entry_comm.allgather(weights(model).numpy().tobytes())
-            assert len(set(others)) == 1
+            replica_bytes = strategy._entry_comm.allgather(weights(model).numpy().tobytes())
+            assert len(set(replica_bytes)) == 1
         strategy.refresh()
-        found = strategy.statistics()
-        assert bool(found) == (strategy._entry_comm.rank == 0)
-        assert found.get("pushes", 0) in (0, 10 if comm.size == 5 else 5)
+        counts = strategy.statistics()
+        assert bool(counts) == (strategy._entry_comm.rank == 0)
+        assert counts.get("pushes", 0) in (0, 10 if comm.size == 5 else 5)
         return weights(model), strategy.size
 
     result = in_entries(body)
     if comm.size == 5 or result is None:
         return
-    own, size = result
+    server_weights, size = result
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -630,7 +632,7 @@ def test_ranks_of_an_entry_are_one_worker(comm, in_entries, across):
             x = batch_of(step, rank, size)
             ((model(x) - x.sum(1, keepdim=True)).square().sum() / 12).backward()
         optimizer.step()
-    torch.testing.assert_close(own, weights(model), rtol=0, atol=1e-6)
+    torch.testing.assert_close(server_weights, weights(model), rtol=0, atol=1e-6)
 
 
 def test_an_entry_joins_rows_and_keeps_what_none_of_its_ranks_used(comm, in_entries, across):
@@ -640,17 +642,20 @@ def test_an_entry_joins_rows_and_keeps_what_none_of_its_ranks_used(comm, in_entr
             table = nn.Embedding(50, 4, sparse=True)
             once = nn.Linear(4, 1)
             never = nn.Linear(4, 1)
-            rest = [*once.parameters(), *never.parameters()]
-            optimizers = [torch.optim.SparseAdam(table.parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.1)]
-        before = [one.detach().clone() for one in (table.weight, once.weight, never.weight)]
+            dense_parameters = [*once.parameters(), *never.parameters()]
+            optimizers = [torch.optim.SparseAdam(table.parameters(), lr=0.1), torch.optim.SGD(dense_parameters, lr=0.1)]
+        before = [parameter.detach().clone() for parameter in (table.weight, once.weight, never.weight)]
         rows = table(torch.tensor([strategy.rank, 20 + strategy.rank]))
         loss = once(rows).sum() if strategy.rank == 0 else rows.sum()
         with strategy.scope():
             hpcdist.compute_average_loss(loss[None], global_batch_size=1).backward()
-        own = [None if one.grad is None else one.grad.to_dense().clone() for one in (table.weight, once.weight)]
+        local_gradients = [
+            None if parameter.grad is None else parameter.grad.to_dense().clone()
+            for parameter in (table.weight, once.weight)
+        ]
         for optimizer in optimizers:
             optimizer.step()
-        assert torch.equal(table.weight.grad.to_dense(), own[0]), "a replica's own gradients stay"
+        assert torch.equal(table.weight.grad.to_dense(), local_gradients[0]), "a replica's own gradients stay"
         assert (once.weight.grad is None) == (strategy.rank != 0)
         strategy.refresh()
         changed = (table.weight != before[0]).any(1).nonzero()[:, 0].tolist()
@@ -719,13 +724,13 @@ def test_a_stop_request_to_any_rank_of_an_entry_reaches_all(comm, in_entries):
         requester = Requester()
         flags = strategy.world.step_flags
         flags.attach(requester)
-        found = []
+        step_requests = []
         for step in range(4):
             train(strategy, model, optimizer, [step])
-            found.append(flags.take())
+            step_requests.append(flags.take())
             strategy.barrier()
         flags.detach(requester)
-        assert Request.STOP in found[1], found
+        assert Request.STOP in step_requests[1], step_requests
 
     in_entries(body)
 
@@ -762,10 +767,10 @@ def test_synchronous_training_takes_each_rank_of_an_entry_as_a_worker(comm, in_e
         train(strategy, model, optimizer, range(3))
         return weights(model)
 
-    own = in_entries(body, synchronous=True)
-    workers = comm.Split(0 if own is not None else 1, comm.rank)
-    if own is not None:
+    server_weights = in_entries(body, synchronous=True)
+    workers = comm.Split(0 if server_weights is not None else 1, comm.rank)
+    if server_weights is not None:
         strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
         model, optimizer = make_model(strategy)
         train(strategy, model, optimizer, range(3))
-        assert torch.equal(own, weights(model))
+        assert torch.equal(server_weights, weights(model))

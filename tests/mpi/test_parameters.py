@@ -24,9 +24,12 @@ class Trained:
     def step(self, first, last):
         """Train the replica's factors of first..last."""
         context = hpcdist.get_replica_context()
-        mine = range(first, last)[context.replica_id_in_sync_group :: context.num_replicas_in_sync]
+        replica_factors = range(first, last)[context.replica_id_in_sync_group :: context.num_replicas_in_sync]
         self.optimizer.zero_grad()
-        loss = sum(((self.weight * self.variable).sum() - factor) ** 2 for factor in mine) + 0 * self.weight.sum()
+        loss = (
+            sum(((self.weight * self.variable).sum() - factor) ** 2 for factor in replica_factors)
+            + 0 * self.weight.sum()
+        )
         loss.backward()
         self.optimizer.step()
 
@@ -42,7 +45,7 @@ def trained_alone(n_steps):
     optimizer = torch.optim.Adam([weight, factor], lr=0.1)
     for number in range(n_steps):
         optimizer.zero_grad()
-        sum(((weight * factor).sum() - one) ** 2 for one in range(number, number + 12)).backward()
+        sum(((weight * factor).sum() - target) ** 2 for target in range(number, number + 12)).backward()
         optimizer.step()
     return weight.tolist(), factor.item()
 

@@ -58,8 +58,8 @@ def train(strategy):
 
     def step():
         optimizer.zero_grad()
-        own = hpcdist.get_replica_context().replica_id_in_sync_group
-        x = torch.tensor([[1.0, own], [own, 2.0]])
+        replica_id = hpcdist.get_replica_context().replica_id_in_sync_group
+        x = torch.tensor([[1.0, replica_id], [replica_id, 2.0]])
         hpcdist.compute_average_loss(model(x).square().sum(1), global_batch_size=8).backward()
         optimizer.step()
         steps.assign_add(1.0)
@@ -94,8 +94,8 @@ def test_what_is_made_and_run_is_on_the_devices_given(comm, default_device, kind
 def test_values_and_threads_of_replicas_are_there_too(comm, default_device, kind):
     strategy = kind(["cpu"] * comm.size, num_replicas=max(3, comm.size))
     default_device("meta")
-    made = strategy.experimental_distribute_values_from_function(lambda of: torch.ones(1))
-    parts = strategy.run(lambda one: (one + 1, torch.zeros(1)), args=(made,))
+    distributed_values = strategy.experimental_distribute_values_from_function(lambda of: torch.ones(1))
+    parts = strategy.run(lambda tensor: (tensor + 1, torch.zeros(1)), args=(distributed_values,))
     assert {value.device.type for part in parts for value in part.values} == {"cpu"}
     without = hpcdist.MirroredStrategy()
     assert without.run(lambda: torch.ones(1).device.type) == "meta"
@@ -113,10 +113,10 @@ def test_batches_are_moved_to_the_devices_given(comm, replicas, fetch):
         strategy.experimental_distribute_dataset(make_data(), options),
         strategy.distribute_datasets_from_function(lambda context: make_data(), options),
     ):
-        found = [x for step in batches for part in step for x in strategy.experimental_local_results(part)]
+        local_values = [x for step in batches for part in step for x in strategy.experimental_local_results(part)]
         kind = torch.Tensor if fetch is None else np.ndarray
-        assert all(isinstance(x, kind) for x in found)
-        assert {x.device.type for x in found if fetch is None} == ({"meta"} if fetch is None else set())
+        assert all(isinstance(x, kind) for x in local_values)
+        assert {x.device.type for x in local_values if fetch is None} == ({"meta"} if fetch is None else set())
     assert isinstance(
         next(iter(hpcdist.MirroredStrategy().experimental_distribute_dataset(make_data())))[0], np.ndarray
     )
@@ -172,8 +172,8 @@ def test_rows_are_read_on_the_host_inside_a_scope(comm, policy, n_ahead, fetch):
     batches = strategy.experimental_distribute_dataset(in_steps(dataset).prefetch(n_ahead), options)
     with strategy.scope():
         assert len(batches.element_spec) == 2
-        found = [x for batch in batches for x in batch]
-    assert {x.device.type for x in found} == {"meta" if fetch is None else "cpu"}
+        fetched_columns = [x for batch in batches for x in batch]
+    assert {x.device.type for x in fetched_columns} == {"meta" if fetch is None else "cpu"}
 
 
 def test_text_stays_on_the_host(comm):
@@ -206,18 +206,22 @@ def test_reduced_values_lie_on_the_host_or_in_a_replica_where_they_were(comm, re
     value = OnDevice(torch.ones(2, 3))
     assert value.device.type == "meta"
     parts = strategy.run(lambda: OnDevice(torch.ones(2, 3)))
-    for found, expected in (
+    for reduced, expected in (
         (strategy.reduce("sum", parts, axis=None), [[n] * 3] * 2),
         (strategy.reduce("mean", parts, axis=0), [1.0] * 3),
         (strategy.gather(parts, axis=0), [[1.0] * 3] * (2 * n)),
     ):
-        assert type(found) is torch.Tensor
-        assert found.device.type == "cpu"
-        assert found.tolist() == expected
+        assert type(reduced) is torch.Tensor
+        assert reduced.device.type == "cpu"
+        assert reduced.tolist() == expected
 
     def fn():
         context = hpcdist.get_replica_context()
-        found = context.all_reduce("sum", [value, torch.ones(1)])
-        return [one.device.type for one in (*found, context.all_gather(value, axis=0))] == ["meta", "cpu", "meta"]
+        summed = context.all_reduce("sum", [value, torch.ones(1)])
+        return [tensor.device.type for tensor in (*summed, context.all_gather(value, axis=0))] == [
+            "meta",
+            "cpu",
+            "meta",
+        ]
 
     assert all(strategy.experimental_local_results(strategy.run(fn)))

@@ -356,9 +356,9 @@ def test_a_numpy_loop_with_save_checkpoint_if_preempted(comm, shared_path):
     assert stopped(comm, loop) == 75
     step = handler.step
     handler.close()
-    again = hpcdist.PreemptionCheckpointHandler(None, checkpoint, shared_path / "run" / "checkpoints")
-    assert again.total_run_calls == step == array[0]
-    again.close()
+    resumed_handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, shared_path / "run" / "checkpoints")
+    assert resumed_handler.total_run_calls == step == array[0]
+    resumed_handler.close()
 
 
 def test_the_stop_file_is_removed_when_it_was_obeyed(comm, shared_path, make_job):
@@ -567,12 +567,12 @@ def test_a_user_handler_is_called_too_and_gets_its_signal_back(comm, make_job):
     calls = []
     earlier = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append(number))
     try:
-        own = signal.getsignal(signal.SIGUSR2)
+        user_handler = signal.getsignal(signal.SIGUSR2)
         job = make_job()
         assert stopped(comm, lambda: job.train(2, raise_on(0, comm, 2, signal.SIGUSR2))) == 75
         assert calls == ([signal.SIGUSR2] if comm.rank == 0 else [])
         job.handler.close()
-        assert signal.getsignal(signal.SIGUSR2) is own
+        assert signal.getsignal(signal.SIGUSR2) is user_handler
     finally:
         signal.signal(signal.SIGUSR2, earlier)
 
@@ -792,8 +792,8 @@ def test_another_model_is_refused_once_and_for_all(comm, shared_path, make_job):
     told = decision(comm, shared_path)
     assert told["decision"] == "stop"
     assert "expected 'model' with" in told["reason"]
-    again = make_job()
-    assert again.handler.step == N_STEPS
+    resumed_job = make_job()
+    assert resumed_job.handler.step == N_STEPS
 
 
 @pytest.mark.usefixtures("in_batch_job")

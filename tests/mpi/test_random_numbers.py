@@ -174,8 +174,8 @@ def passes(comm, make, seed=5):
     marks = [library.mark() for library in LIBRARIES]
     first = numbers_of_pass(comm, batches)
     second = numbers_of_pass(comm, batches)
-    left = marks == [library.mark() for library in LIBRARIES]
-    return first, second, left
+    is_untouched = marks == [library.mark() for library in LIBRARIES]
+    return first, second, is_untouched
 
 
 @pytest.mark.feature("input.random-numbers")
@@ -215,12 +215,12 @@ def test_a_restart_draws_the_same_numbers(comm, make, n_used):
     batches = strategy.experimental_distribute_dataset(make())
     before = numbers_of_pass(comm, batches, n_used)
     state = batches.state_dict()
-    rest = numbers_of_pass(comm, batches)
+    remaining_numbers = numbers_of_pass(comm, batches)
     hpcdist.set_random_seed(77)
     resumed = strategy.experimental_distribute_dataset(make())
     resumed.load_state_dict(state)
-    assert numbers_of_pass(comm, resumed) == rest
-    assert before.keys() | rest.keys()
+    assert numbers_of_pass(comm, resumed) == remaining_numbers
+    assert before.keys() | remaining_numbers.keys()
 
 
 def test_a_row_that_a_sampler_draws_twice_has_two_numbers(comm):
@@ -237,8 +237,8 @@ def test_a_row_that_a_sampler_draws_twice_has_two_numbers(comm):
 def test_collate_draws_for_each_batch(comm):
     rows = Reseeded(python_number)
     first, second, _ = passes(comm, lambda: loader_of(rows, collate_fn=rows.join))
-    again = passes(comm, lambda: loader_of(rows, 2, collate_fn=rows.join))
-    assert again[:2] == (first, second)
+    worker_passes = passes(comm, lambda: loader_of(rows, 2, collate_fn=rows.join))
+    assert worker_passes[:2] == (first, second)
 
 
 def test_what_draws_never_runs_beside_the_loop(comm):
@@ -251,10 +251,10 @@ def test_what_draws_never_runs_beside_the_loop(comm):
         return row
 
     def plain(row):
-        others.add(threading.current_thread().name)
+        plain_threads.add(threading.current_thread().name)
         return row
 
-    others = set()
+    plain_threads = set()
     rows = hpcdist.Dataset.from_tensor_slices(np.arange(60.0))
     strategy = seeded_strategy()
     unthreaded = list(strategy.experimental_distribute_dataset(rows.map(draw_late).batch(6)))
@@ -263,7 +263,7 @@ def test_what_draws_never_runs_beside_the_loop(comm):
     threaded = list(strategy.experimental_distribute_dataset(rows.map(draw_late).batch(6).prefetch(2)))
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(unthreaded, threaded, strict=True))
     list(strategy.experimental_distribute_dataset(rows.map(plain).batch(6).prefetch(2)))
-    assert "hpcdist-prefetch" in others, "what draws nothing runs ahead"
+    assert "hpcdist-prefetch" in plain_threads, "what draws nothing runs ahead"
 
 
 def test_a_loop_that_draws_itself_gets_every_row_once(comm):
@@ -406,10 +406,10 @@ def test_an_unseeded_shuffle_follows_the_seed_of_the_program(comm):
     def order(seed):
         strategy = seeded_strategy(seed)
         dataset = hpcdist.Dataset.range(30).shuffle().batch(6)
-        again = hpcdist.Dataset.range(30).shuffle().batch(6)
+        second_dataset = hpcdist.Dataset.range(30).shuffle().batch(6)
         passes = []
-        for one in (dataset, again):
-            passes.append([part.tolist() for part in strategy.experimental_distribute_dataset(one)])
+        for shuffled_dataset in (dataset, second_dataset):
+            passes.append([part.tolist() for part in strategy.experimental_distribute_dataset(shuffled_dataset)])
         return passes
 
     first, second = order(3)

@@ -55,10 +55,10 @@ def test_gradients_changed_in_a_merge_call_are_every_replica_s(strategy, change,
         model(torch.ones(1, 2)).sum().backward()
         model.bias.grad.mul_(replica)
         in_merge(change_weight)
-        found = model.weight.grad.tolist() if model.weight.grad is not None else None
-        if found:
+        weight_gradient = model.weight.grad.tolist() if model.weight.grad is not None else None
+        if weight_gradient:
             model.weight.grad.add_(1)  # each has its own
-        return [found, model.bias.grad.item() == 5 * replica]
+        return [weight_gradient, model.bias.grad.item() == 5 * replica]
 
     assert collect(strategy, fn) == [[expected], [True]]
 
@@ -107,9 +107,9 @@ def test_a_merge_call_that_does_nothing_changes_no_nan(strategy):
     def fn(replica):
         model.b[1] = replica
         model.w.grad = torch.tensor([float("nan") if replica else 1.0])
-        own = model.w.grad
+        gradient_before = model.w.grad
         in_merge(lambda: None)
-        return [model.b[1].item() == replica, model.w.grad is own]
+        return [model.b[1].item() == replica, model.w.grad is gradient_before]
 
     assert collect(strategy, fn) == [[True], [True]]
 
@@ -135,20 +135,20 @@ def train_with_merges(strategy):
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.2), Held())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norm = model[1]
-    held = model[3]
+    scale_layer = model[3]
     drawn = []
-    held.forward = lambda x: x * held.w
+    scale_layer.forward = lambda x: x * scale_layer.w
     ema = torch.optim.swa_utils.AveragedModel(model)
 
     def after_backward():
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         norm.running_var.mul_(0.5).add_(torch.rand(3))
-        held.b.add_(1)
+        scale_layer.b.add_(1)
         drawn.append(torch.rand(1).item())
         ema.update_parameters(model)
 
     def step(replica):
-        in_merge(lambda: held.b.mul_(0.5).add_(1))
+        in_merge(lambda: scale_layer.b.mul_(0.5).add_(1))
         optimizer.zero_grad()
         model(torch.full((2, 2), replica + 1.0)).square().sum().backward()
         in_merge(after_backward)
@@ -178,11 +178,13 @@ def test_an_error_in_a_merge_call_is_every_replica_s_to_catch(strategy):
         return hpcdist.get_replica_context() is not None, first, torch.rand(1).item()
 
     make_model(strategy)
-    found = []
+    outcomes = []
     for merges in (True, False):
         strategy.engine.generators.restore(seed=0, step=1)
-        found.append([strategy.experimental_local_results(one) for one in strategy.run(fn, args=(merges,))])
-    assert found[0] == found[1]
+        outcomes.append(
+            [strategy.experimental_local_results(per_replica) for per_replica in strategy.run(fn, args=(merges,))]
+        )
+    assert outcomes[0] == outcomes[1]
 
 
 def test_a_merge_call_draws_the_same_numbers_on_all_ranks_and_none_of_a_replica_s(strategy, comm):
@@ -197,12 +199,14 @@ def test_a_merge_call_draws_the_same_numbers_on_all_ranks_and_none_of_a_replica_
 
     model(torch.ones(1, 2))
     outside = [torch.rand(1).item()]
-    found = []
+    replica_draws = []
     for merges in (True, False):
         strategy.engine.generators.restore(seed=0, step=1)
-        found.append(strategy.run(fn, args=(merges,)))
+        replica_draws.append(strategy.run(fn, args=(merges,)))
         outside.append(torch.rand(1).item())
-    assert [one.values for one in found[0]] == [one.values for one in found[1]]
+    assert [per_replica.values for per_replica in replica_draws[0]] == [
+        per_replica.values for per_replica in replica_draws[1]
+    ]
     assert len(set(comm.allgather((*drawn, *outside)))) == 1
     assert len({*drawn, *outside}) == 3
     assert outside[-1] == drawn[0]
@@ -233,9 +237,9 @@ def test_gradients_of_an_earlier_run_are_each_replica_s_own(strategy):
     model = make_model(strategy)
 
     def fn(replica):
-        found = model.weight.grad.mul_(0.5).tolist()
+        earlier_gradient = model.weight.grad.mul_(0.5).tolist()
         model(torch.ones(1, 2)).sum().backward()
-        return [found, model.weight.grad.tolist()]
+        return [earlier_gradient, model.weight.grad.tolist()]
 
     strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
     assert collect(strategy, fn) == [[[[2.5, 2.5]]], [[[7.5, 7.5]]]]
@@ -338,14 +342,14 @@ def test_gradients_of_gradients_cross_replicas_too(comm, n_local, call):
         (second,) = torch.autograd.grad((first**2).sum(), part)
         return first.detach(), second
 
-    found = strategy.run(step)
+    replica_derivatives = strategy.run(step)
     whole = rows.clone().requires_grad_()
     (first,) = torch.autograd.grad(joined(whole), whole, create_graph=True)
     (second,) = torch.autograd.grad((first**2).sum(), whole)
     start = comm.rank * n_local
-    for values, expected in zip(found, (first, second), strict=True):
-        own = torch.stack(strategy.experimental_local_results(values))
-        torch.testing.assert_close(own, expected.detach()[start : start + n_local], rtol=1e-9, atol=1e-9)
+    for values, expected in zip(replica_derivatives, (first, second), strict=True):
+        local_derivatives = torch.stack(strategy.experimental_local_results(values))
+        torch.testing.assert_close(local_derivatives, expected.detach()[start : start + n_local], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("n_replicas", [3, 4, 5, 8])

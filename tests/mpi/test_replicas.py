@@ -132,11 +132,11 @@ def _moments(optimizer):
     "semantics.replica-context",
 )
 def test_run_gives_each_replica_its_own_and_returns_all(strategy, comm):
-    found = strategy.run(lambda replica, fixed: {"id": replica, "fixed": fixed}, args=(ids(strategy), "x"))
-    own = strategy.experimental_local_results(ids(strategy))
-    assert found["id"].values == own
-    assert found["fixed"] == "x" if len(own) > 1 else found["fixed"].values == ("x",)
-    assert sorted(sum(comm.allgather(own), ())) == list(range(5))
+    outputs = strategy.run(lambda replica, fixed: {"id": replica, "fixed": fixed}, args=(ids(strategy), "x"))
+    replica_ids = strategy.experimental_local_results(ids(strategy))
+    assert outputs["id"].values == replica_ids
+    assert outputs["fixed"] == "x" if len(replica_ids) > 1 else outputs["fixed"].values == ("x",)
+    assert sorted(sum(comm.allgather(replica_ids), ())) == list(range(5))
     assert strategy.num_replicas_in_sync == 5
 
 
@@ -156,7 +156,7 @@ def test_a_misfit_on_one_rank_is_an_error_on_all(strategy, comm):
 
 @pytest.mark.feature("tf.run-fn-args", "tf.every-distributedvalues-nests", "semantics.arguments-of-run")
 def test_run_gives_each_replica_its_own_of_a_nest(strategy):
-    own = ids(strategy)
+    replica_ids = ids(strategy)
 
     def fn(nest, *, named):
         replica = hpcdist.get_replica_context().replica_id_in_sync_group
@@ -164,9 +164,9 @@ def test_run_gives_each_replica_its_own_of_a_nest(strategy):
         assert named == (replica, 3)
         return True
 
-    nest = {"a": [own, (own, "x")], "b": 2}
-    found = strategy.run(fn, args=[nest], kwargs={"named": (own, 3)}, options=None)
-    assert set(strategy.experimental_local_results(found)) == {True}
+    nest = {"a": [replica_ids, (replica_ids, "x")], "b": 2}
+    outputs = strategy.run(fn, args=[nest], kwargs={"named": (replica_ids, 3)}, options=None)
+    assert set(strategy.experimental_local_results(outputs)) == {True}
 
 
 @dataclass
@@ -183,17 +183,19 @@ class Rows:
 
 @pytest.mark.feature("strategies.values-from-function")
 def test_run_takes_dataclasses_and_keeps_counters_and_sizes_whole(strategy):
-    own = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
-    given = Rows(own), Rows([Rows(own)]), Rows(torch.ones(1))
+    replica_ids = strategy.experimental_distribute_values_from_function(
+        lambda context: context.replica_id_in_sync_group
+    )
+    arguments = Rows(replica_ids), Rows([Rows(replica_ids)]), Rows(torch.ones(1))
 
-    def fn(plain, nested, other):
+    def fn(plain, nested, shared_rows):
         replica = hpcdist.get_replica_context().replica_id_in_sync_group
         assert plain == Rows(replica)
         assert nested == Rows([Rows(replica)])
-        assert other is given[2]
+        assert shared_rows is arguments[2]
         return Counter("a" * replica), torch.Size([replica, 3]), Rows(replica)
 
-    counters, sizes, rows = strategy.run(fn, args=given)
+    counters, sizes, rows = strategy.run(fn, args=arguments)
     replicas = strategy.own_replicas
     assert counters.values == tuple(Counter("a" * replica) for replica in replicas)
     assert sizes.values == tuple(torch.Size([replica, 3]) for replica in replicas)
@@ -327,21 +329,23 @@ def test_gradients_flow_through_all_reduce_and_all_gather(strategy):
         ((replica + 1) * total.sum() + rows.sum() * 3).backward()
         return x.grad
 
-    found = strategy.run(fn, args=(ids(strategy),))
-    for replica, gradient in zip(ids(strategy).values, found.values, strict=True):
+    gradients = strategy.run(fn, args=(ids(strategy),))
+    for replica, gradient in zip(ids(strategy).values, gradients.values, strict=True):
         assert gradient.tolist() == [15 * 2 * replica + 5 * 3] * 2
 
 
 @pytest.mark.feature("tf.merge-call-leads", "tf.merge-call-waits", "semantics.contexts", "semantics.merge-call")
 def test_merge_call(strategy, comm):
-    def merge(given, value, *, name):
-        assert given is strategy
+    def merge(merge_strategy, value, *, name):
+        assert merge_strategy is strategy
         assert hpcdist.get_replica_context() is None
         return strategy.reduce("sum", value, axis=None), value, name
 
     def fn(replica):
-        total, own, name = hpcdist.get_replica_context().merge_call(merge, args=(replica,), kwargs={"name": "n"})
-        return (total, own, name) == (10, replica, "n")
+        total, replica_value, name = hpcdist.get_replica_context().merge_call(
+            merge, args=(replica,), kwargs={"name": "n"}
+        )
+        return (total, replica_value, name) == (10, replica, "n")
 
     assert (
         strategy.experimental_local_results(strategy.run(fn, args=(ids(strategy),)))
@@ -352,8 +356,8 @@ def test_merge_call(strategy, comm):
 
 @pytest.mark.feature("tf.merge-call-inside", "semantics.merge-call")
 def test_merge_calls_in_loops_and_conditions(strategy):
-    def add(strategy, own):
-        return strategy.reduce("sum", own, axis=None)
+    def add(strategy, replica_values):
+        return strategy.reduce("sum", replica_values, axis=None)
 
     def fn(replica):
         context = hpcdist.get_replica_context()
@@ -363,8 +367,8 @@ def test_merge_calls_in_loops_and_conditions(strategy):
                 total = context.merge_call(add, args=(torch.tensor(total),)).item()
         return total
 
-    found = strategy.run(fn, args=(ids(strategy),))
-    assert set(strategy.experimental_local_results(found)) == {50}
+    totals = strategy.run(fn, args=(ids(strategy),))
+    assert set(strategy.experimental_local_results(totals)) == {50}
 
 
 def at_zero(strategy):
@@ -399,9 +403,9 @@ def test_each_replica_clips_its_own_copy(strategy):
         optimizer.step()
         return model.weight.grad
 
-    found = strategy.run(fn, args=(ids(strategy),))
+    gradients = strategy.run(fn, args=(ids(strategy),))
     assert model.weight.tolist() == [[-2.5, -2.5]]
-    assert [value.tolist() for value in found.values] == [[[2.5, 2.5]]] * len(found.values)
+    assert [value.tolist() for value in gradients.values] == [[[2.5, 2.5]]] * len(gradients.values)
 
 
 def test_a_second_backward_adds_its_own_sum(strategy):
@@ -414,8 +418,8 @@ def test_a_second_backward_adds_its_own_sum(strategy):
         return model.weight.grad
 
     for number in (1, 2):
-        found = strategy.run(fn, args=(ids(strategy),))
-        assert all(value.tolist() == [[15 * number, 15 * number]] for value in found.values)
+        gradients = strategy.run(fn, args=(ids(strategy),))
+        assert all(value.tolist() == [[15 * number, 15 * number]] for value in gradients.values)
 
 
 def test_each_sum_is_seen_before_the_next_one_overwrites_it(strategy):
@@ -465,11 +469,11 @@ def test_modules_built_in_a_run_are_the_replica_s_own_until_they_are_stepped(com
     def fn(steps):
         model.zero_grad()
         weighted = nn.CrossEntropyLoss(torch.ones(3))
-        own = nn.Linear(3, 3)
+        local_layer = nn.Linear(3, 3)
         copied = copy.deepcopy(model)
-        weighted(own(copied(model(torch.ones(1, 3)))), torch.tensor([0])).backward()
+        weighted(local_layer(copied(model(torch.ones(1, 3)))), torch.tensor([0])).backward()
         if steps:
-            torch.optim.SGD(own.parameters(), lr=0.1).step()
+            torch.optim.SGD(local_layer.parameters(), lr=0.1).step()
 
     with strategy.scope():
         model = nn.Linear(3, 3)
@@ -513,14 +517,14 @@ def test_an_error_in_all_replicas_leaves_nothing_behind(strategy, stage):
     def fn(replica, fails):
         model.zero_grad()
         out = model(torch.ones(1, 2))
-        if fails and stage == "in the forward" and replica == strategy.experimental_local_results(own)[-1]:
+        if fails and stage == "in the forward" and replica == strategy.experimental_local_results(replica_ids)[-1]:
             raise KeyError("once")
         out.sum().backward()
         if fails and stage == "after the backward":
             raise KeyError("once")
 
-    own = ids(strategy)
-    strategy.run(fn, args=(own, False))
+    replica_ids = ids(strategy)
+    strategy.run(fn, args=(replica_ids, False))
     with pytest.raises(KeyError, match="once"):
         strategy.run(fn, args=(ids(strategy), True))
     strategy.run(fn, args=(ids(strategy), False))
@@ -531,24 +535,24 @@ def test_an_error_in_all_replicas_leaves_nothing_behind(strategy, stage):
 def test_a_gan_s_two_optimizers(strategy):
     """Two models, each stepped by its own optimizer on gradients that reach both."""
     with strategy.scope():
-        one = nn.Linear(1, 1, bias=False)
+        generator = nn.Linear(1, 1, bias=False)
         two = nn.Linear(1, 1, bias=False)
-        first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two))
-    nn.init.ones_(one.weight)
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, two))
+    nn.init.ones_(generator.weight)
     nn.init.ones_(two.weight)
 
     def fn(replica):
         x = torch.full((1, 1), float(replica))
         second.zero_grad()
-        two(one(x).detach()).sum().backward()
+        two(generator(x).detach()).sum().backward()
         second.step()
         first.zero_grad()
-        two(one(x)).sum().backward()
+        two(generator(x)).sum().backward()
         first.step()
 
     strategy.run(fn, args=(ids(strategy),))
     assert two.weight.item() == pytest.approx(1 - 0.1 * 10, abs=1e-6)
-    assert one.weight.item() == pytest.approx(1 - 0.1 * 10 * two.weight.item(), abs=1e-6)
+    assert generator.weight.item() == pytest.approx(1 - 0.1 * 10 * two.weight.item(), abs=1e-6)
 
 
 def test_replicas_draw_their_own_numbers_and_code_outside_the_same_ones(strategy, comm):
@@ -564,8 +568,8 @@ def test_replicas_draw_their_own_numbers_and_code_outside_the_same_ones(strategy
 
     model(torch.ones(1, 1))
     before = torch.rand(1).item()
-    found = strategy.run(fn, args=(ids(strategy),))
-    numbers = [value.item() for one in found for value in one.values]
+    draws = strategy.run(fn, args=(ids(strategy),))
+    numbers = [value.item() for draw in draws for value in draw.values]
     assert len(set(sum(comm.allgather(numbers), []))) == 10
     assert len(set(comm.allgather((before, torch.rand(1).item())))) == 1
 
@@ -577,16 +581,16 @@ def test_numbers_are_keyed_without_a_model(comm):
     def draw(strategy):
         torch.manual_seed(7)
         torch.rand(comm.rank)
-        found = strategy.run(lambda: torch.rand(1).item()).values
+        draws = strategy.run(lambda: torch.rand(1).item()).values
         outside = [torch.rand(1).item()]
         with strategy.scope():
             model = nn.Linear(1, 1)
         strategy.run(lambda: model(torch.ones(1, 1)))
-        return found, [*outside, torch.rand(1).item()]
+        return draws, [*outside, torch.rand(1).item()]
 
-    found, outside = draw(Strategy(num_replicas=bits.N_REPLICAS))
+    replica_draws, outside = draw(Strategy(num_replicas=bits.N_REPLICAS))
     alone_found, alone_outside = draw(alone())
-    assert sum(comm.allgather(found), ()) == alone_found
+    assert sum(comm.allgather(replica_draws), ()) == alone_found
     assert outside == alone_outside
     assert len({*alone_found, *outside}) == bits.N_REPLICAS + 2
 
@@ -597,10 +601,10 @@ def test_replicas_draw_their_own_numbers_without_a_model(comm):
     def draw():
         torch.manual_seed(7)
         strategy = Strategy()
-        found = strategy.run(lambda: torch.rand(1).item())
+        first_draw = strategy.run(lambda: torch.rand(1).item())
         with strategy.scope():
             model = nn.Linear(1, 1)
-        return [found, strategy.run(lambda: (model(torch.ones(1, 1)), torch.rand(1).item())[1])]
+        return [first_draw, strategy.run(lambda: (model(torch.ones(1, 1)), torch.rand(1).item())[1])]
 
     numbers = comm.allgather(draw())
     assert len(set(sum(numbers, []))) == 2 * comm.size
@@ -696,18 +700,22 @@ def test_fewer_replicas_than_ranks_are_refused_on_all(comm):
     "tf.merge-points-must", "tf.other-calls-another", "semantics.merge-call", "semantics.all-reduce-in-replicas"
 )
 def test_replicas_that_do_not_agree_are_named(strategy):
-    own = ids(strategy).values
+    replica_ids = ids(strategy).values
     strategy.run(lambda: None)  # the first one takes all ranks
-    if len(own) < 2:
+    if len(replica_ids) < 2:
         return
 
     def other_calls(replica):
         context = hpcdist.get_replica_context()
-        return context.all_reduce("sum", 1.0) if replica == own[0] else context.all_gather(torch.ones(1), axis=0)
+        return (
+            context.all_reduce("sum", 1.0) if replica == replica_ids[0] else context.all_gather(torch.ones(1), axis=0)
+        )
 
-    with pytest.raises(DesyncError, match=f"expected replica {own[1]} at an all_reduce, as replica {own[0]}"):
+    with pytest.raises(
+        DesyncError, match=f"expected replica {replica_ids[1]} at an all_reduce, as replica {replica_ids[0]}"
+    ):
         strategy.run(other_calls, args=(ids(strategy),))
     with pytest.raises(ValueError, match="structure.*replica"):
-        strategy.run(lambda replica: (1, 2) if replica == own[0] else [1, 2], args=(ids(strategy),))
+        strategy.run(lambda replica: (1, 2) if replica == replica_ids[0] else [1, 2], args=(ids(strategy),))
     with pytest.raises(ValueError, match="got tuple, int"):
-        strategy.run(lambda replica: (1, 2) if replica == own[0] else 1, args=(PerReplica(own),))
+        strategy.run(lambda replica: (1, 2) if replica == replica_ids[0] else 1, args=(PerReplica(replica_ids),))

@@ -57,9 +57,9 @@ def different(comm, shared_path):
     yield "mapped", hpcdist.Dataset.from_tensor_slices({"x": rows.numpy()}).map(lambda row: row)
     yield "shuffled", hpcdist.Dataset.from_tensor_slices(rows).shuffle(seed=1)
     yield "cached", hpcdist.Dataset.from_tensor_slices(rows).cache()
-    one = array_of(seeded())
-    one[17, 1] += comm.rank
-    yield "one value", hpcdist.Dataset.from_tensor_slices(one)
+    changed_rows = array_of(seeded())
+    changed_rows[17, 1] += comm.rank
+    yield "one value", hpcdist.Dataset.from_tensor_slices(changed_rows)
     yield "numbers of rows", hpcdist.Dataset.from_tensor_slices(torch.zeros(40 + comm.rank))
     yield "torch dataset", hpcdist.Dataset.from_torch(TensorDataset(rows))
     yield "random_split", hpcdist.Dataset.from_torch(random_split(TensorDataset(torch.zeros(40)), [30, 10])[0])
@@ -112,11 +112,11 @@ def test_the_programs_random_numbers_are_left_alone(comm, strategy):
     np.random.seed(5)
     random.seed(5)
     distribute(strategy, hpcdist.Dataset.from_torch(Transformed(lambda: torch.rand(1))))
-    found = torch.rand(1).item(), np.random.rand(), random.random()
+    drawn_numbers = torch.rand(1).item(), np.random.rand(), random.random()
     torch.manual_seed(5)
     np.random.seed(5)
     random.seed(5)
-    assert found == (torch.rand(1).item(), np.random.rand(), random.random())
+    assert drawn_numbers == (torch.rand(1).item(), np.random.rand(), random.random())
 
 
 def test_rows_that_cannot_be_read_here_are_not_compared(comm, strategy):

@@ -52,16 +52,18 @@ def test_steps_with_a_closure_are_those_of_one_process(comm, kind, gradient_op):
     expected = train(model, optimizer_of(model, kind), *rows(), 1 / N_ROWS)
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=gradient_op)
     with strategy.scope():
-        own = make_model()
-        optimizer = optimizer_of(own, kind)
+        distributed_model = make_model()
+        optimizer = optimizer_of(distributed_model, kind)
     data = hpcdist.Dataset.from_tensor_slices(rows()).batch(N_ROWS).repeat(None)
     batches = iter(strategy.experimental_distribute_dataset(data))
     losses = []
     for _ in range(4):
         x, y = next(batches)
-        losses += train(own, optimizer, x, y, 1 / N_ROWS if gradient_op == "sum" else 1 / max(1, len(x)), n_steps=1)
-    for found, parameter in zip(own.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found, parameter, rtol=1e-9, atol=1e-9)
+        losses += train(
+            distributed_model, optimizer, x, y, 1 / N_ROWS if gradient_op == "sum" else 1 / max(1, len(x)), n_steps=1
+        )
+    for trained_parameter, parameter in zip(distributed_model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(trained_parameter, parameter, rtol=1e-9, atol=1e-9)
     if kind == "LBFGS":
         assert losses == pytest.approx(expected)
 
@@ -86,14 +88,14 @@ def test_gradients_that_a_closure_leaves_are_checked(comm, what):
         model[0].requires_grad_(what != "unfrozen")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, _ = rows()
-    own = x[comm.rank :: comm.size]
+    local_inputs = x[comm.rank :: comm.size]
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    model(own)
+    model(local_inputs)
     model.requires_grad_(True)
 
     def closure():
         optimizer.zero_grad()
-        loss = model(own).sum()
+        loss = model(local_inputs).sum()
         if what == "by hand":
             for parameter, gradient in zip(
                 model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
@@ -136,8 +138,8 @@ def test_gradients_of_zeros_that_are_set_by_hand_stay(comm, n_replicas):
     strategy.run(steps, args=(model, optimizer, lambda loss: (loss / n).backward()))
     plain = make_model()
     steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.5), lambda loss: loss.backward())
-    for found, parameter in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, parameter, rtol=1e-12, atol=1e-12)
+    for trained_parameter, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(trained_parameter, parameter, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -212,8 +214,8 @@ def test_parts_that_are_used_after_their_pass_weigh_by_their_rows(comm, listed, 
         optimizer.zero_grad()
         (plain(x) - y).square().mean().backward()
         optimizer.step()
-    for found, parameter in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, parameter, rtol=1e-9, atol=1e-9)
+    for trained_parameter, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(trained_parameter, parameter, rtol=1e-9, atol=1e-9)
 
 
 def test_a_penalty_after_an_epoch_is_of_no_part(comm):
@@ -248,8 +250,8 @@ def test_a_loss_that_the_closure_has_reduced_is_taken_as_it_is(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     with strategy.scope():
         model = make_model()
-    found = train_reduced(strategy, model, x[comm.rank :: comm.size], 1 / N_ROWS)
-    assert found == pytest.approx(expected)
+    losses = train_reduced(strategy, model, x[comm.rank :: comm.size], 1 / N_ROWS)
+    assert losses == pytest.approx(expected)
     for parameter, plain_parameter in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter, plain_parameter, rtol=1e-9, atol=1e-9)
 
@@ -301,10 +303,10 @@ def test_parts_of_an_evaluation_are_of_no_backward(comm):
         for x, _ in strategy.experimental_distribute_dataset(data):
             model(x)
     model(torch.full((1, 3), float(comm.rank), dtype=torch.float64)).mean().backward()
-    own = make_model()
+    reference_model = make_model()
     for rank in range(comm.size):
-        (own(torch.full((1, 3), float(rank), dtype=torch.float64)).mean() / comm.size).backward()
-    torch.testing.assert_close(model[0].weight.grad, own[0].weight.grad)
+        (reference_model(torch.full((1, 3), float(rank), dtype=torch.float64)).mean() / comm.size).backward()
+    torch.testing.assert_close(model[0].weight.grad, reference_model[0].weight.grad)
 
 
 @pytest.mark.parametrize("way", ["sync", "no_sync", "overlapped", "replicas"])
@@ -329,12 +331,12 @@ def test_a_gradient_that_is_undefined_counts_as_none(comm, over_hosts, way):
 
     def step():
         number = hpcdist.get_replica_context().replica_id_in_sync_group
-        own = x[2 * number : 2 * number + 2].detach().requires_grad_()
+        replica_inputs = x[2 * number : 2 * number + 2].detach().requires_grad_()
         if way == "no_sync":
             with strategy.no_sync():
-                penalty(model, own).backward()
+                penalty(model, replica_inputs).backward()
         for _ in range(1 + (way != "no_sync")):
-            penalty(model, own).backward()
+            penalty(model, replica_inputs).backward()
 
     strategy.run(step)
     plain = build()
@@ -378,12 +380,12 @@ def test_sums_inside_a_backward_do_not_meet_buckets(comm, over_hosts, n_more, is
         optimizer.step()
 
     plain = build(nn.BatchNorm1d)
-    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         strategy.run(step)
-        own.zero_grad()
+        plain_optimizer.zero_grad()
         loss_of(plain, x, is_used).backward()
-        own.step()
+        plain_optimizer.step()
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-9)
 
@@ -414,7 +416,7 @@ def test_whole_parts_end_with_the_first_replica_that_has_none(comm, drops):
         return hpcdist.Dataset.range(6 * n + 3).shard(n, context.input_pipeline_id).batch(3, drop_remainder=drops)
 
     parts = list(strategy.distribute_datasets_from_function(make, options))
-    lengths = [[len(one) for one in strategy.experimental_local_results(part)] for part in parts]
+    lengths = [[len(local_part) for local_part in strategy.experimental_local_results(part)] for part in parts]
     assert len(parts) == (2 if drops else 3)
     assert all(length == 3 for part in lengths[:2] for length in part)
     if comm.size > 1 and not drops:
@@ -471,13 +473,13 @@ def test_sums_have_the_strides_of_what_is_summed(comm):
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     plain = build()
-    own = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
     for _ in range(2):
         gradients = torch.autograd.grad(model(x).square().sum() / comm.size, list(model.parameters()))
         strategy.apply_gradients(optimizer, zip(gradients, model.parameters(), strict=True))
-        own.zero_grad()
+        plain_optimizer.zero_grad()
         plain(x).square().sum().backward()
-        own.step()
+        plain_optimizer.step()
     torch.testing.assert_close(model.weight, plain.weight)
     summed = strategy.run(lambda: hpcdist.get_replica_context().all_reduce("sum", model.weight.detach()))
     assert summed.stride() == model.weight.stride()

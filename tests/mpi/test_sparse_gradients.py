@@ -30,8 +30,8 @@ class Table(nn.Module):
 
     def forward(self, numbers):
         rows = self.table(numbers)
-        found = self.dense(rows.reshape(len(numbers), -1, WIDTH).sum(1))[:, 0]
-        return found + (rows.sum(1) @ self.table.weight.T).sum(1) if self.reuse else found
+        outputs = self.dense(rows.reshape(len(numbers), -1, WIDTH).sum(1))[:, 0]
+        return outputs + (rows.sum(1) @ self.table.weight.T).sum(1) if self.reuse else outputs
 
 
 def make(strategy, optimizer, lr=0.1, **options):
@@ -62,13 +62,13 @@ def alone(optimizer, n_steps, loss_of, **options):
     for step in range(n_steps):
         model.zero_grad()
         loss_of(model(numbers_of(step)), step).backward()
-        for one in optimizers:
-            one.step()
+        for model_optimizer in optimizers:
+            model_optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def mean_square(found, step):
-    return (found - step).square().mean()
+def mean_square(outputs, step):
+    return (outputs - step).square().mean()
 
 
 @pytest.mark.feature("collectives.sparse-gradients", "semantics.transport-of-gradients")
@@ -80,13 +80,13 @@ def test_weights_are_those_of_one_process(comm, over_hosts, optimizer, hosts):
     model, optimizers = make(strategy, optimizer)
     for step in range(6):
         model.zero_grad()
-        own = numbers_of(step)[comm.rank :: comm.size]
-        if len(own):
-            ((model(own) - step).square().sum() / 8).backward()
+        local_numbers = numbers_of(step)[comm.rank :: comm.size]
+        if len(local_numbers):
+            ((model(local_numbers) - step).square().sum() / 8).backward()
         else:
             (model(numbers_of(step)[:1]).sum() * 0).backward()
-        for one in optimizers:
-            one.step()
+        for model_optimizer in optimizers:
+            model_optimizer.step()
     for parameter, expected in zip(model.parameters(), alone(optimizer, 6, mean_square), strict=True):
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-12, atol=1e-12)
 
@@ -135,17 +135,17 @@ def test_bits_are_those_of_dense_gradients_on_any_number_of_ranks(comm, kind, dt
 
         rows = numbers_without_repeats(70) if dtype is torch.bfloat16 else numbers_of(3, 70)
         data = hpcdist.Dataset.from_tensor_slices(rows).batch(18)  # the last batch, of 16, leaves replica 5 one row
-        found = []
+        batch_gradients = []
         for part in strategy.experimental_distribute_dataset(data):
             strategy.run(step, args=(part,))
             assert model.table.weight.grad.is_sparse == is_sparse
-            found.append(model.table.weight.grad.to_dense().clone())
-        return found
+            batch_gradients.append(model.table.weight.grad.to_dense().clone())
+        return batch_gradients
 
-    found = gradients(is_sparse=True)
-    for one, expected in zip(found, gradients(is_sparse=False), strict=True):
-        assert torch.equal(one, expected)
-    digests = comm.allgather([one.view(torch.uint8).numpy().tobytes() for one in found])
+    sparse_gradients = gradients(is_sparse=True)
+    for gradient, expected in zip(sparse_gradients, gradients(is_sparse=False), strict=True):
+        assert torch.equal(gradient, expected)
+    digests = comm.allgather([gradient.view(torch.uint8).numpy().tobytes() for gradient in sparse_gradients])
     assert all(digest == digests[0] for digest in digests)
 
 
@@ -163,10 +163,10 @@ def test_mean_is_weighted_by_rows(comm, num_replicas):
     data = hpcdist.Dataset.from_tensor_slices(numbers_of(4, 7)).batch(7)
     for part in strategy.experimental_distribute_dataset(data):
         strategy.run(step, args=(part,))
-    other, (plain,) = make(hpcdist.get_strategy(), torch.optim.SGD)
-    other(numbers_of(4, 7)).square().mean().backward()
+    plain_model, (plain,) = make(hpcdist.get_strategy(), torch.optim.SGD)
+    plain_model(numbers_of(4, 7)).square().mean().backward()
     plain.step()
-    torch.testing.assert_close(model.table.weight.detach(), other.table.weight.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.table.weight.detach(), plain_model.table.weight.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("hosts", [None, "1 each"])
@@ -181,14 +181,14 @@ def test_where_the_table_is_used_densely_too_the_sum_is_dense(comm, over_hosts, 
         model(numbers_of(step)).sum().backward()
         optimizer.step()
     assert not model.table.weight.grad.is_sparse
-    other, (plain,) = make(hpcdist.get_strategy(), torch.optim.SGD, reuse=True)
+    plain_model, (plain,) = make(hpcdist.get_strategy(), torch.optim.SGD, reuse=True)
     for step in range(2):
         plain.zero_grad()
         for rank in range(comm.size):
-            other.reuse = rank == comm.size - 1
-            other(numbers_of(step)).sum().backward()
+            plain_model.reuse = rank == comm.size - 1
+            plain_model(numbers_of(step)).sum().backward()
         plain.step()
-    torch.testing.assert_close(model.table.weight.detach(), other.table.weight.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.table.weight.detach(), plain_model.table.weight.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_backwards_accumulate(comm):
@@ -269,8 +269,8 @@ def test_large_rows_go_in_pieces(comm, monkeypatch):
     monkeypatch.setattr(library, "PIECE_BYTES", 64)
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     model, _ = make(strategy, torch.optim.SGD)
-    own = numbers_of(comm.rank)
-    model(own).sum().backward()
+    local_numbers = numbers_of(comm.rank)
+    model(local_numbers).sum().backward()
     expected = torch.zeros(N_ROWS, WIDTH, dtype=torch.float64)
     for rank in range(comm.size):
         numbers = numbers_of(rank).reshape(-1)

@@ -42,11 +42,11 @@ def test_a_strategy_may_be_set_for_all_code(everywhere):
     assert hpcdist.has_strategy()
     assert hpcdist.in_cross_replica_context()
     assert hpcdist.get_replica_context() is None
-    found = []
-    thread = threading.Thread(target=lambda: found.append(hpcdist.get_strategy()))
+    thread_strategies = []
+    thread = threading.Thread(target=lambda: thread_strategies.append(hpcdist.get_strategy()))
     thread.start()
     thread.join()
-    assert found == [everywhere]
+    assert thread_strategies == [everywhere]
     model = torch.nn.Linear(2, 1)
     assert everywhere.extended.variable_created_in_scope(model.weight)
     with everywhere.scope():
@@ -61,15 +61,15 @@ def test_a_strategy_may_be_set_for_all_code(everywhere):
 
 @pytest.mark.feature("tf.experimental-set-strategy")
 def test_another_strategy_replaces_the_one_set(everywhere):
-    one = hpcdist.OneDeviceStrategy("cpu")
-    hpcdist.experimental_set_strategy(one)
-    assert hpcdist.get_strategy() is one
+    one_device = hpcdist.OneDeviceStrategy("cpu")
+    hpcdist.experimental_set_strategy(one_device)
+    assert hpcdist.get_strategy() is one_device
     model = torch.nn.Linear(2, 1)
-    assert one.extended.variable_created_in_scope(model.weight)
+    assert one_device.extended.variable_created_in_scope(model.weight)
     assert not everywhere.extended.variable_created_in_scope(model.weight)
     hpcdist.experimental_set_strategy(None)
     assert not hpcdist.has_strategy()
-    assert not one.extended.variable_created_in_scope(torch.nn.Linear(2, 1).weight)
+    assert not one_device.extended.variable_created_in_scope(torch.nn.Linear(2, 1).weight)
 
 
 @pytest.mark.feature("tf.experimental-set-strategy-refused", "semantics.strategy-for-all-code")
@@ -120,24 +120,26 @@ def test_the_replica_outside_all_strategies_reduces_with_itself():
 
 @pytest.mark.feature("tf.thread-begins-only", "semantics.contexts")
 def test_a_thread_begins_outside_all_strategies(strategy):
-    found = []
+    thread_state = []
     with strategy.scope():
-        thread = threading.Thread(target=lambda: found.extend([hpcdist.get_replica_context(), hpcdist.has_strategy()]))
+        thread = threading.Thread(
+            target=lambda: thread_state.extend([hpcdist.get_replica_context(), hpcdist.has_strategy()])
+        )
         thread.start()
         thread.join()
-    assert found == [hpcdist.get_replica_context(), False]
-    assert (found[0].replica_id_in_sync_group, found[0].num_replicas_in_sync) == (0, 1)
+    assert thread_state == [hpcdist.get_replica_context(), False]
+    assert (thread_state[0].replica_id_in_sync_group, thread_state[0].num_replicas_in_sync) == (0, 1)
 
 
 @pytest.mark.feature("tf.plain-model-x", "semantics.models-know-their-strategy")
 def test_a_plain_call_of_a_model_does_not_enter_its_strategy(strategy):
     with strategy.scope():
         model = torch.nn.Linear(2, 1)
-    found = []
-    model.register_forward_hook(lambda *_: found.append(hpcdist.get_strategy()))
+    active_strategies = []
+    model.register_forward_hook(lambda *_: active_strategies.append(hpcdist.get_strategy()))
     model(torch.ones(1, 2))
     strategy.run(lambda: model(torch.ones(1, 2)))
-    assert found == [hpcdist.get_strategy(), strategy]
+    assert active_strategies == [hpcdist.get_strategy(), strategy]
 
 
 @pytest.mark.feature("tf.calls-wrong-context", "semantics.wrong-context")
@@ -155,11 +157,11 @@ def test_a_plain_call_of_a_model_does_not_enter_its_strategy(strategy):
     ],
 )
 def test_what_belongs_in_cross_replica_context_says_so(strategy, call):
-    for one in (strategy, hpcdist.OneDeviceStrategy("cpu")):
+    for tested_strategy in (strategy, hpcdist.OneDeviceStrategy("cpu")):
         with pytest.raises(RuntimeError, match="replica.*context"):
-            one.run(call, args=(one,))
+            tested_strategy.run(call, args=(tested_strategy,))
         with pytest.raises(RuntimeError, match="extended.update"):
-            one.extended.update(torch.ones(1), lambda _, s=one: call(s))
+            tested_strategy.extended.update(torch.ones(1), lambda _, s=tested_strategy: call(s))
 
 
 # -- extended ----------------------------------------------------------------------------------------------------------
@@ -217,16 +219,19 @@ def test_a_copy_that_replicas_share_is_updated_once(comm):
 @pytest.mark.feature("strategies.extended")
 def test_values_are_reduced_and_sent_to_devices(strategy, comm):
     total = comm.size * (comm.size + 1) / 2
-    own = torch.full((2,), comm.rank + 1.0)
+    local_tensor = torch.full((2,), comm.rank + 1.0)
     extended = strategy.extended
-    assert extended.reduce_to("sum", own, None).tolist() == [total] * 2
-    assert extended.reduce_to("mean", own, "/cpu:0").tolist() == [total / comm.size] * 2
-    assert extended.reduce_to("sum", own, torch.empty(0, device="meta")).device.type == "meta"
-    assert extended.batch_reduce_to("sum", [(own, None), (1.0, None)])[1] == comm.size
-    assert extended.broadcast_to(own, own).tolist() == [1, 1]
+    assert extended.reduce_to("sum", local_tensor, None).tolist() == [total] * 2
+    assert extended.reduce_to("mean", local_tensor, "/cpu:0").tolist() == [total / comm.size] * 2
+    assert extended.reduce_to("sum", local_tensor, torch.empty(0, device="meta")).device.type == "meta"
+    assert extended.batch_reduce_to("sum", [(local_tensor, None), (1.0, None)])[1] == comm.size
+    assert extended.broadcast_to(local_tensor, local_tensor).tolist() == [1, 1]
     assert extended.broadcast_to(float(comm.rank), None) == 0.0
-    assert own.tolist() == [comm.rank + 1] * 2
-    assert hpcdist.get_strategy().extended.broadcast_to(own, hpcdist.PerReplica([own])).tolist() == own.tolist()
+    assert local_tensor.tolist() == [comm.rank + 1] * 2
+    assert (
+        hpcdist.get_strategy().extended.broadcast_to(local_tensor, hpcdist.PerReplica([local_tensor])).tolist()
+        == local_tensor.tolist()
+    )
 
 
 @pytest.mark.feature("tf.variables-models-remember", "strategies.extended", "semantics.models-know-their-strategy")
@@ -249,10 +254,10 @@ def test_variables_know_their_strategy(strategy):
 
 @pytest.mark.feature("strategies.extended")
 def test_colocated_means_on_the_same_device():
-    one = hpcdist.OneDeviceStrategy("meta")
-    with one.scope():
+    meta_strategy = hpcdist.OneDeviceStrategy("meta")
+    with meta_strategy.scope():
         model = torch.nn.Linear(2, 1)
-    with one.extended.colocate_vars_with(model.weight):
+    with meta_strategy.extended.colocate_vars_with(model.weight):
         assert torch.ones(1).device.type == "meta"
     assert torch.ones(1).device.type == "cpu"
 
@@ -263,9 +268,9 @@ def test_devices_and_who_writes(strategy, comm):
     assert strategy.extended.worker_devices[0].startswith(device)
     assert strategy.extended.parameter_devices == strategy.extended.worker_devices
     assert strategy.extended.should_checkpoint == strategy.extended.should_save_summary == (comm.rank == 0)
-    one = hpcdist.OneDeviceStrategy("meta").extended
-    assert one.worker_devices == ("meta",)
-    assert one.should_checkpoint
+    meta_extended = hpcdist.OneDeviceStrategy("meta").extended
+    assert meta_extended.worker_devices == ("meta",)
+    assert meta_extended.should_checkpoint
 
 
 # -- one device --------------------------------------------------------------------------------------------------------
@@ -323,9 +328,9 @@ def test_one_device_resumes_with_the_same_random_numbers():
     state = strategy.state_dict()
     assert state["step"] == 3
     expected = torch.rand(3)
-    other = hpcdist.OneDeviceStrategy("cpu")
+    resumed_strategy = hpcdist.OneDeviceStrategy("cpu")
     torch.rand(5)
-    other.load_state_dict(state)
+    resumed_strategy.load_state_dict(state)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -374,11 +379,11 @@ weights = model.weight.detach().clone()
 def test_inputs_are_moved():
     strategy = hpcdist.OneDeviceStrategy("meta")
     data = make_data()
-    kept = hpcdist.InputOptions(experimental_fetch_to_device=False)
+    host_options = hpcdist.InputOptions(experimental_fetch_to_device=False)
     for batches, kind in (
         (strategy.experimental_distribute_dataset(data), "meta"),
         (strategy.distribute_datasets_from_function(lambda context: data), "meta"),
-        (strategy.experimental_distribute_dataset(data, kept), "cpu"),
+        (strategy.experimental_distribute_dataset(data, host_options), "cpu"),
     ):
         assert next(iter(batches))[0].device.type == kind
 
@@ -405,8 +410,8 @@ def test_the_algorithm_as_older_guides_write_it(comm):
         if comm.size > 1:
             assert strategy.reducer.route.name == "RING"
         assert strategy.reduce("sum", 1, axis=None) == comm.size
-    one = hpcdist.MirroredStrategy(cross_device_ops=hpcdist.ReductionToOneDevice("/cpu:0"), gradient_op="sum")
-    with one.scope():
+    mirrored = hpcdist.MirroredStrategy(cross_device_ops=hpcdist.ReductionToOneDevice("/cpu:0"), gradient_op="sum")
+    with mirrored.scope():
         model = torch.nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad.tolist() == [[comm.size, comm.size]]
@@ -441,18 +446,18 @@ def gpus(monkeypatch):
     return see
 
 
-@pytest.mark.parametrize("asked", [None, "cuda"])
-def test_each_rank_takes_its_own_gpu(comm, gpus, asked):
+@pytest.mark.parametrize("requested_device", [None, "cuda"])
+def test_each_rank_takes_its_own_gpu(comm, gpus, requested_device):
     chosen = gpus(comm.size)
-    own = torch.device("cuda", comm.rank)
-    strategy = hpcdist.MultiWorkerMirroredStrategy(device=asked)
-    assert strategy.device == own
-    assert chosen == [own]
+    expected_device = torch.device("cuda", comm.rank)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(device=requested_device)
+    assert strategy.device == expected_device
+    assert chosen == [expected_device]
     with strategy.scope():
-        assert torch.get_default_device() == own
-    assert strategy.run(torch.get_default_device) == own
+        assert torch.get_default_device() == expected_device
+    assert strategy.run(torch.get_default_device) == expected_device
     batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(np.zeros(8)).batch(4))
-    assert batches._device() == own
+    assert batches._device() == expected_device
 
 
 def test_the_host_when_it_is_asked_for(comm, gpus):
@@ -484,11 +489,11 @@ def test_fewer_gpus_than_ranks_are_shared_with_a_warning(comm, gpus, caplog):
 
 
 def test_a_strategy_prints_what_it_is(comm):
-    who = f"this is rank {comm.rank} (worker {comm.rank}) on cpu; gradients are summed by"
+    rank_summary = f"this is rank {comm.rank} (worker {comm.rank}) on cpu; gradients are summed by"
     many = "s" if comm.size > 1 else ""
     text = str(hpcdist.MultiWorkerMirroredStrategy())
     assert text.startswith(
-        f"MultiWorkerMirroredStrategy: {comm.size} replica{many}, {comm.size} rank{many} on 1 host; {who}"
+        f"MultiWorkerMirroredStrategy: {comm.size} replica{many}, {comm.size} rank{many} on 1 host; {rank_summary}"
     )
     assert str(hpcdist.MultiWorkerMirroredStrategy(num_replicas=8)).startswith(
         "MultiWorkerMirroredStrategy: 8 replicas, "

@@ -73,13 +73,13 @@ def test_run_gives_the_result_of_the_local_replica(strategy):
 @pytest.mark.parametrize("op", ["sum", "SUM", hpcdist.ReduceOp.SUM])
 def test_sum_over_replicas(strategy, comm, op):
     total = comm.size * (comm.size + 1) / 2
-    own = comm.rank + 1
-    assert strategy.reduce(op, own, axis=None) == total
-    assert strategy.reduce(op, float(own), axis=None) == total
-    assert torch.equal(strategy.reduce(op, torch.full((2, 3), own), axis=None), torch.full((2, 3), int(total)))
-    found = strategy.reduce(op, np.full((2,), own, np.float32), axis=None)
-    assert found.dtype == np.float32
-    assert found.tolist() == [total] * 2
+    summand = comm.rank + 1
+    assert strategy.reduce(op, summand, axis=None) == total
+    assert strategy.reduce(op, float(summand), axis=None) == total
+    assert torch.equal(strategy.reduce(op, torch.full((2, 3), summand), axis=None), torch.full((2, 3), int(total)))
+    array_total = strategy.reduce(op, np.full((2,), summand, np.float32), axis=None)
+    assert array_total.dtype == np.float32
+    assert array_total.tolist() == [total] * 2
 
 
 def test_the_value_itself_is_left_alone(strategy):
@@ -111,9 +111,9 @@ def test_mean_over_replicas_with_some_empty(strategy, comm):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32, torch.float64])
 def test_the_dtype_is_kept(strategy, comm, dtype):
-    found = strategy.reduce("sum", torch.ones(2, dtype=dtype), axis=None)
-    assert found.dtype is dtype
-    assert found.tolist() == [comm.size] * 2
+    total = strategy.reduce("sum", torch.ones(2, dtype=dtype), axis=None)
+    assert total.dtype is dtype
+    assert total.tolist() == [comm.size] * 2
 
 
 @pytest.mark.feature(
@@ -256,9 +256,9 @@ def test_parts_of_a_distributed_dataset(strategy, comm):
     rows = torch.arange(11)
     dataset = hpcdist.Dataset.from_tensor_slices((rows, rows * 2)).shuffle(seed=3).batch(4)
     whole = [batch[0].tolist() for batch in dataset]
-    mine = [(x.tolist(), y.tolist()) for x, y in strategy.experimental_distribute_dataset(dataset)]
-    assert all([2 * row for row in x] == y for x, y in mine)
-    parts = comm.allgather([x for x, _ in mine])
+    local_batches = [(x.tolist(), y.tolist()) for x, y in strategy.experimental_distribute_dataset(dataset)]
+    assert all([2 * row for row in x] == y for x, y in local_batches)
+    parts = comm.allgather([x for x, _ in local_batches])
     assert [sum(step, []) for step in zip(*parts, strict=True)] == whole
 
 
@@ -335,7 +335,7 @@ def test_bools_are_counted_by_a_sum_and_kept_by_a_gather(comm, make):
     assert strategy.reduce("mean", value, axis=None).tolist() == pytest.approx([1.0, 1 / comm.size])
     gathered = strategy.gather(value, axis=0)
     assert gathered.dtype in (torch.bool, np.dtype(bool))
-    assert gathered.tolist() == [one for rank in range(comm.size) for one in (True, rank == 0)]
+    assert gathered.tolist() == [flag for rank in range(comm.size) for flag in (True, rank == 0)]
     assert strategy.reduce("sum", True, axis=None) == comm.size
 
 

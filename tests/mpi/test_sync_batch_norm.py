@@ -47,10 +47,10 @@ def whole(old, rows, direction):
 def in_parts(strategy, new, rows, direction):
     def step():
         part = own_part()
-        own = rows[part].clone().requires_grad_()
-        output = new(own)
+        local_rows = rows[part].clone().requires_grad_()
+        output = new(local_rows)
         (output * direction[part]).sum().backward()
-        return output.detach(), own.grad, [parameter.grad.clone() for parameter in new.parameters()]
+        return output.detach(), local_rows.grad, [parameter.grad.clone() for parameter in new.parameters()]
 
     output, gradient, parameters = strategy.run(step)
     first = [strategy.experimental_local_results(parameter)[0] for parameter in parameters]
@@ -103,8 +103,8 @@ def test_options(strategy, options):
         torch.testing.assert_close(outputs, old(rows), rtol=1e-5, atol=1e-5)
     else:
         for _ in range(3):
-            found = in_parts(strategy, new, rows, direction)
-            torch.testing.assert_close(found[0], whole(old, rows, direction)[0], rtol=1e-5, atol=1e-5)
+            gathered = in_parts(strategy, new, rows, direction)
+            torch.testing.assert_close(gathered[0], whole(old, rows, direction)[0], rtol=1e-5, atol=1e-5)
     for name, expected in old.state_dict().items():
         if name not in ("weight", "bias"):
             torch.testing.assert_close(new.state_dict()[name], expected, rtol=1e-5, atol=1e-6, msg=name)
@@ -153,10 +153,10 @@ def test_a_model_is_trained_as_by_one_process(strategy, comm):
         model = hpcdist.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows, _ = batch(2)
-    one = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    plain_model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
     strategy.run(lambda: model.eval()(rows))  # made equal at first use
-    one.load_state_dict(model.state_dict())
-    one_optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    plain_model.load_state_dict(model.state_dict())
+    one_optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
     model.train()
 
     def step():
@@ -167,9 +167,9 @@ def test_a_model_is_trained_as_by_one_process(strategy, comm):
     for _ in range(4):
         strategy.run(step)
         one_optimizer.zero_grad()
-        (one(rows).square().sum() / N_ROWS).backward()
+        (plain_model(rows).square().sum() / N_ROWS).backward()
         one_optimizer.step()
-    for name, expected in one.state_dict().items():
+    for name, expected in plain_model.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-4, atol=1e-5, msg=name)
     bits = comm.allgather(b"".join(value.numpy().tobytes() for value in model.state_dict().values()))
     assert len(set(bits)) == 1
@@ -181,11 +181,11 @@ def test_a_bare_loop_on_one_replica_per_rank(comm):
     (rows, direction) = batch(2)
     output, gradient, *_ = whole(make_old(new, 2), rows, direction)
     part = slice(N_ROWS * comm.rank // comm.size, N_ROWS * (comm.rank + 1) // comm.size)
-    own = rows[part].clone().requires_grad_()
-    found = new(own)
-    (found * direction[part]).sum().backward()
-    torch.testing.assert_close(found.detach(), output[part], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own.grad, gradient[part], rtol=1e-5, atol=1e-5)
+    local_rows = rows[part].clone().requires_grad_()
+    local_output = new(local_rows)
+    (local_output * direction[part]).sum().backward()
+    torch.testing.assert_close(local_output.detach(), output[part], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(local_rows.grad, gradient[part], rtol=1e-5, atol=1e-5)
 
 
 def test_where_it_is_called(comm):
@@ -193,9 +193,9 @@ def test_where_it_is_called(comm):
     new = make(strategy)
     with pytest.raises(RuntimeError, match="strategy.run.*2"):
         new(torch.ones(2, N_CHANNELS))
-    other = hpcdist.MultiWorkerMirroredStrategy()
+    second_strategy = hpcdist.MultiWorkerMirroredStrategy()
     with pytest.raises(RuntimeError, match="mixing"):
-        other.run(lambda: new(torch.ones(2, N_CHANNELS)))
+        second_strategy.run(lambda: new(torch.ones(2, N_CHANNELS)))
     assert new.eval()(torch.ones(2, N_CHANNELS)).shape == (2, N_CHANNELS)
 
 
@@ -258,6 +258,6 @@ def test_copies_belong_to_the_same_strategy(comm):
 def test_outside_all_strategies_it_is_torchs():
     rows, direction = batch(2)
     new = hpcdist.SyncBatchNorm(N_CHANNELS)
-    found = whole(new, rows, direction)
-    for one, expected in zip(found, whole(nn.BatchNorm1d(N_CHANNELS), rows, direction), strict=True):
-        assert np.array_equal(one.numpy(), expected.numpy())
+    actual_tensors = whole(new, rows, direction)
+    for actual, expected in zip(actual_tensors, whole(nn.BatchNorm1d(N_CHANNELS), rows, direction), strict=True):
+        assert np.array_equal(actual.numpy(), expected.numpy())

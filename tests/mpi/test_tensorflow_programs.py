@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core]
 def programs(comm):
     """Return the programs that this number of ranks can run; their strategies end with the test."""
     sample = read_sample()
-    yield [one for one in sample if one["n_replicas"] >= comm.size and one["ranks"] in (None, [comm.size])]
+    yield [
+        program for program in sample if program["n_replicas"] >= comm.size and program["ranks"] in (None, [comm.size])
+    ]
     library_of.cache_clear()
     gc.collect()
 
@@ -46,7 +48,7 @@ def test_one_replica_per_rank_as_tensorflow(programs, comm):
 
 def test_a_wrong_answer_is_found(programs, comm):
     """One number of an answer is changed: that of the last replica, which the last rank has."""
-    program = next(copy.deepcopy(one) for one in programs if one["steps"][0]["call"] == "values")
+    program = next(copy.deepcopy(candidate) for candidate in programs if candidate["steps"][0]["call"] == "values")
     result = program["answer"][0]["result"]
     array = result.values[-1] if hasattr(result, "values") else result
     if array.size == 0 or not isinstance(array, np.ndarray):

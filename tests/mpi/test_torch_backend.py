@@ -38,8 +38,8 @@ def values(draws, dtype, shape, rank):
     whole = torch.randint(0 if dtype in (torch.uint8, torch.bool) else -3, 4, shape, generator=generator)
     if dtype.is_complex:
         whole = whole + 1j * torch.randint(-3, 4, shape, generator=generator)
-    made = whole.to(dtype)
-    return made.mT.contiguous().mT if has_gaps else made
+    tensor = whole.to(dtype)
+    return tensor.mT.contiguous().mT if has_gaps else tensor
 
 
 def own_copy(tensor, group):
@@ -51,10 +51,10 @@ def shape_of(draws):
     return draws.choice([(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (1000,)])
 
 
-def same(own, other):
-    if isinstance(own, torch.Tensor):
-        return own.dtype == other.dtype and torch.equal(own, other)
-    return len(own) == len(other) and all(map(same, own, other))
+def same(actual, expected):
+    if isinstance(actual, torch.Tensor):
+        return actual.dtype == expected.dtype and torch.equal(actual, expected)
+    return len(actual) == len(expected) and all(map(same, actual, expected))
 
 
 def reduce_case(draws, rank, size):
@@ -72,9 +72,9 @@ def all_reduce(draws, rank, size):
     kind, tensor = reduce_case(draws, rank, size)
 
     def run(group):
-        own = own_copy(tensor, group)
-        dist.all_reduce(own, kind, group=group)
-        return own
+        buffer = own_copy(tensor, group)
+        dist.all_reduce(buffer, kind, group=group)
+        return buffer
 
     return run
 
@@ -84,9 +84,9 @@ def reduce(draws, rank, size):
     root = draws.randrange(size)
 
     def run(group):
-        own = own_copy(tensor, group)
-        dist.reduce(own, root, kind, group=group)
-        return own if rank == root else tensor.new_empty(0)  # elsewhere it is of no use
+        buffer = own_copy(tensor, group)
+        dist.reduce(buffer, root, kind, group=group)
+        return buffer if rank == root else tensor.new_empty(0)  # elsewhere it is of no use
 
     return run
 
@@ -98,9 +98,9 @@ def reduce_scatter(draws, rank, size):
     kind = draws.choice([OP.SUM, OP.PRODUCT, OP.MIN, OP.MAX])
 
     def run(group):
-        own = torch.empty(shape, dtype=dtype)
-        dist.reduce_scatter(own, [own_copy(part, group) for part in parts], kind, group=group)
-        return own
+        output = torch.empty(shape, dtype=dtype)
+        dist.reduce_scatter(output, [own_copy(part, group) for part in parts], kind, group=group)
+        return output
 
     return run
 
@@ -111,9 +111,9 @@ def reduce_scatter_tensor(draws, rank, size):
     tensor = values(draws, dtype, (n_rows * size, 2), rank)
 
     def run(group):
-        own = torch.empty((n_rows, 2), dtype=dtype)
-        dist.reduce_scatter_single(own, own_copy(tensor, group), group=group)
-        return own
+        output = torch.empty((n_rows, 2), dtype=dtype)
+        dist.reduce_scatter_single(output, own_copy(tensor, group), group=group)
+        return output
 
     return run
 
@@ -123,9 +123,9 @@ def broadcast(draws, rank, size):
     root = draws.randrange(size)
 
     def run(group):
-        own = own_copy(tensor, group)
-        dist.broadcast(own, root, group=group)
-        return own
+        buffer = own_copy(tensor, group)
+        dist.broadcast(buffer, root, group=group)
+        return buffer
 
     return run
 
@@ -207,9 +207,9 @@ def test_it_is_what_gloo_makes(comm, gloo, case):
     draws = random.Random(case.__name__)
     for number in range(N_CASES):
         run = case(draws, comm.rank, comm.size)
-        own = run(None)
-        other = run(gloo)
-        assert same(own, other), (case.__name__, number, own, other)
+        mpi_outcome = run(None)
+        gloo_outcome = run(gloo)
+        assert same(mpi_outcome, gloo_outcome), (case.__name__, number, mpi_outcome, gloo_outcome)
 
 
 def test_what_gloo_does_not_do(comm, gloo):
@@ -227,9 +227,9 @@ def test_what_gloo_does_not_do(comm, gloo):
         dist.all_reduce(value, OP.MAX)
         assert value.tolist() == [comm.size - 1] * 3
     for dtype in (torch.bfloat16, torch.int16, torch.bool, torch.complex64):
-        own = torch.tensor([comm.rank, 1, 0]).to(dtype)
-        outputs = [torch.empty_like(own) for _ in range(comm.size)]
-        dist.all_gather(outputs, own)
+        local_values = torch.tensor([comm.rank, 1, 0]).to(dtype)
+        outputs = [torch.empty_like(local_values) for _ in range(comm.size)]
+        dist.all_gather(outputs, local_values)
         assert same(outputs, [torch.tensor([rank, 1, 0]).to(dtype) for rank in range(comm.size)])
     gaps = torch.ones(4, 6)[:, ::2]
     dist.all_reduce(gaps)
@@ -255,29 +255,29 @@ def test_messages(comm, gloo):
     if comm.rank:
         dist.send(torch.full((2,), comm.rank), 0)
     else:
-        found = torch.empty(2, dtype=torch.int64)
-        sources = [dist.recv(found) for _ in range(comm.size - 1)]
+        message = torch.empty(2, dtype=torch.int64)
+        sources = [dist.recv(message) for _ in range(comm.size - 1)]
         assert sorted(sources) == list(range(1, comm.size))
     comm.barrier()
 
 
 def test_works_that_are_waited_for_later(comm, gloo):
-    tensors = [torch.full((5,), float(comm.rank + one)) for one in range(4)]
+    tensors = [torch.full((5,), float(comm.rank + number)) for number in range(4)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for one, work in enumerate(works):
+    for number, work in enumerate(works):
         work.wait()
         assert work.is_completed()
-        assert tensors[one].tolist() == [comm.size * (comm.size - 1) / 2 + one * comm.size] * 5
+        assert tensors[number].tolist() == [comm.size * (comm.size - 1) / 2 + number * comm.size] * 5
     assert works[0].get_future().value()[0].tolist() == tensors[0].tolist()
 
 
 def test_groups_of_some_ranks(comm, gloo):
     every = dist.new_group()
-    own = dist.new_group(list(range(0, comm.size, 2)))
+    even_group = dist.new_group(list(range(0, comm.size, 2)))
     last = dist.new_group([comm.size - 1])
     value = torch.ones(1)
     if comm.rank % 2 == 0:
-        dist.all_reduce(value, group=own)
+        dist.all_reduce(value, group=even_group)
         assert value.item() == (comm.size + 1) // 2
     if comm.rank == comm.size - 1:
         dist.broadcast(value, comm.size - 1, group=last)
@@ -298,7 +298,7 @@ def test_ddp_trains_as_one_process(comm, gloo, is_compiled):
             optimizer.zero_grad()
             model(rows).square().mean().backward()
             optimizer.step()
-        return [one.detach() for one in model.parameters()]
+        return [weight.detach() for weight in model.parameters()]
 
     def net(seed):
         torch.manual_seed(seed)
@@ -307,9 +307,9 @@ def test_ddp_trains_as_one_process(comm, gloo, is_compiled):
     model = DistributedDataParallel(net(comm.rank))  # rank 0's weights count
     if is_compiled:
         model = torch.compile(model, backend="eager")
-    own = train(model, x[comm.rank :: comm.size])
-    for parameter, other in zip(own, train(net(0), x), strict=True):
-        torch.testing.assert_close(parameter, other)
+    trained = train(model, x[comm.rank :: comm.size])
+    for parameter, expected in zip(trained, train(net(0), x), strict=True):
+        torch.testing.assert_close(parameter, expected)
 
 
 @pytest.mark.parametrize(
@@ -342,11 +342,11 @@ def test_a_message_of_another_size_is_an_error(comm, gloo):
         for n_elements in (2, 8):
             dist.send(torch.ones(n_elements), 1)
     elif comm.rank == 1:
-        kept = torch.full((4,), 7.0)
+        buffer = torch.full((4,), 7.0)
         for _ in range(2):
             with pytest.raises(CollectiveError, match="recv.*message.*16.*bytes"):
-                dist.recv(kept, 0)
-        assert kept.tolist() == [7.0] * 4
+                dist.recv(buffer, 0)
+        assert buffer.tolist() == [7.0] * 4
     dist.barrier()
     test_messages(comm, gloo)  # the next ones arrive
 
@@ -465,15 +465,15 @@ def test_a_message_that_came_too_late_is_for_the_next_receiver(comm, gloo):
         pytest.skip("messages need two ranks")
     if comm.rank == 1:
         given_up = torch.zeros(2)
-        kept = torch.zeros(2)
+        received = torch.zeros(2)
         with pytest.raises(CollectiveTimeoutError, match=r"recv.*0.*3.*within.*0.3"):
             dist.irecv(given_up, 0, tag=3).wait(timedelta(seconds=0.3))
     comm.barrier()
     if comm.rank == 0:
         dist.send(torch.ones(2), 1, tag=3)
     elif comm.rank == 1:
-        dist.recv(kept, 0, tag=3)
-        assert (given_up.tolist(), kept.tolist()) == ([0, 0], [1, 1])
+        dist.recv(received, 0, tag=3)
+        assert (given_up.tolist(), received.tolist()) == ([0, 0], [1, 1])
     comm.barrier()
 
 

@@ -121,14 +121,14 @@ def test_what_only_compute_combines_is_restored_on_as_many_ranks(comm):
 def test_metrics_read_in_another_order_on_a_rank_are_refused_on_all(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        both = [metrics.TorchMetric(torchmetrics.SumMetric()), metrics.TorchMetric(torchmetrics.SumMetric())]
-    for metric in both:
+        sum_metrics = [metrics.TorchMetric(torchmetrics.SumMetric()), metrics.TorchMetric(torchmetrics.SumMetric())]
+    for metric in sum_metrics:
         metric.update_state(torch.tensor(1.0))
     if comm.size == 1:
-        assert both[0].result() == 1
+        assert sum_metrics[0].result() == 1
         return
     with pytest.raises(DesyncError, match="result.*metric"):
-        both[comm.rank == 1].result()
+        sum_metrics[comm.rank == 1].result()
 
 
 def test_what_it_cannot_take_is_refused(comm):

@@ -36,11 +36,11 @@ def test_programs_leave_what_plain_torch_leaves(comm, seeds):
         warnings.simplefilter("ignore")  # torch's advice to the programs, such as on the order of schedulers
         for seed in [seed for seed in seeds if seed not in LEFT_OUT]:
             program = draw_program(seed)
-            own = run_guarded(program, comm)
-            results = comm.allgather(own)
+            local_result = run_guarded(program, comm)
+            results = comm.allgather(local_result)
             outcome = comm.bcast(judge_results(program, results) if comm.rank == 0 else None, 0)
             assert outcome["outcome"] not in {*FINDINGS, "one-sided"}, f"program {seed}: {outcome}"
-            assert not own["is_alive"], f"program {seed}: its strategy is still there"
+            assert not local_result["is_alive"], f"program {seed}: its strategy is still there"
 
 
 def test_a_program_is_data_and_the_same_each_time():
@@ -52,23 +52,23 @@ def test_a_program_is_data_and_the_same_each_time():
 @pytest.mark.parametrize(("factor", "outcome"), [(1.0, "equal"), (1.0 + 1e-7, "differs")])
 def test_a_small_difference_is_noticed(factor, outcome):
     expected = {"weight": torch.linspace(-1, 1, 7, dtype=torch.float64).numpy()}
-    found = {"weight": expected["weight"] * factor}
-    assert judge([found, found], expected, "float64", lambda: [expected])["outcome"] == outcome
+    actual = {"weight": expected["weight"] * factor}
+    assert judge([actual, actual], expected, "float64", lambda: [expected])["outcome"] == outcome
 
 
 def test_ranks_are_compared_bit_by_bit():
     expected = {"weight": torch.ones(3).numpy()}
-    found = {"weight": expected["weight"] * (1 + 2**-23)}
+    perturbed = {"weight": expected["weight"] * (1 + 2**-23)}
     assert TOLERANCES["float32"][0] > 2**-23
-    assert judge([expected, found], expected, "float32", lambda: [expected])["outcome"] == "ranks differ"
+    assert judge([expected, perturbed], expected, "float32", lambda: [expected])["outcome"] == "ranks differ"
 
 
 def test_a_gradient_is_not_the_same_as_none():
-    found = {"weight.grad": None}
+    actual = {"weight.grad": None}
     expected = {"weight.grad": torch.zeros(3).numpy()}
-    assert judge([found], expected, "float64", lambda: [expected])["outcome"] == "differs"
+    assert judge([actual], expected, "float64", lambda: [expected])["outcome"] == "differs"
 
 
 def test_a_program_that_depends_on_rounding_says_nothing():
-    expected, other = ({"weight": torch.full((2,), value).numpy()} for value in (1.0, 2.0))
-    assert judge([other], expected, "float32", lambda: [other])["outcome"] == "unstable"
+    expected, perturbed = ({"weight": torch.full((2,), value).numpy()} for value in (1.0, 2.0))
+    assert judge([perturbed], expected, "float32", lambda: [perturbed])["outcome"] == "unstable"

@@ -38,9 +38,9 @@ def store(comm):
 
 
 def test_no_port_is_opened(comm):
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        one.listen()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
         assert len(listening()) > 0, "the test sees ports"
     before = listening()
     dist.init_process_group("hpcdist", init_method="hpcdist://")
@@ -76,15 +76,15 @@ def test_a_wait_for_what_never_comes_ends(comm, store):
 
 
 def test_an_answer_that_comes_too_late_is_not_the_next_one(comm, store):
-    held = store.underlying_store.underlying_store if comm.rank else None
-    while isinstance(held, dist.PrefixStore):
-        held = held.underlying_store
+    inner_store = store.underlying_store.underlying_store if comm.rank else None
+    while isinstance(inner_store, dist.PrefixStore):
+        inner_store = inner_store.underlying_store
     if comm.rank > 0:
         with pytest.raises(dist.DistStoreError, match="within 0.05 s"):
-            held._ask_holder("wait", (["nothing"], 2.0), 0.05)
+            inner_store._ask_holder("wait", (["nothing"], 2.0), 0.05)
         time.sleep(2.2)  # until rank 0 has answered that
-        held.set(f"number {comm.rank}", "7")
-        assert held.get(f"number {comm.rank}") == b"7"
+        inner_store.set(f"number {comm.rank}", "7")
+        assert inner_store.get(f"number {comm.rank}") == b"7"
 
 
 def test_a_store_begins_empty_whenever_a_group_is_made_again(comm):

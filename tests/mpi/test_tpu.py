@@ -94,8 +94,8 @@ def test_weights_are_those_of_the_host():
         def step():
             optimizer.zero_grad()
             place = hpcdist.get_replica_context().replica_id_in_sync_group
-            own = rows[place :: strategy.num_replicas_in_sync].to(model[0].weight.device)
-            hpcdist.compute_average_loss((model(own) ** 2).sum(1), global_batch_size=16).backward()
+            local_rows = rows[place :: strategy.num_replicas_in_sync].to(model[0].weight.device)
+            hpcdist.compute_average_loss((model(local_rows) ** 2).sum(1), global_batch_size=16).backward()
             optimizer.step()
 
         strategy.run(step)
@@ -103,7 +103,7 @@ def test_weights_are_those_of_the_host():
         return start, {name: value.cpu() for name, value in model.state_dict().items()}
 
     start, ours = train(hpcdist.TPUStrategy())
-    theirs = train(hpcdist.MultiWorkerMirroredStrategy(), start)[1]
-    del theirs["1.running_var"]  # XLA divides by n where torch divides by n - 1
-    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-4) for name in theirs)
+    host_weights = train(hpcdist.MultiWorkerMirroredStrategy(), start)[1]
+    del host_weights["1.running_var"]  # XLA divides by n where torch divides by n - 1
+    assert all(torch.allclose(ours[name], host_weights[name], rtol=1e-3, atol=1e-4) for name in host_weights)
     assert not torch.allclose(ours["0.weight"], start["0.weight"], rtol=1e-3, atol=1e-4)

@@ -137,8 +137,8 @@ def test_an_average_of_one_rank_alone_ends_all(comm, shared_path):
 
 def test_a_scheduler_that_is_made_later_is_refused_at_the_next_save(shared_path):
     program = Program()
-    made = []
-    program.after_step = [lambda: made or made.append(swa_utils.SWALR(program.optimizer, 0.05))]
+    schedulers = []
+    program.after_step = [lambda: schedulers or schedulers.append(swa_utils.SWALR(program.optimizer, 0.05))]
     with pytest.raises(UsageError, match="got no SWALR"):
         program.train(shared_path / "run")
 
@@ -223,8 +223,8 @@ class Trainer:
 def test_what_merely_holds_or_copies_is_no_reason(shared_path):
     program = Program()
     trainer = Trainer(program)
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    scheduler_of_other = lr_scheduler.ExponentialLR(other, 0.9)
+    other_optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler_of_other = lr_scheduler.ExponentialLR(other_optimizer, 0.9)
     last_fold = Program()
     last_fold.scaler = torch.amp.GradScaler("cpu")
     average_of_other = swa_utils.AveragedModel(last_fold.model)

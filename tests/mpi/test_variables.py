@@ -39,12 +39,12 @@ def make(strategy, value=0.0, **options):
 
 def results(strategy, function):
     """Return what each local replica returns, as a list of numbers."""
-    return [float(one) for one in strategy.experimental_local_results(strategy.run(function))]
+    return [float(replica_result) for replica_result in strategy.experimental_local_results(strategy.run(function))]
 
 
 def same_everywhere(comm, value):
-    found = comm.allgather(np.asarray(value).tobytes())
-    return len(set(found)) == 1
+    rank_bytes = comm.allgather(np.asarray(value).tobytes())
+    return len(set(rank_bytes)) == 1
 
 
 # -- ON_WRITE ---------------------------------------------------------------------------------------------------------
@@ -122,9 +122,11 @@ def test_what_is_read_does_not_change_later(strategy):
 
 def test_replicas_that_assign_different_variables_are_found(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=2 * comm.size)
-    one, other = (make(strategy, 0.0, aggregation="SUM", name=name) for name in ("one", "other"))
+    first_variable, second_variable = (make(strategy, 0.0, aggregation="SUM", name=name) for name in ("one", "other"))
     with pytest.raises(DesyncError, match="'other'"):
-        strategy.run(lambda: (one if hpcdist.get_replica_context().local_index == 0 else other).assign(1.0))
+        strategy.run(
+            lambda: (first_variable if hpcdist.get_replica_context().local_index == 0 else second_variable).assign(1.0)
+        )
 
 
 @pytest.mark.parametrize(("value", "text"), [([1.0], r"shape \(\) and dtype"), ("text", "got str"), (1j, "complex")])
@@ -169,9 +171,9 @@ EXPRESSIONS = {
 }
 
 
-def alike(found, expected):
-    is_kind = type(found) is torch.Tensor and found.dtype is expected.dtype
-    return is_kind and torch.equal(found.nan_to_num(9.0), expected.nan_to_num(9.0))
+def alike(actual, expected):
+    is_kind = type(actual) is torch.Tensor and actual.dtype is expected.dtype
+    return is_kind and torch.equal(actual.nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
 @pytest.mark.feature("tf.operators-torch-s")
@@ -179,8 +181,8 @@ def alike(found, expected):
 def test_it_stands_for_its_value_in_expressions(strategy, sign):
     variable = make(strategy, VALUES)
     for expression in EXPRESSIONS[sign]:
-        for other in (3, 1.5, VALUES.T):
-            assert alike(expression(variable, other), torch.as_tensor(expression(VALUES, other)))
+        for operand in (3, 1.5, VALUES.T):
+            assert alike(expression(variable, operand), torch.as_tensor(expression(VALUES, operand)))
         assert alike(expression(variable, make(strategy, VALUES.T)), expression(VALUES, VALUES.T))
         array = VALUES.T.numpy().copy()
         assert alike(torch.as_tensor(expression(variable, array)), expression(VALUES, VALUES.T))
@@ -194,13 +196,13 @@ def test_other_operators(strategy):
     assert alike(VALUES @ variable, VALUES @ VALUES)
     assert alike(-variable, -VALUES)
     assert alike(abs(variable), VALUES.abs())
-    assert [int(one) for one in (count & 3, 3 & count, count | 9, 9 | count, count ^ 5, 5 ^ count, ~count)] == [
+    assert [int(number) for number in (count & 3, 3 & count, count | 9, 9 | count, count ^ 5, 5 ^ count, ~count)] == [
         *(2, 2, 15, 15, 3, 3),
         -7,
     ]
     assert alike(variable[0], VALUES[0])
     assert alike(variable[:, 1], VALUES[:, 1])
-    assert all(alike(row, other) for row, other in zip(variable, VALUES, strict=True))
+    assert all(alike(row, expected_row) for row, expected_row in zip(variable, VALUES, strict=True))
     assert list(range(count)) == list(range(6))
     assert (bool(count), complex(count)) == (True, 6 + 0j)
     assert variable in {variable: 1}
@@ -225,7 +227,7 @@ def test_torch_and_numpy_take_it(strategy):
 def test_an_expression_reads_what_the_caller_sees(strategy):
     variable = make(strategy, 0.0, synchronization="ON_READ", aggregation="SUM", dtype="float64")
     strategy.run(lambda: variable.assign(own_number()))
-    assert results(strategy, lambda: variable * 2) == [2 * one for one in results(strategy, own_number)]
+    assert results(strategy, lambda: variable * 2) == [2 * number for number in results(strategy, own_number)]
     assert float(variable * 2) == 2 * aggregate(strategy, "SUM")
 
 
@@ -250,10 +252,10 @@ def test_in_place_it_is_refused(strategy, sign):
 def test_each_replica_writes_its_own_copy_and_reading_aggregates(strategy, comm, aggregation):
     variable = make(strategy, 1.0, synchronization="ON_READ", aggregation=aggregation, dtype="float64")
     strategy.run(lambda: variable.assign(own_number()))
-    own = results(strategy, own_number)
-    assert results(strategy, variable.read_value) == own
+    local_numbers = results(strategy, own_number)
+    assert results(strategy, variable.read_value) == local_numbers
     strategy.run(lambda: variable.assign_add(own_number()).assign_sub(0.0))
-    assert results(strategy, variable.read_value) == [2 * one for one in own]
+    assert results(strategy, variable.read_value) == [2 * number for number in local_numbers]
     assert float(variable) == pytest.approx(2 * aggregate(strategy, aggregation))
     with strategy.scope():
         assert float(variable) == pytest.approx(2 * aggregate(strategy, aggregation))
@@ -389,11 +391,11 @@ def test_scatter_update_is_for_some_only(strategy, options):
 @pytest.mark.feature("tf.variable-another-strategy", "tf.variables-models-remember", "semantics.wrong-context")
 def test_strategies_are_not_mixed(strategy):
     variable = make(strategy, aggregation="SUM")
-    other = hpcdist.MultiWorkerMirroredStrategy()
-    with other.scope(), pytest.raises(RuntimeError, match="mixing"):
+    second_strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with second_strategy.scope(), pytest.raises(RuntimeError, match="mixing"):
         variable.read_value()
     with pytest.raises(RuntimeError, match="mixing"):
-        other.run(lambda: variable.assign(1.0))
+        second_strategy.run(lambda: variable.assign(1.0))
 
 
 def test_it_is_made_before_run(strategy):

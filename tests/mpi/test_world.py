@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 @pytest.fixture
 def world():
-    made = []
+    created_worlds = []
 
     def make(resolver=None):
-        made.append(World(resolver))
-        return made[-1]
+        created_worlds.append(World(resolver))
+        return created_worlds[-1]
 
     yield make
-    for one in made:
-        one.free()
+    for created_world in created_worlds:
+        created_world.free()
 
 
 def tf_config(cluster, task=None):
@@ -42,23 +42,23 @@ def tf_config(cluster, task=None):
     "semantics.multi-worker-without-a-cluster",
 )
 def test_every_rank_a_worker_by_default(world, comm):
-    made = world()
-    assert (made.rank, made.size) == (comm.rank, comm.size)
-    assert made.task == Task("worker", comm.rank)
-    assert made.is_chief == (comm.rank == 0)
-    assert (made.role_comm.rank, made.role_comm.size) == (comm.rank, comm.size)
-    assert str(made) == f"rank {comm.rank} (worker {comm.rank})"
-    assert made.cluster_resolver.task_id == comm.rank
+    new_world = world()
+    assert (new_world.rank, new_world.size) == (comm.rank, comm.size)
+    assert new_world.task == Task("worker", comm.rank)
+    assert new_world.is_chief == (comm.rank == 0)
+    assert (new_world.role_comm.rank, new_world.role_comm.size) == (comm.rank, comm.size)
+    assert str(new_world) == f"rank {comm.rank} (worker {comm.rank})"
+    assert new_world.cluster_resolver.task_id == comm.rank
 
 
 @pytest.mark.feature("launch.mpi-cluster-resolver", "launch.ranks-within-and-between-hosts", "launch.own-communicators")
 def test_communicators_are_its_own(world):
-    made = world()
-    for one in (made.comm, made.role_comm, made.node_comm, made.hosts.lane_comm):
-        assert MPI.Comm.Compare(one, MPI.COMM_WORLD) != MPI.IDENT
-    assert made.node_comm.size * made.hosts.lane_comm.size >= made.role_comm.size
-    assert made.hosts.lane_comm.size == made.n_hosts == 1
-    assert made.cores_per_rank >= 1
+    new_world = world()
+    for communicator in (new_world.comm, new_world.role_comm, new_world.node_comm, new_world.hosts.lane_comm):
+        assert MPI.Comm.Compare(communicator, MPI.COMM_WORLD) != MPI.IDENT
+    assert new_world.node_comm.size * new_world.hosts.lane_comm.size >= new_world.role_comm.size
+    assert new_world.hosts.lane_comm.size == new_world.n_hosts == 1
+    assert new_world.cores_per_rank >= 1
 
 
 @pytest.mark.feature("launch.chief-rules")
@@ -66,41 +66,41 @@ def test_communicators_are_its_own(world):
 def test_chief_comes_first_in_the_worker_group(world, comm, order):
     if comm.size == 1:
         pytest.skip("a chief and a worker need two ranks")
-    made = world(MPIClusterResolver(order))
+    new_world = world(MPIClusterResolver(order))
     chief_rank = 0 if order.startswith("chief") else comm.size - 1
-    assert made.is_chief == (comm.rank == chief_rank)
-    assert (made.role_comm.rank == 0) == made.is_chief
-    assert made.role_comm.size == comm.size
+    assert new_world.is_chief == (comm.rank == chief_rank)
+    assert (new_world.role_comm.rank == 0) == new_world.is_chief
+    assert new_world.role_comm.size == comm.size
 
 
 @pytest.mark.feature("launch.roles-from-ranks")
 def test_roles_have_groups_of_their_own(world, comm):
     if comm.size < 4:
         pytest.skip("four roles need four ranks")
-    made = world(MPIClusterResolver("chief:1,ps:1,evaluator:1,worker:*"))
+    new_world = world(MPIClusterResolver("chief:1,ps:1,evaluator:1,worker:*"))
     sizes = {"chief": comm.size - 2, "worker": comm.size - 2, "ps": 1, "evaluator": 1}
-    assert made.role_comm.size == sizes[made.task.type]
-    assert comm.allgather(made.is_chief).count(True) == 1
+    assert new_world.role_comm.size == sizes[new_world.task.type]
+    assert comm.allgather(new_world.is_chief).count(True) == 1
 
 
 def test_tf_config_with_a_task_per_rank(world, comm):
     addresses = [f"localhost:{port}" for port in range(comm.size)]
-    made = world(tf_config({"worker": addresses}, {"type": "worker", "index": comm.size - 1 - comm.rank}))
-    assert made.task.index == made.role_comm.rank == comm.size - 1 - comm.rank
-    assert made.is_chief == (comm.rank == comm.size - 1)
+    new_world = world(tf_config({"worker": addresses}, {"type": "worker", "index": comm.size - 1 - comm.rank}))
+    assert new_world.task.index == new_world.role_comm.rank == comm.size - 1 - comm.rank
+    assert new_world.is_chief == (comm.rank == comm.size - 1)
 
 
 def test_tf_config_without_task_the_rank_decides(world, comm):
-    made = world(tf_config({"worker": [f"localhost:{port}" for port in range(comm.size)]}))
-    assert made.task == Task("worker", comm.rank)
+    new_world = world(tf_config({"worker": [f"localhost:{port}" for port in range(comm.size)]}))
+    assert new_world.task == Task("worker", comm.rank)
 
 
 @pytest.mark.feature("complaints.host-lists-and-addresses")
 def test_one_tf_config_worker_owns_the_ranks_of_its_host(world, comm):
-    made = world(tf_config({"worker": ["here:1"]}, {"type": "worker", "index": 0}))
-    assert made.task == Task("worker", 0)
-    assert made.role_comm.size == comm.size
-    assert comm.allgather(made.is_chief) == [True] + [False] * (comm.size - 1)
+    new_world = world(tf_config({"worker": ["here:1"]}, {"type": "worker", "index": 0}))
+    assert new_world.task == Task("worker", 0)
+    assert new_world.role_comm.size == comm.size
+    assert comm.allgather(new_world.is_chief) == [True] + [False] * (comm.size - 1)
 
 
 def raised_everywhere(comm, act, kind):
@@ -144,17 +144,19 @@ def test_another_cluster_on_one_rank(comm):
 
 
 def test_what_is_the_same_on_all_ranks_is_accepted(world):
-    made = world()
-    made.require_same("a model", made.comm, lambda roots: DataError(f"not {roots}"))
+    new_world = world()
+    new_world.require_same("a model", new_world.comm, lambda roots: DataError(f"not {roots}"))
 
 
 def test_what_differs_is_explained_alike_on_all_ranks(world, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
-    made = world()
-    own = "another model" if comm.rank == comm.size - 1 else "a model"
+    new_world = world()
+    model_name = "another model" if comm.rank == comm.size - 1 else "a model"
     with pytest.raises(DataError) as caught:
-        made.require_same(own, made.comm, lambda roots: DataError(f"expected {roots}, got {own}"))
+        new_world.require_same(
+            model_name, new_world.comm, lambda roots: DataError(f"expected {roots}, got {model_name}")
+        )
     assert caught.value.is_agreed
     assert set(comm.allgather(str(caught.value).partition(" [")[0])) == {"expected a model, got another model"}
 
@@ -165,10 +167,10 @@ def test_agreeing_on_nothing_returns(world):
 
 @pytest.mark.parametrize("kind", [DataError, CheckpointError])
 def test_agreeing_names_the_lowest_failing_rank(world, comm, kind):
-    made = world()
+    new_world = world()
     failing = comm.rank >= comm.size // 2
     error = kind(f"x: expected 1, got {comm.rank}; do y.") if failing else None
-    text = raised_everywhere(comm, lambda: made.agree(error), kind)
+    text = raised_everywhere(comm, lambda: new_world.agree(error), kind)
     assert f"got {comm.size // 2};" in text
     n_more = comm.size - comm.size // 2 - 1
     if comm.size > 1:
@@ -179,15 +181,15 @@ def test_agreeing_names_the_lowest_failing_rank(world, comm, kind):
 
 @pytest.mark.feature("complaints.hang-at-the-start")
 def test_a_rank_that_does_not_come_is_waited_for_only_so_long(world, comm):
-    made = world()
-    made.timeout_s = 0.2
-    request = made.comm.Ibarrier() if comm.rank == 0 else None
+    new_world = world()
+    new_world.timeout_s = 0.2
+    request = new_world.comm.Ibarrier() if comm.rank == 0 else None
     if comm.size > 1 and comm.rank == 0:
         with pytest.raises(CollectiveTimeoutError, match=r"0.2.*HPCDIST_TIMEOUT_S"):
-            made.wait(request)
+            new_world.wait(request)
     comm.Barrier()
-    made.timeout_s = 30
-    made.wait(request or made.comm.Ibarrier())
+    new_world.timeout_s = 30
+    new_world.wait(request or new_world.comm.Ibarrier())
 
 
 def test_the_process_wide_world_is_made_once():

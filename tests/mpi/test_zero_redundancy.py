@@ -67,10 +67,10 @@ def make(kind, options, *, is_sharded, width=40, strategy=None):
     with strategy.scope():
         model = Net(width)
         named = dict(model.named_parameters())
-        decayed = [one for name, one in named.items() if name.endswith("weight")]
-        other = [one for name, one in named.items() if not name.endswith("weight")]
+        decayed = [parameter for name, parameter in named.items() if name.endswith("weight")]
+        undecayed = [parameter for name, parameter in named.items() if not name.endswith("weight")]
         decay = {} if kind is torch.optim.Rprop else {"weight_decay": 0.01}
-        groups = [{"params": decayed, **decay}, {"params": other, "lr": options["lr"] / 2}]
+        groups = [{"params": decayed, **decay}, {"params": undecayed, "lr": options["lr"] / 2}]
         optimizer = ZeroRedundancyOptimizer(groups, kind, **options) if is_sharded else kind(groups, **options)
     return strategy, model, optimizer
 
@@ -91,17 +91,17 @@ def train(strategy, model, optimizer, n_steps=5, first=0):
         optimizer.step()
 
 
-def require_equal(found, expected):
+def require_equal(actual, expected):
     """Raise AssertionError unless two state_dicts, or values in them, have the same bits."""
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for key, value in expected.items():
-            require_equal(found[key], value)
+            require_equal(actual[key], value)
     elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 def both(kind="Adam", **options):
@@ -142,7 +142,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_parameters_that_are_stepped_as_one_have_the_bits_of_the_plain_optimizer(comm, kind, way):
     optimizer_class, options = CLASSES[kind]
-    found = []
+    trained_states = []
     for is_sharded in (True, False):
         strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
         with strategy.scope():
@@ -161,9 +161,9 @@ def test_parameters_that_are_stepped_as_one_have_the_bits_of_the_plain_optimizer
                 if "other" in way and "step" in state["state"].get(2, {}):
                     state["state"][2]["step"] += 1
                 optimizer.load_state_dict(state)
-        found.append((model.state_dict(), optimizer.state_dict()))
-    require_equal(found[0][0], found[1][0])
-    require_equal(found[0][1], found[1][1])
+        trained_states.append((model.state_dict(), optimizer.state_dict()))
+    require_equal(trained_states[0][0], trained_states[1][0])
+    require_equal(trained_states[0][1], trained_states[1][1])
 
 
 @pytest.mark.feature("strategies.sharded-optimizer-state")
@@ -180,7 +180,7 @@ def test_over_hosts_too(comm, over_hosts, hosts, width):
 
 
 def test_means_half_precision_and_schedules(comm):
-    found = []
+    final_states = []
     for is_sharded in (True, False):
         strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
         with strategy.scope():
@@ -197,8 +197,8 @@ def test_means_half_precision_and_schedules(comm):
             model(x).square().mean().backward()
             optimizer.step()
             schedule.step()
-        found.append({**model.state_dict(), "rate": optimizer.param_groups[0]["lr"]})
-    require_equal(found[0], found[1])
+        final_states.append({**model.state_dict(), "rate": optimizer.param_groups[0]["lr"]})
+    require_equal(final_states[0], final_states[1])
 
 
 @pytest.mark.parametrize("used", [(0, 3), (0, 2), (1,), (0,), (2, 3)], ids=str)
@@ -358,7 +358,7 @@ def test_no_share_steps_where_another_rank_overflows(comm):
 
 
 def test_a_closure_makes_the_gradients():
-    found = []
+    outcomes = []
     for strategy, model, optimizer in both():
 
         def closure(strategy=strategy, model=model, optimizer=optimizer):
@@ -368,9 +368,9 @@ def test_a_closure_makes_the_gradients():
             return loss.item()
 
         losses = [optimizer.step(closure) for _ in range(3)]
-        found.append((losses, model.state_dict()))
-    assert found[0][0] == found[1][0]
-    require_equal(found[0][1], found[1][1])
+        outcomes.append((losses, model.state_dict()))
+    assert outcomes[0][0] == outcomes[1][0]
+    require_equal(outcomes[0][1], outcomes[1][1])
 
 
 def test_a_graph_that_is_kept_over_a_step_is_refused():
@@ -399,7 +399,7 @@ def test_copies_and_compiled_models(comm):
 
 def test_gradients_of_the_programs_own(comm):
     """Summed by apply_gradients, or by all_reduce in `run`."""
-    found = []
+    model_states = []
     for strategy, model, optimizer in both("SGD with momentum"):
         train(strategy, model, optimizer, 1)
 
@@ -416,8 +416,8 @@ def test_gradients_of_the_programs_own(comm):
             optimizer.step()
 
         strategy.run(own_step)
-        found.append(model.state_dict())
-    require_equal(found[0], found[1])
+        model_states.append(model.state_dict())
+    require_equal(model_states[0], model_states[1])
 
 
 def test_local_gradients_are_refused_on_all_ranks(comm):
@@ -435,7 +435,7 @@ def test_local_gradients_are_refused_on_all_ranks(comm):
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam, fused"])
 def test_local_and_summed_gradients_are_zeroed_together(kind):
-    found = []
+    model_states = []
     for strategy, model, optimizer in both(kind):
         loss_of(strategy, model, 0).backward()
         with strategy.no_sync():
@@ -443,15 +443,15 @@ def test_local_and_summed_gradients_are_zeroed_together(kind):
         optimizer.zero_grad(set_to_none=False)
         loss_of(strategy, model, 1, is_rare=True).backward()
         optimizer.step()
-        found.append(model.state_dict())
-    require_equal(found[0], found[1])
+        model_states.append(model.state_dict())
+    require_equal(model_states[0], model_states[1])
 
 
 def test_an_error_after_the_sums_leaves_the_slots_in_step(comm):
     """Parts of unequal rows with ReduceOp.MEAN and a backward through all_reduce: all ranks raise, and go on."""
     if comm.size == 1:
         pytest.skip("parts are equal on one rank")
-    found = []
+    model_states = []
     for is_sharded in (True, False):
         strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
         with strategy.scope():
@@ -475,8 +475,8 @@ def test_an_error_after_the_sums_leaves_the_slots_in_step(comm):
             for part in strategy.experimental_distribute_dataset(dataset):
                 with contextlib.suppress(GradientError):
                     strategy.run(step, args=(part,))
-        found.append(model.state_dict())
-    require_equal(found[0], found[1])
+        model_states.append(model.state_dict())
+    require_equal(model_states[0], model_states[1])
 
 
 def test_parameters_that_others_read_in_a_closure_do_not_change(comm):
@@ -492,7 +492,7 @@ def test_parameters_that_others_read_in_a_closure_do_not_change(comm):
     seen = []
     before = copy.deepcopy(dict(model.named_parameters()))
     optimizer.step(closure)
-    assert all(torch.equal(one, seen[0][name]) for name, one in before.items())
+    assert all(torch.equal(parameter, seen[0][name]) for name, parameter in before.items())
 
 
 def test_an_update_is_made_once(comm):
@@ -508,15 +508,15 @@ def test_an_update_is_made_once(comm):
 
 
 def test_averages_of_weights_are_private(comm):
-    found = []
+    average_states = []
     for strategy, model, optimizer in both("SGD"):
         with strategy.scope():
             average = torch.optim.swa_utils.AveragedModel(model)
         for step in range(3):
             train(strategy, model, optimizer, 1, first=step)
             average.update_parameters(model)
-        found.append(average.state_dict())
-    require_equal(found[0], found[1])
+        average_states.append(average.state_dict())
+    require_equal(average_states[0], average_states[1])
 
 
 # -- memory and checkpoints -------------------------------------------------------------------------------------------
@@ -545,11 +545,11 @@ def test_a_large_gradient_is_freed_by_zero_grad(comm):
     storage = share.untyped_storage()
     assert storage.nbytes() == share.nbytes  # the rest of the gradient is gone
     optimizer.step()
-    kept = weakref.ref(share)
+    share_ref = weakref.ref(share)
     del share, storage
-    assert kept() is not None
+    assert share_ref() is not None
     optimizer.zero_grad()
-    assert kept() is None
+    assert share_ref() is None
 
 
 @pytest.mark.feature("strategies.sharded-optimizer-state")
@@ -560,13 +560,13 @@ def test_checkpoints_are_those_of_the_plain_optimizer(shared_path, is_first_shar
     train(strategy, model, optimizer, 3)
     hpcdist.Checkpoint(model=model, optimizer=optimizer).write(shared_path / "c.h5")
     train(strategy, model, optimizer, 3, first=3)
-    strategy, other, others = make(*CLASSES["Adam"], is_sharded=is_sharded)
+    strategy, restored_model, restored_optimizer = make(*CLASSES["Adam"], is_sharded=is_sharded)
     with torch.no_grad():
-        other.last.bias.fill_(9.0)
-    hpcdist.load_checkpoint(shared_path / "c.h5", model=other, optimizer=others)
-    train(strategy, other, others, 3, first=3)
-    require_equal(other.state_dict(), model.state_dict())
-    require_equal(others.state_dict()["state"], optimizer.state_dict()["state"])
+        restored_model.last.bias.fill_(9.0)
+    hpcdist.load_checkpoint(shared_path / "c.h5", model=restored_model, optimizer=restored_optimizer)
+    train(strategy, restored_model, restored_optimizer, 3, first=3)
+    require_equal(restored_model.state_dict(), model.state_dict())
+    require_equal(restored_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_a_state_is_loaded_before_or_after_the_first_use():
@@ -576,13 +576,13 @@ def test_a_state_is_loaded_before_or_after_the_first_use():
     train(strategy, plain_model, plain, 2, first=2)
     train(strategy, model, optimizer, 1)
     fresh = make(*CLASSES["Adam"], is_sharded=True)
-    for own, net, one in ((strategy, model, optimizer), fresh):
+    for loaded_strategy, net, loaded_optimizer in ((strategy, model, optimizer), fresh):
         net.load_state_dict(saved[0])
-        one.load_state_dict(copy.deepcopy(saved[1]))
-        own.barrier()
-        train(own, net, one, 2, first=2)
+        loaded_optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        loaded_strategy.barrier()
+        train(loaded_strategy, net, loaded_optimizer, 2, first=2)
         require_equal(net.state_dict(), plain_model.state_dict())
-        require_equal(one.state_dict(), plain.state_dict())
+        require_equal(loaded_optimizer.state_dict(), plain.state_dict())
 
 
 def test_a_model_of_a_later_scope_leaves_the_state_as_it_is():
@@ -631,14 +631,14 @@ def test_it_trains_by_fit(comm, shared_path):
 
 
 def test_state_that_appears_later_is_saved_too():
-    found = []
+    optimizer_states = []
     for strategy, model, optimizer in both("SGD"):
         train(strategy, model, optimizer, 2)
         for group in optimizer.param_groups:
             group["momentum"] = 0.9
         train(strategy, model, optimizer, 2, first=2)
-        found.append(copy.deepcopy(optimizer.state_dict()))
-    require_equal(found[0], found[1])
+        optimizer_states.append(copy.deepcopy(optimizer.state_dict()))
+    require_equal(optimizer_states[0], optimizer_states[1])
     strategy, model, optimizer = make(*CLASSES["Adam, a loop"], is_sharded=True)
     train(strategy, model, optimizer, 1)
     _, plain_model, plain = make(*CLASSES["Adam"], is_sharded=False)
@@ -656,9 +656,11 @@ class Replacing(torch.optim.SGD):
 
     def step(self, closure=None):
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    self.state[one]["seen"] = self.state[one].get("seen", torch.zeros_like(one)) + one.grad
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["seen"] = (
+                        self.state[parameter].get("seen", torch.zeros_like(parameter)) + parameter.grad
+                    )
         return super().step(closure)
 
 
@@ -668,13 +670,13 @@ def test_a_class_of_its_own():
 
     with pytest.raises(UsageError, match="Undeclared"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3))], Undeclared, lr=0.1)
-    found = []
+    trained_states = []
     for is_sharded in (True, False):
         strategy, model, optimizer = make(Replacing, {"lr": 0.05}, is_sharded=is_sharded)
         strategy.run(train, args=(strategy, model, optimizer, 3))
-        found.append((model.state_dict(), copy.deepcopy(optimizer.state_dict())))
-    require_equal(found[0][0], found[1][0])
-    require_equal(found[0][1], found[1][1])
+        trained_states.append((model.state_dict(), copy.deepcopy(optimizer.state_dict())))
+    require_equal(trained_states[0][0], trained_states[1][0])
+    require_equal(trained_states[0][1], trained_states[1][1])
 
 
 def test_copies_of_an_optimizer(comm):
@@ -690,7 +692,7 @@ def test_copies_of_an_optimizer(comm):
 
 def test_parameters_without_elements(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
-    found = []
+    trained_states = []
     for is_sharded in (True, False):
         with strategy.scope() if is_sharded else contextlib.nullcontext():
             torch.manual_seed(1)
@@ -700,7 +702,7 @@ def test_parameters_without_elements(comm):
 
         def step(n_ranks, model=model, optimizer=optimizer):
             optimizer.zero_grad()
-            (sum((one * torch.arange(len(one))).sum() for one in model) / n_ranks).backward()
+            (sum((parameter * torch.arange(len(parameter))).sum() for parameter in model) / n_ranks).backward()
             optimizer.step()
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -709,8 +711,8 @@ def test_parameters_without_elements(comm):
                 strategy.run(step, args=(comm.size,))
             else:
                 step(1)
-        found.append((model.state_dict(), optimizer.state_dict()["state"]))
-    (weights, state), (plain_weights, plain_state) = found
+        trained_states.append((model.state_dict(), optimizer.state_dict()["state"]))
+    (weights, state), (plain_weights, plain_state) = trained_states
     torch.testing.assert_close(weights, plain_weights)
     torch.testing.assert_close(state, plain_state)  # also that of no elements, as checkpoints have it
 
@@ -753,13 +755,13 @@ def test_initial_state_is_whole_on_every_rank_after_the_first_use(comm, monkeypa
     monkeypatch.setattr(planner, "warn_of_equal_batches", lambda batch, world: None)  # nobody waits there
     _, model, optimizer = make(*CLASSES["Adagrad"], is_sharded=True)
     model(torch.ones(2, 7))
-    found = {number: dict(state) for number, state in optimizer.state_dict()["state"].items()}
+    initial_states = {number: dict(state) for number, state in optimizer.state_dict()["state"].items()}
     plain = make(*CLASSES["Adagrad"], is_sharded=False)[2]
-    require_equal(found, plain.state_dict()["state"])
+    require_equal(initial_states, plain.state_dict()["state"])
 
 
 def test_an_option_that_is_off_for_a_while(comm):
-    found = []
+    trained_states = []
     for is_sharded in (True, False):
         strategy, model, optimizer = make(*CLASSES["SGD with momentum"], is_sharded=is_sharded)
         for step, momentum in enumerate([0.9, 0.9, 0.0, 0.0, 0.9, 0.9]):
@@ -767,9 +769,9 @@ def test_an_option_that_is_off_for_a_while(comm):
                 group["momentum"] = momentum
                 group["nesterov"] = momentum > 0
             train(strategy, model, optimizer, 1, step)
-        found.append((model.state_dict(), optimizer.state_dict()["state"]))
-    require_equal(found[0][0], found[1][0])
-    require_equal(found[0][1], found[1][1])
+        trained_states.append((model.state_dict(), optimizer.state_dict()["state"]))
+    require_equal(trained_states[0][0], trained_states[1][0])
+    require_equal(trained_states[0][1], trained_states[1][1])
 
 
 class EagerState(torch.optim.Optimizer):
@@ -794,13 +796,13 @@ class EagerState(torch.optim.Optimizer):
 
 
 def test_state_of_a_parameter_that_has_a_gradient_later(comm):
-    found = []
+    optimizer_states = []
     for is_sharded in (True, False):
         strategy, model, optimizer = make(EagerState, {"lr": 0.05}, is_sharded=is_sharded)
         train(strategy, model, optimizer, 4)
-        found.append(optimizer.state_dict()["state"])
-    assert {number for number, state in found[1].items() if state} == set(found[0])
-    require_equal(found[0], {number: state for number, state in found[1].items() if state})
+        optimizer_states.append(optimizer.state_dict()["state"])
+    assert {number for number, state in optimizer_states[1].items() if state} == set(optimizer_states[0])
+    require_equal(optimizer_states[0], {number: state for number, state in optimizer_states[1].items() if state})
 
 
 def test_joined_gradients_are_remembered_for_two_sums(comm):
@@ -857,13 +859,13 @@ def refused(comm, text, strategy=None, prepare=None, model=None, optimizers=None
     strategy = strategy or hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     with strategy.scope():
         model = nn.Linear(3, 2) if model is None else model()
-        made = optimizers(model) if optimizers else [ZeroRedundancyOptimizer(model.parameters(), lr=0.1)]
+        scope_optimizers = optimizers(model) if optimizers else [ZeroRedundancyOptimizer(model.parameters(), lr=0.1)]
     if prepare is not None:
         prepare(strategy)
     with pytest.raises(UsageError, match=text) as caught:
         strategy.run(lambda: model(torch.ones(2, 3)))
     assert caught.value.is_agreed
-    assert made
+    assert scope_optimizers
 
 
 def test_an_optimizer_beside_a_model_in_use(comm):
@@ -875,10 +877,10 @@ def test_an_optimizer_beside_a_model_in_use(comm):
     first(torch.ones(2, 3))
     with strategy.scope():
         second = nn.Linear(3, 2)
-        kept = ZeroRedundancyOptimizer([*first.parameters(), *second.parameters()], lr=0.1)
+        joint_optimizer = ZeroRedundancyOptimizer([*first.parameters(), *second.parameters()], lr=0.1)
     with pytest.raises(UsageError, match="first.*model.*2"):
         second(torch.ones(2, 3))
-    assert kept
+    assert joint_optimizer
 
 
 def test_steps_before_the_first_use_do_nothing():
@@ -993,9 +995,9 @@ def test_states_that_do_not_fit(shared_path):
     with pytest.raises(ValueError, match=r"state.*parameter.*0.*40.*7.*1"):
         optimizer.load_state_dict(wrong)
     hpcdist.Checkpoint(model=model, optimizer=optimizer).write(shared_path / "c.h5")
-    _, other, others = make(*CLASSES["SGD"], is_sharded=True)
+    _, sgd_model, sgd_optimizer = make(*CLASSES["SGD"], is_sharded=True)
     with pytest.raises(CheckpointMismatch, match="Adam"):
-        hpcdist.load_checkpoint(shared_path / "c.h5", model=other, optimizer=others)
+        hpcdist.load_checkpoint(shared_path / "c.h5", model=sgd_model, optimizer=sgd_optimizer)
 
 
 def test_it_warns_of_nothing():

@@ -204,11 +204,11 @@ class Slurm:
         text = self.client("scontrol", "--oneliner", "show", "job", job)
         return text.split(f" {name}=")[1].split()[0]
 
-    def wait_for(self, what, is_true, timeout_s=60, describe=str):
+    def wait_for(self, awaited_event, is_true, timeout_s=60, describe=str):
         deadline = time.monotonic() + timeout_s
         while not is_true():
             if time.monotonic() > deadline:
-                pytest.fail(f"waited {timeout_s} s for {what}: {describe()}{self.logs()}")
+                pytest.fail(f"waited {timeout_s} s for {awaited_event}: {describe()}{self.logs()}")
             time.sleep(0.1)
 
     def logs(self):
@@ -266,17 +266,17 @@ class Job:
     def decision(self):
         return json.loads((self.run_dir / "decision.json").read_text())
 
-    def wait_for(self, what, is_true, timeout_s=60):
+    def wait_for(self, awaited_event, is_true, timeout_s=60):
         """Wait; a job that ends meanwhile fails the test."""
 
         def is_true_or_ended():
-            return is_true() or (self.state in ENDS and self._fail(what, is_true))
+            return is_true() or (self.state in ENDS and self._fail(awaited_event, is_true))
 
-        self.slurm.wait_for(what, is_true_or_ended, timeout_s, lambda: self.log[-3000:])
+        self.slurm.wait_for(awaited_event, is_true_or_ended, timeout_s, lambda: self.log[-3000:])
 
-    def _fail(self, what, is_true):
+    def _fail(self, awaited_event, is_true):
         if not is_true():
-            pytest.fail(f"job {self.id} is {self.state} without {what}:\n{self.log[-3000:]}")
+            pytest.fail(f"job {self.id} is {self.state} without {awaited_event}:\n{self.log[-3000:]}")
         return True
 
     def wait_for_text(self, text, count=1, timeout_s=60):
@@ -334,15 +334,15 @@ def options(data):
 @pytest.fixture(scope="session")
 def run_unbroken(slurm, root, options, tmp_path_factory):
     """Return run_unbroken(): what a run leaves that is never stopped, of one process, without Slurm."""
-    known = {}
+    state_by_epochs = {}
 
     def run_unbroken(epochs):
-        if epochs not in known:
+        if epochs not in state_by_epochs:
             run_dir = tmp_path_factory.mktemp("unbroken")
             more = ("--epochs", epochs, "--run-dir", run_dir)
             slurm.client(sys.executable, root / "jobs" / "train.py", *options, *more, timeout_s=240)
-            known[epochs] = final_state(run_dir)
-        return known[epochs]
+            state_by_epochs[epochs] = final_state(run_dir)
+        return state_by_epochs[epochs]
 
     return run_unbroken
 
@@ -411,8 +411,8 @@ def slurm(clean_environ, root):
     try:
         path = f"{clean_environ['PATH']}:/usr/sbin"
         modules = os.pathsep.join([str(root / "tests" / "slurm" / "probe"), str(root)])
-        own = {"PATH": path, "PYTHON": sys.executable, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
-        running = Slurm(folder, {**clean_environ, **own})
+        slurm_environ = {"PATH": path, "PYTHON": sys.executable, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
+        running = Slurm(folder, {**clean_environ, **slurm_environ})
         yield running
     finally:
         if running is not None:

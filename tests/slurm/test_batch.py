@@ -92,7 +92,7 @@ def test_a_job_that_lost_a_node_resumes_in_its_allocation(slurm, submit, options
     """On fewer ranks with as many replicas, with the same bits, without a way through the queue."""
     job = submit("train", *options, nodes=3)
     job.wait_for_training()
-    *left, lost = job.nodes
+    *surviving_nodes, lost = job.nodes
     try:
         assert len(slurm.kill_node(lost)) >= 3, "slurmd, a step's shepherd, a rank"
         killed = time.monotonic()
@@ -101,7 +101,7 @@ def test_a_job_that_lost_a_node_resumes_in_its_allocation(slurm, submit, options
         text = job.finish()
     finally:
         slurm.restart_node(lost)
-    assert f"restart 1 inside the allocation, on {','.join(left)}" in text
+    assert f"restart 1 inside the allocation, on {','.join(surviving_nodes)}" in text
     assert job.n_restarts == 0
     assert job.final_state() == unbroken
     assert job.decision["attempt"] == 2
@@ -151,14 +151,14 @@ def test_the_time_from_a_ranks_death_to_the_next_step(slurm, submit, options, un
         "a step, saved": lambda: any(job.run_dir.glob("checkpoints/step-*-0002.h5")),
     }
     while n_seen < len(looks) and time.time() < killed + 60:
-        what, is_seen = list(looks.items())[n_seen]
+        milestone, is_seen = list(looks.items())[n_seen]
         if is_seen():
-            parts[what] = time.time() - killed
+            parts[milestone] = time.time() - killed
             n_seen = n_seen + 1
         else:
             time.sleep(0.01)
     job.finish()
-    print(f"{recipe}: seconds after SIGKILL of a rank: " + ", ".join(f"{what} {s:.2f}" for what, s in parts.items()))
+    print(f"{recipe}: seconds after SIGKILL of a rank: " + ", ".join(f"{phase} {s:.2f}" for phase, s in parts.items()))
     assert len(parts) == len(looks)
     assert parts["a step, saved"] < 60
     assert job.final_state() == unbroken
@@ -242,10 +242,10 @@ def test_a_preemption_that_cancels_is_one_that_requeues(slurm, submit, preempt, 
     partition = "--partition=cancelled"
     job = submit("train", *options, sbatch=(partition,))
     plain = ("--parsable", partition, "--requeue", "--output=/dev/null", "--wrap", "sleep 600")
-    other = slurm.client("sbatch", *plain, cwd=folder).strip()
+    other_job_id = slurm.client("sbatch", *plain, cwd=folder).strip()
     job.wait_for_training()
     told = preempt(job)
-    slurm.wait_for("the end of the other job", lambda: slurm.fact(other, "JobState") == "PREEMPTED")
+    slurm.wait_for("the end of the other job", lambda: slurm.fact(other_job_id, "JobState") == "PREEMPTED")
     assert (told["decision"], told["attempts_without_progress"]) == ("requeue", 0)
     job.finish()
     assert f"step-{told['step']:08d}-0001.h5" in job.log

@@ -71,9 +71,9 @@ def test_a_newcomers_first_half_hour(slurm, root, tmp_path, pytestconfig):
     for program in PROGRAMS.glob("*.py"):
         shutil.copy2(program, tmp_path)
     path = f"{tmp_path}/env/bin:{os.path.dirname(sys.executable)}:{slurm.environ['PATH']}"
-    own = {"HOME": str(tmp_path), "PATH": path, "OMP_NUM_THREADS": "1", "PYTHON": f"{tmp_path}/env/bin/python"}
+    user_environ = {"HOME": str(tmp_path), "PATH": path, "OMP_NUM_THREADS": "1", "PYTHON": f"{tmp_path}/env/bin/python"}
     environ = {name: value for name, value in slurm.environ.items() if name not in ("PYTHONPATH", "PROBE_PACE_S")}
-    terminal = Terminal(tmp_path, {**environ, **own})
+    terminal = Terminal(tmp_path, {**environ, **user_environ})
 
     terminal.say("Install", "From the folder in which the repository was cloned.")
     terminal.type("python3 -m venv env")
@@ -97,9 +97,9 @@ def test_a_newcomers_first_half_hour(slurm, root, tmp_path, pytestconfig):
         slurm.wait_for("its end", lambda: slurm.fact(job, "JobState") in ("COMPLETED", "FAILED"), 500)
     finally:
         slurm.client("scancel", "--name=runs-mine")
-    said = terminal.type(f"hpcdist status {job}")
-    assert "finished: the program has finished" in said
-    assert "attempt     2 in job" in said
+    status = terminal.type(f"hpcdist status {job}")
+    assert "finished: the program has finished" in status
+    assert "attempt     2 in job" in status
     terminal.say("What it did")
     assert "epoch 40  step 25  loss" in terminal.type("tail -n 3 runs-mine-*.log")
     terminal.type("hpcdist ckpt ls runs/mine")

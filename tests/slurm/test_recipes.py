@@ -22,8 +22,10 @@ OPENMPI_AS_ROOT = {
 def mpirun_that_exits_0(folder):
     """Return an mpirun that says that all went well, whatever happened: Open MPI's was seen to do that."""
     path = folder / "mpirun"
-    own = Path(sys.executable).parent / "mpirun"
-    path.write_text(f'#!/usr/bin/env bash\ntrap "kill -USR1 \\$!" USR1\n{own} "$@" &\nwait $!; wait $!\nexit 0\n')
+    real_mpirun = Path(sys.executable).parent / "mpirun"
+    path.write_text(
+        f'#!/usr/bin/env bash\ntrap "kill -USR1 \\$!" USR1\n{real_mpirun} "$@" &\nwait $!; wait $!\nexit 0\n'
+    )
     path.chmod(0o755)
     return path
 
@@ -31,8 +33,8 @@ def mpirun_that_exits_0(folder):
 def ranks_of(slurm, job):
     """Return the pids of the ranks of a job."""
     needle = f"SLURM_JOB_ID={job.id}"
-    found = [pid for pid in slurm.processes() if needle in environ_of(pid) and "train.py" in name_of(pid)]
-    return [pid for pid in found if "python" in name_of(pid).split("\0")[0] and "job.py" not in name_of(pid)]
+    candidate_pids = [pid for pid in slurm.processes() if needle in environ_of(pid) and "train.py" in name_of(pid)]
+    return [pid for pid in candidate_pids if "python" in name_of(pid).split("\0")[0] and "job.py" not in name_of(pid)]
 
 
 @pytest.mark.feature("slurm.signal-before-the-limit")
@@ -47,11 +49,11 @@ def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unb
     job.wait_for_training(2)
     pids = ranks_of(slurm, job)
     assert len(pids) == 2
-    lost, left = job.nodes
+    lost, surviving_node = job.nodes
     os.kill(next(pid for pid in pids if f"SLURMD_NODENAME={lost}" in environ_of(pid)), signal.SIGKILL)
     job.wait_for_text("exit code 0: restart 1 inside the allocation, on ")
     job.finish()
-    assert f"restart 1 inside the allocation, on {left}\n" in job.log
+    assert f"restart 1 inside the allocation, on {surviving_node}\n" in job.log
     assert job.final_state() == unbroken
     assert job.decision["attempt"] == 3
 
@@ -163,9 +165,9 @@ def test_hpcdist_submit_of_a_program_of_ones_own(slurm, folder, root, data):
         slurm.wait_for("its end", lambda: status()["decision"] == "finished", 240)
     finally:
         slurm.client("scancel", "--name=runs-own")
-    found = status()
-    assert (found["n_attempts"], found["attempt"]["end"]) == (2, "finished")
-    assert found["attempt"]["resumed_step"] > 0
+    final_status = status()
+    assert (final_status["n_attempts"], final_status["attempt"]["end"]) == (2, "finished")
+    assert final_status["attempt"]["resumed_step"] > 0
     slurm.client(sys.executable, *program[:-1], folder / "runs" / "whole", cwd=folder, timeout_s=240)
     assert final_state(folder / "runs" / "own") == final_state(folder / "runs" / "whole")
 

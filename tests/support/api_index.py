@@ -27,8 +27,8 @@ ROOMS = {
 def first_lines(module):
     """Return name -> first line of the docstring, for the classes and functions of a module."""
     tree = ast.parse((ROOT / "hpcdist" / f"{module.replace('.', '/')}.py").read_text())
-    found = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    return {node.name: (ast.get_docstring(node) or "").split("\n")[0] for node in found}
+    definitions = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return {node.name: (ast.get_docstring(node) or "").split("\n")[0] for node in definitions}
 
 
 def page():

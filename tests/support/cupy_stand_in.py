@@ -337,7 +337,7 @@ class _Communicator:
 
 
 def _numpy_dtype(code):
-    name = next(name for name, known in DTYPE_CODES.items() if known == code)
+    name = next(name for name, dtype_code in DTYPE_CODES.items() if dtype_code == code)
     return np.dtype({**FLOATS, **INTEGERS}[name] or np.int16)
 
 

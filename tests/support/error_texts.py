@@ -30,7 +30,7 @@ def text_of(node: ast.expr) -> str | None:
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) or VALUE for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left = text_of(node.left)
+        left_text = text_of(node.left)
         right = text_of(node.right)
-        return None if left is None and right is None else (left or VALUE) + (right or VALUE)
+        return None if left_text is None and right is None else (left_text or VALUE) + (right or VALUE)
     return None

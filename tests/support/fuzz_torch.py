@@ -52,12 +52,12 @@ def parse(arguments=None):
 def outcomes(path):
     """Return the last line of each program in a file."""
     lines = path.read_text().splitlines() if path.exists() else []
-    found = {}
+    records = {}
     for line in lines:
-        one = json.loads(line)
-        if one["outcome"] != "started" or one["program"] not in found:
-            found[one["program"]] = one
-    return found
+        record = json.loads(line)
+        if record["outcome"] != "started" or record["program"] not in records:
+            records[record["program"]] = record
+    return records
 
 
 # -- a rank of a job -------------------------------------------------------------------------------------------------
@@ -95,9 +95,9 @@ class Worker:
         timer = threading.Timer(LIMIT_S, self.give_up)
         timer.daemon = True
         timer.start()
-        own = run_guarded(program, self.comm)
-        self.meet(own)
-        outcome = self.judge(program, self.comm.allgather(own))
+        local_result = run_guarded(program, self.comm)
+        self.meet(local_result)
+        outcome = self.judge(program, self.comm.allgather(local_result))
         timer.cancel()
         return outcome
 
@@ -106,37 +106,37 @@ class Worker:
         self.record(outcome="hang", rank=self.comm.rank)
         os._exit(3)
 
-    def meet(self, own):
+    def meet(self, local_result):
         """Wait for all ranks; end the job where some do not come."""
         request = self.comm.Ibarrier()
-        is_late = time.monotonic() + PATIENCE_S["error" in own]
+        is_late = time.monotonic() + PATIENCE_S["error" in local_result]
         while not request.Test():
             time.sleep(0.0005)
             if time.monotonic() > is_late:
-                error = own.get("error")
-                kind = "hang" if error is None else kind_of(own, "one-sided")
-                self.record(outcome=kind, rank=self.comm.rank, error=error, traceback=own.get("traceback"))
+                error = local_result.get("error")
+                kind = "hang" if error is None else kind_of(local_result, "one-sided")
+                self.record(outcome=kind, rank=self.comm.rank, error=error, traceback=local_result.get("traceback"))
                 os._exit(3)
 
     def judge(self, program, results):
         """Return the outcome of what the ranks have, on rank 0; on all ranks whether the job is fit for another one."""
-        errors = [one.get("error") for one in results]
-        is_apart = len({one["n_collectives"] for one in results}) > 1
+        errors = [rank_result.get("error") for rank_result in results]
+        is_apart = len({rank_result["n_collectives"] for rank_result in results}) > 1
         if self.comm.rank == 0:
             outcome = judge_results(program, results)
-            if any(one["is_alive"] for one in results):
+            if any(rank_result["is_alive"] for rank_result in results):
                 outcome = {"outcome": "kept alive", "after": outcome}
             self.record(**outcome)
-        if (any(errors) and is_apart) or any(one["is_alive"] for one in results):
+        if (any(errors) and is_apart) or any(rank_result["is_alive"] for rank_result in results):
             self.comm.Barrier()
             os._exit(3)  # ranks are at different collectives, or another strategy is there: only a new job can follow
 
 
-def kind_of(own, kind_of_ours):
+def kind_of(local_result, kind_of_ours):
     """Return the outcome of a program that ended with an error on this rank, and not on another one."""
-    if own["is_ours"]:
+    if local_result["is_ours"]:
         return kind_of_ours
-    return "raised" if own["error"].startswith(NO_GRADIENT) else "other error"
+    return "raised" if local_result["error"].startswith(NO_GRADIENT) else "other error"
 
 
 def run_guarded(program, comm):
@@ -147,39 +147,40 @@ def run_guarded(program, comm):
     from hpcdist.errors import HpcdistError
     from hpcdist.program import owners
 
-    found: dict[str, Any] = {"n_collectives": 0}
-    earlier = {id(one) for one in owners.alive()}  # of other tests
+    local_result: dict[str, Any] = {"n_collectives": 0}
+    earlier = {id(alive_owner) for alive_owner in owners.alive()}  # of other tests
     with cluster_of(program.cluster):
         try:
             state, numbers = run_distributed(program, comm)
-            found |= {"state": plain_state(state), "numbers": numbers}
+            local_result |= {"state": plain_state(state), "numbers": numbers}
             del state
         except Exception as error:
-            found |= {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, HpcdistError)}
-            found["traceback"] = traceback.format_exc()
-        for one in owners.alive():
-            if id(one) not in earlier:
-                found["n_collectives"] = one.group.journal.n_entered
-        one = None
+            local_result |= {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, HpcdistError)}
+            local_result["traceback"] = traceback.format_exc()
+        for owner in owners.alive():
+            if id(owner) not in earlier:
+                local_result["n_collectives"] = owner.group.journal.n_entered
+        owner = None
         gc.collect()
-        found["is_alive"] = any(id(one) not in earlier for one in owners.alive())
-    return found
+        local_result["is_alive"] = any(id(alive_owner) not in earlier for alive_owner in owners.alive())
+    return local_result
 
 
 def judge_results(program, results):
     from torch_fuzz import compare
     from torch_fuzz.plain import run_plain
 
-    errors = [one.get("error") for one in results]
+    errors = [rank_result.get("error") for rank_result in results]
     if any(errors):
         return judge_errors(program, results, errors)
-    states = [one["state"] for one in results]
+    states = [rank_result["state"] for rank_result in results]
     if program.cluster.strategy == "central":
         states = [states[0], *({**states[0], **compare.of_all_ranks(state)} for state in states[1:])]
     order = None
     if program.data.is_shuffled:
         order = [
-            [n for part in batch for n in part] for batch in zip(*(one["numbers"] for one in results), strict=True)
+            [n for part in batch for n in part]
+            for batch in zip(*(rank_result["numbers"] for rank_result in results), strict=True)
         ]
     try:
         expected = compare.plain_state(run_plain(program, order))
@@ -211,8 +212,8 @@ def judge_errors(program, results, errors):
     foreign = next(results[rank] for rank in ranks if not results[rank]["is_ours"])
     try:
         run_plain(program, [[0]] * 1000 if program.data.is_shuffled else None)
-    except Exception as own:
-        if type(own).__name__ == foreign["error"].split(":")[0] and len(ranks) == len(errors):
+    except Exception as plain_error:
+        if type(plain_error).__name__ == foreign["error"].split(":")[0] and len(ranks) == len(errors):
             return {"outcome": "raised", "error": foreign["error"]}
     return {
         "outcome": kind_of(foreign, ""),
@@ -266,25 +267,25 @@ def supervise(options):
     while True:
         before = len(outcomes(options.out))
         code = subprocess.run(command, env=environ, check=False).returncode
-        found = outcomes(options.out)
-        for seed, one in found.items():
-            if one["outcome"] == "started":
+        records = outcomes(options.out)
+        for seed, record in records.items():
+            if record["outcome"] == "started":
                 with options.out.open("a") as file:
                     file.write(json.dumps({"program": seed, "outcome": "died", "code": code}) + "\n")
-        if all(seed in found for seed in range(first, last)):
+        if all(seed in records for seed in range(first, last)):
             break
-        if len(found) == before:
+        if len(records) == before:
             sys.exit(f"fuzz: expected progress, got jobs that end with {code} before a program begins")
-    return report({seed: one for seed, one in outcomes(options.out).items() if first <= seed < last})
+    return report({seed: final_record for seed, final_record in outcomes(options.out).items() if first <= seed < last})
 
 
-def report(found):
+def report(records):
     """Print how many programs have which outcome, and the findings; return whether there is none."""
-    counts = collections.Counter(one["outcome"] for one in found.values())
-    print(f"fuzz: {len(found)} programs: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
-    for one in found.values():
-        if one["outcome"] in FINDINGS:
-            print(json.dumps(one)[:400])
+    counts = collections.Counter(program_record["outcome"] for program_record in records.values())
+    print(f"fuzz: {len(records)} programs: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+    for record in records.values():
+        if record["outcome"] in FINDINGS:
+            print(json.dumps(record)[:400])
     return not FINDINGS & set(counts)
 
 

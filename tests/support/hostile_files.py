@@ -173,8 +173,8 @@ def in_header(line):
     """Return a change of the header's line, with its own digest."""
 
     def make(path):
-        said = json.loads((path / DATA).read_bytes().split(b"\n")[0])
-        text = line(said) or json.dumps(said)
+        fields = json.loads((path / DATA).read_bytes().split(b"\n")[0])
+        text = line(fields) or json.dumps(fields)
         header = f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n".encode().ljust(HEADER_BYTES, b"\0")
         (path / DATA).write_bytes(header + (path / DATA).read_bytes()[HEADER_BYTES:])
 
@@ -230,8 +230,8 @@ def big_array(dtype, n_elements, **more):
 
 def link_to_same(file):
     """Move an array into another file, and leave a link to it."""
-    with h5py.File(Path(file.filename).with_name("other.h5"), "w") as other:
-        file.copy("model/weight", other, "x")
+    with h5py.File(Path(file.filename).with_name("other.h5"), "w") as linked_file:
+        file.copy("model/weight", linked_file, "x")
     link("model/weight", h5py.ExternalLink("other.h5", "/x"))(file)
 
 
@@ -400,28 +400,28 @@ FACTS = {
 
 #: Changes of the line of the header.
 HEADERS = {
-    "nested": lambda said: "[" * 900 + "]" * 900,
-    "a list": lambda said: "[1]",
-    "digits": lambda said: "9" * 3000,
-    "size text": lambda said: said.update(nbytes="1"),
-    "size huge": lambda said: said.update(nbytes=10**300),
-    "size negative": lambda said: said.update(nbytes=-1),
-    "size NaN": lambda said: said.update(nbytes=float("nan")),
-    "size less": lambda said: said.update(nbytes=said["nbytes"] - 1),
-    "size float": lambda said: said.update(nbytes=float(said["nbytes"])),
-    "index of floats": lambda said: said.update(index=[float(number) for number in said["index"]]),
-    "digest None": lambda said: said.update(xxh3_128=[None, None]),
-    "digest list": lambda said: said.update(xxh3_128=[[], []]),
-    "one digest": lambda said: said.update(xxh3_128=said["xxh3_128"][:1]),
-    "index beyond": lambda said: said.update(index=[said["nbytes"] - 1, 100]),
-    "index in the header": lambda said: said.update(index=[0, 100]),
-    "index negative": lambda said: said.update(index=[-5, 100]),
-    "index huge": lambda said: said.update(index=[10**300, 1]),
-    "index of all": lambda said: said.update(index=[4096, said["nbytes"] - 4096]),
-    "format text": lambda said: said.update(format="1"),
-    "format huge": lambda said: said.update(format=10**300),
-    "format list": lambda said: said.update(format=[1]),
-    "format of many digits": lambda said: said.update(format=10**3000),
+    "nested": lambda fields: "[" * 900 + "]" * 900,
+    "a list": lambda fields: "[1]",
+    "digits": lambda fields: "9" * 3000,
+    "size text": lambda fields: fields.update(nbytes="1"),
+    "size huge": lambda fields: fields.update(nbytes=10**300),
+    "size negative": lambda fields: fields.update(nbytes=-1),
+    "size NaN": lambda fields: fields.update(nbytes=float("nan")),
+    "size less": lambda fields: fields.update(nbytes=fields["nbytes"] - 1),
+    "size float": lambda fields: fields.update(nbytes=float(fields["nbytes"])),
+    "index of floats": lambda fields: fields.update(index=[float(number) for number in fields["index"]]),
+    "digest None": lambda fields: fields.update(xxh3_128=[None, None]),
+    "digest list": lambda fields: fields.update(xxh3_128=[[], []]),
+    "one digest": lambda fields: fields.update(xxh3_128=fields["xxh3_128"][:1]),
+    "index beyond": lambda fields: fields.update(index=[fields["nbytes"] - 1, 100]),
+    "index in the header": lambda fields: fields.update(index=[0, 100]),
+    "index negative": lambda fields: fields.update(index=[-5, 100]),
+    "index huge": lambda fields: fields.update(index=[10**300, 1]),
+    "index of all": lambda fields: fields.update(index=[4096, fields["nbytes"] - 4096]),
+    "format text": lambda fields: fields.update(format="1"),
+    "format huge": lambda fields: fields.update(format=10**300),
+    "format list": lambda fields: fields.update(format=[1]),
+    "format of many digits": lambda fields: fields.update(format=10**3000),
 }
 
 

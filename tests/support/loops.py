@@ -202,53 +202,53 @@ def text_of(script):
 
 
 def _head(script):
-    given = ["model=model", "optimizer=optimizer", "strategy=strategy"]
+    checkpoint_arguments = ["model=model", "optimizer=optimizer", "strategy=strategy"]
     lines = ["strategy = job.strategy()", "with strategy.scope():", f"    model = job.model({script.model!r})"]
     if script.loop == "gan":
         lines += ["    other = job.model('linear')"]
         lines += ["    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05)"]
-        given += ["other=other", "other_optimizer=other_optimizer"]
+        checkpoint_arguments += ["other=other", "other_optimizer=other_optimizer"]
     kind = (
         "LBFGS(model.parameters(), lr=0.02, max_iter=2"
         if script.loop == "lbfgs"
         else "SGD(model.parameters(), lr=0.05, momentum=0.9"
     )
     lines += [f"    optimizer = torch.optim.{kind})"]
-    lines += _data_lines(script, given)
+    lines += _data_lines(script, checkpoint_arguments)
     if script.step == "schedule":
         lines += ["schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)"]
-        given += ["schedule=schedule"]
+        checkpoint_arguments += ["schedule=schedule"]
     if script.step == "ema":
         lines += ["ema = torch.optim.swa_utils.AveragedModel(model)"]
-        given += ["ema=ema"]
+        checkpoint_arguments += ["ema=ema"]
     if script.step == "amp":
         lines += ["scaler = torch.amp.GradScaler('cpu', init_scale=4.0)"]
-        given += ["scaler=scaler"]
+        checkpoint_arguments += ["scaler=scaler"]
     if script.epoch_end == "schedule":
         lines += ["epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)"]
-        given += ["epochs=epochs"]
+        checkpoint_arguments += ["epochs=epochs"]
     if script.epoch_end.startswith("plateau"):
         lines += [
             "epochs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0, threshold=10.0)"
         ]
-        given += ["epochs=epochs"]
+        checkpoint_arguments += ["epochs=epochs"]
     if script.epoch_end in ("validation", "plateau", "plateau with gradients"):
         lines += ["validation = strategy.experimental_distribute_dataset(job.validation())"]
     if script.left_out:
         left_out = script.drivers[0]
-        given = [item for item in given if not item.startswith(f"{left_out}=")]
-    lines += [f"checkpoint = hpcdist.Checkpoint({', '.join(given)})"]
+        checkpoint_arguments = [item for item in checkpoint_arguments if not item.startswith(f"{left_out}=")]
+    lines += [f"checkpoint = hpcdist.Checkpoint({', '.join(checkpoint_arguments)})"]
     lines += ["handler = job.handler(checkpoint)"]
     return lines
 
 
-def _data_lines(script, given):
+def _data_lines(script, checkpoint_arguments):
     if script.is_distributed:
         kind = script.data if script.data in DISTRIBUTED else "loader"
-        given += ["data=batches"]
+        checkpoint_arguments += ["data=batches"]
         lines = [f"batches = strategy.experimental_distribute_dataset(job.{kind.replace(' ', '_')}())"]
     elif script.data == "own loader":
-        given += ["data=sampler"]
+        checkpoint_arguments += ["data=sampler"]
         lines = ["sampler = hpcdist.DistributedSampler(job.tensors(), shuffle=False)"]
         lines += ["batches = job.own_loader(sampler)"]
     elif script.data == "own loader, torch's sampler":
@@ -259,7 +259,7 @@ def _data_lines(script, given):
         lines = ["batches = job.generator()"]
     if script.loop == "zip":
         lines += ["others = strategy.experimental_distribute_dataset(job.others())"]
-        given += ["others=others"]
+        checkpoint_arguments += ["others=others"]
     return lines
 
 

@@ -16,10 +16,10 @@ def mutated(mutant, root):
         raise ValueError(f"mutant {mutant.what!r}: {error}") from None
 
 
-def _only(found, what):
-    if len(found) != 1:
-        raise ValueError(f"expected one {what}, got {len(found)}")
-    return found[0]
+def _only(matches, description):
+    if len(matches) != 1:
+        raise ValueError(f"expected one {description}, got {len(matches)}")
+    return matches[0]
 
 
 def _change_named(mutant, root):
@@ -27,7 +27,7 @@ def _change_named(mutant, root):
     paths = [path for path in _definitions(root).get(name, ()) if _is_module(path, module)]
     path = root / _only(paths, f"definition of {mutant.where}")
     tree = ast.parse(path.read_text())
-    definition = next(node for found, node in _named_nodes(tree) if found == name)
+    definition = next(node for qualified_name, node in _named_nodes(tree) if qualified_name == name)
     replacing = _Replacing(mutant.old, mutant.new)
     replacing.generic_visit(definition)
     _only(replacing.found, f"{mutant.old!r} in {mutant.where}")
@@ -42,13 +42,13 @@ def _is_module(path, end):
 @functools.cache
 def _definitions(root):
     """Return the files, relative to `root`, in which each qualified name is defined; one for each definition."""
-    found = {}
+    paths_by_name = {}
     for path in sorted([*(root / "hpcdist").rglob("*.py"), *(root / "slurm").glob("*.py")]):
         if path.is_symlink():
             continue
         for name, _ in _named_nodes(ast.parse(path.read_text())):
-            found.setdefault(name, []).append(path.relative_to(root))
-    return found
+            paths_by_name.setdefault(name, []).append(path.relative_to(root))
+    return paths_by_name
 
 
 def _named_nodes(node, prefix=""):
@@ -86,22 +86,22 @@ class _Replacing(ast.NodeTransformer):
         return self._new
 
 
-def _is_like(found, pattern):
+def _is_like(candidate, pattern):
     """Return whether two nodes, or two lists or values in them, are the same; `...` in the pattern is any."""
     if _is_any(pattern):
-        return isinstance(found, ast.AST)
+        return isinstance(candidate, ast.AST)
     if isinstance(pattern, list):
         is_open = bool(pattern) and _is_any(pattern[-1])
-        given = pattern[:-1] if is_open else pattern
-        has_length = len(found) >= len(given) if is_open else len(found) == len(given)
-        return has_length and all(map(_is_like, found, given))
+        required = pattern[:-1] if is_open else pattern
+        has_length = len(candidate) >= len(required) if is_open else len(candidate) == len(required)
+        return has_length and all(map(_is_like, candidate, required))
     if not isinstance(pattern, ast.AST):
-        return found == pattern
+        return candidate == pattern
     fields = set(pattern._fields)
     if isinstance(pattern, ast.Call) and pattern.args and _is_any(pattern.args[-1]):
         fields.remove("keywords")
-    return type(found) is type(pattern) and all(
-        _is_like(getattr(found, name), getattr(pattern, name)) for name in fields
+    return type(candidate) is type(pattern) and all(
+        _is_like(getattr(candidate, name), getattr(pattern, name)) for name in fields
     )
 
 

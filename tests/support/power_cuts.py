@@ -84,11 +84,11 @@ class File:
         new = bytes(self.content)
         size = max(self.allocated, len(self.content))
         old = self.synced[:size].ljust(size, b"\0")
-        found = [self.synced, new, old]
+        contents = [self.synced, new, old]
         for at in range(SECTOR, len(new), SECTOR):
-            found += [new[:at], new[:at] + old[at:], old[:at] + new[at:]]
-            found.append(new[: at - SECTOR] + old[at - SECTOR : at] + new[at:])
-        return list(dict.fromkeys(found))
+            contents += [new[:at], new[:at] + old[at:], old[:at] + new[at:]]
+            contents.append(new[: at - SECTOR] + old[at - SECTOR : at] + new[at:])
+        return list(dict.fromkeys(contents))
 
 
 @dataclass
@@ -190,8 +190,8 @@ class Model:
 
     def _tree(self, path: str, chosen: dict) -> Iterator[tuple]:
         for name, node in chosen.get(path, self.folders[path].synced).items():
-            own = name if path == "." else f"{path}/{name}"
-            yield own, node
+            node_path = name if path == "." else f"{path}/{name}"
+            yield node_path, node
             if isinstance(node, str):
                 yield from self._tree(node, chosen)
 
@@ -202,19 +202,19 @@ def _with_contents(tree: dict) -> Iterator[dict]:
     base = {path: files[path].synced if path in files else None for path in tree}
     if not pending:
         yield base
-    for others in (0, 1):
-        rest = {path: forms[min(others, len(forms) - 1)] for path, forms in pending.items()}
+    for form_index in (0, 1):
+        other_contents = {path: forms[min(form_index, len(forms) - 1)] for path, forms in pending.items()}
         for path, forms in pending.items():
             for form in forms:
-                yield {**base, **rest, path: form}
+                yield {**base, **other_contents, path: form}
 
 
 def digest(state: dict) -> bytes:
     """Return a key that is equal for equal states only."""
-    found = hashlib.blake2b(digest_size=16)
+    state_hash = hashlib.blake2b(digest_size=16)
     for path, content in sorted(state.items()):
-        found.update(repr((path, None if content is None else hashlib.blake2b(content).digest())).encode())
-    return found.digest()
+        state_hash.update(repr((path, None if content is None else hashlib.blake2b(content).digest())).encode())
+    return state_hash.digest()
 
 
 def write_out(state: dict, base: Path) -> None:

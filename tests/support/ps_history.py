@@ -101,7 +101,7 @@ class History:
             payload = Packer().pack([torch.from_numpy(pickle.copy())])
             optimizer = Message(Kind.OPTIMIZER, 0, sequence=2, numbers=numbers, text="[]", payload=payload)
             for message in (adopt, optimizer):
-                assert [one.kind for one in server.handle(message)] == [Kind.DONE]
+                assert [answer.kind for answer in server.handle(message)] == [Kind.DONE]
         self.workers[0].sequence = 2
 
     # -- the simulation -------------------------------------------------------------------------------------------
@@ -162,8 +162,10 @@ class History:
             if answer.kind is Kind.ERROR:
                 self.violations.append(f"server {number}: {answer.text}")
             if self.random.random() >= self.faults.lost:
-                kept = Message(**{**vars(answer), "payload": answer.payload.copy(), "numbers": answer.numbers.copy()})
-                self.after(DELAY_S, self.answered, number, kept)
+                answer_copy = Message(
+                    **{**vars(answer), "payload": answer.payload.copy(), "numbers": answer.numbers.copy()}
+                )
+                self.after(DELAY_S, self.answered, number, answer_copy)
 
     def answered(self, number, answer):
         """Let a worker have an answer, if it still waits for that one."""
@@ -214,22 +216,22 @@ class History:
             indices = payload.take((n_rows,), torch.int64) if kind == ROWS else torch.arange(len(self.workers))
             shape = (len(indices), 2) if index else (len(indices),)
             values = payload.take(shape, torch.float64)
-            own = values[indices == worker.number].reshape(-1)
+            push_counts = values[indices == worker.number].reshape(-1)
             least = worker.n_acknowledged + 1
-            if not len(own) or own.min() < least or own.max() > least + worker.n_unknown:
+            if not len(push_counts) or push_counts.min() < least or push_counts.max() > least + worker.n_unknown:
                 self.violations.append(
-                    f"worker {worker.number}: {own.tolist()} of its pushes in server {number}, {least} acknowledged "
-                    f"and {worker.n_unknown} unknown"
+                    f"worker {worker.number}: {push_counts.tolist()} of its pushes in server {number}, {least} "
+                    f"acknowledged and {worker.n_unknown} unknown"
                 )
 
     def check_staleness(self, worker):
         """A worker begins its next step only when every other one has pushed all but `max_staleness` before it."""
         if self.max_staleness is not None:
-            for other in self.workers:
-                if other.highest < worker.clock - self.max_staleness:
+            for peer in self.workers:
+                if peer.highest < worker.clock - self.max_staleness:
                     self.violations.append(
-                        f"worker {worker.number} begins step {worker.clock} where worker {other.number} pushes "
-                        f"{other.highest}"
+                        f"worker {worker.number} begins step {worker.clock} where worker {peer.number} pushes "
+                        f"{peer.highest}"
                     )
 
     def check_values(self):
@@ -239,11 +241,15 @@ class History:
             for worker in self.workers:
                 least = worker.n_acknowledged
                 most = least + worker.n_unknown + (worker.request is not None)
-                for found in (dense[worker.number].item(), *rows[worker.number].tolist()):
-                    if found < least:
-                        self.violations.append(f"server {number} lost {least - found} pushes of worker {worker.number}")
-                    if found > most:
-                        self.violations.append(f"server {number} applied {found - most} too many of {worker.number}")
+                for n_applied in (dense[worker.number].item(), *rows[worker.number].tolist()):
+                    if n_applied < least:
+                        self.violations.append(
+                            f"server {number} lost {least - n_applied} pushes of worker {worker.number}"
+                        )
+                    if n_applied > most:
+                        self.violations.append(
+                            f"server {number} applied {n_applied - most} too many of {worker.number}"
+                        )
 
     def summary(self):
         """Return counts."""

@@ -48,14 +48,14 @@ class Job:
     def processes(self):
         """Return the pids of all processes of the job that are alive."""
         needle = f"{_MARK}={self.mark}".encode()
-        found = []
+        pids = []
         for folder in Path("/proc").iterdir():
             try:
                 if folder.name.isdecimal() and needle in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
+                    pids.append(int(folder.name))
             except OSError:  # it ended while we looked
                 continue
-        return found
+        return pids
 
     def ranks(self):
         """Return the pids of the Python processes of the job."""
@@ -103,6 +103,6 @@ class Job:
 
 def final_state(run_dir):
     """Return everything that training left: arrays and state of the last checkpoint, and the metrics."""
-    found = Store(run_dir / "checkpoints").read_latest()
-    arrays = {array.name: array.values.tobytes() for array in found.arrays}
-    return found.index.step, arrays, found.index.state, (run_dir / "metrics.jsonl").read_text()
+    checkpoint = Store(run_dir / "checkpoints").read_latest()
+    arrays = {array.name: array.values.tobytes() for array in checkpoint.arrays}
+    return checkpoint.index.step, arrays, checkpoint.index.state, (run_dir / "metrics.jsonl").read_text()

@@ -33,15 +33,15 @@ def main(part: str, arguments: list[str]) -> int:
     if code != FAILED or not failed or len(failed) > MAX_REPEATED:
         return code
     print(f"== {part}: {len(failed)} failed, once more and alone: {', '.join(failed)}", flush=True)
-    again = run_pytest([*arguments, "--last-failed"], folder, "second.txt")
-    if again not in (PASSED, FAILED):
-        return again
-    failed_twice = failed_tests(folder) if again == FAILED else []
+    repeat_code = run_pytest([*arguments, "--last-failed"], folder, "second.txt")
+    if repeat_code not in (PASSED, FAILED):
+        return repeat_code
+    failed_twice = failed_tests(folder) if repeat_code == FAILED else []
     unstable = [name for name in failed if name not in failed_twice]
     for name in unstable:
         print(f"unstable: {name} ({folder}/first.txt, {folder}/second.txt)", flush=True)
     (folder / "unstable.json").write_text(json.dumps(unstable))
-    return again
+    return repeat_code
 
 
 def run_pytest(arguments: list[str], folder: Path, log: str) -> int:

@@ -75,12 +75,12 @@ class Training:
         return self
 
     def restore(self, skipped):
-        found = self.store.read_latest(skipped, lambda saved: self.ledger.restore(saved.step))
-        if found is not None:
-            self.step = found.index.state["step"]
-            self.weights = found.arrays[0].values.copy()
-            self.store.resume_from(found.saved)
-        self.ledger.resume(self.step if found else -1)
+        latest_checkpoint = self.store.read_latest(skipped, lambda saved: self.ledger.restore(saved.step))
+        if latest_checkpoint is not None:
+            self.step = latest_checkpoint.index.state["step"]
+            self.weights = latest_checkpoint.arrays[0].values.copy()
+            self.store.resume_from(latest_checkpoint.saved)
+        self.ledger.resume(self.step if latest_checkpoint else -1)
 
     def take_step(self):
         self.step += 1
@@ -101,14 +101,14 @@ class Training:
 
 def final_bits(path):
     """Return the state and the bytes that the latest checkpoint holds, or None where there is none."""
-    found = Store(path).read_latest()
-    return None if found is None else (found.index.state, [array.values.tobytes() for array in found.arrays])
+    latest = Store(path).read_latest()
+    return None if latest is None else (latest.index.state, [array.values.tobytes() for array in latest.arrays])
 
 
 def newest_saved(path):
     """Return the latest checkpoint that verifies, or None where there is none."""
-    found = Store(path).read_latest()
-    return None if found is None else found.saved
+    latest_checkpoint = Store(path).read_latest()
+    return None if latest_checkpoint is None else latest_checkpoint.saved
 
 
 def make_fresh(path):

@@ -94,8 +94,10 @@ class Folder:
 
     def left_overs(self, job):
         shared = {name for name in set(os.listdir("/dev/shm")) - self.shared_before if not self.is_young_segment(name)}
-        own = [name for name in os.listdir(self.path / "tmp") if not name.startswith("torchinductor")]  # torch's cache
-        return [*map(str, job.processes()), *shared, *own]
+        temporary_files = [
+            name for name in os.listdir(self.path / "tmp") if not name.startswith("torchinductor")
+        ]  # torch's cache
+        return [*map(str, job.processes()), *shared, *temporary_files]
 
     def is_young_segment(self, name):
         """Return whether MPICH made it in a start that was cut short; a later start removes it when it is old."""
@@ -129,8 +131,8 @@ def half_written(run_dir):
 
 def newest_step(run_dir):
     """Return the step of the newest committed checkpoint: of the latest attempt that has one. -1 without any."""
-    found = sorted(run_dir.glob("checkpoints/step-*.h5"), key=lambda path: path.stem.split("-")[::-1])
-    return int(found[-1].stem.split("-")[1]) if found else -1
+    checkpoint_paths = sorted(run_dir.glob("checkpoints/step-*.h5"), key=lambda path: path.stem.split("-")[::-1])
+    return int(checkpoint_paths[-1].stem.split("-")[1]) if checkpoint_paths else -1
 
 
 class Attempt:
@@ -223,9 +225,11 @@ class Attempt:
         output = self._output
         self.code = self.job.process.returncode
         is_removed = self.has_copies and self.code in CLEAN
-        kept = None if is_removed else copies(run_dir)
-        if left := [name for name in folder.left_overs(self.job) if kept is None or name != kept.name]:
-            self.faults.append(f"left {left}")
+        copies_folder = None if is_removed else copies(run_dir)
+        if leftovers := [
+            name for name in folder.left_overs(self.job) if copies_folder is None or name != copies_folder.name
+        ]:
+            self.faults.append(f"left {leftovers}")
         came_from = re.search(r"resuming from \S+/step-(\d+)(?:-\d+)?\.h5", output)
         if came_from and int(came_from[1]) < self.committed_before and "restore: skips step" not in output:
             self.faults.append(f"went on from {came_from[1]}, but {self.committed_before} was committed")
@@ -234,11 +238,11 @@ class Attempt:
         self.committed = newest_step(run_dir)
         if self.committed < self.committed_before:
             self.faults.append(f"{self.committed_before} was committed and is gone, the newest is {self.committed}")
-        left = half_written(run_dir) & self.half_written_before
+        leftovers = half_written(run_dir) & self.half_written_before
         if not (self.code in CLEAN and self.committed > self.committed_before):  # only checkpoints are swept at once
-            left = {path for path in left if "checkpoints" in path.parts and self.was_training}
-        if left:
-            self.faults.append(f"left since an attempt before {sorted(path.name for path in left)}")
+            leftovers = {path for path in leftovers if "checkpoints" in path.parts and self.was_training}
+        if leftovers:
+            self.faults.append(f"left since an attempt before {sorted(path.name for path in leftovers)}")
         decision = run_dir / "decision.json"
         is_finished = decision.exists() and "finished" in decision.read_text()
         if self.code == 0 and not is_finished:
@@ -310,8 +314,8 @@ class Soak:
                 (run_dir / "decision.json").unlink(missing_ok=True)
                 code = self.folder.start(2, run_dir).wait(300).code
             assert code == 0
-        if left := copies(run_dir):  # by an attempt that died before one without copies
-            shutil.rmtree(left, ignore_errors=True)
+        if copies_folder := copies(run_dir):  # by an attempt that died before one without copies
+            shutil.rmtree(copies_folder, ignore_errors=True)
         self.n_runs += 1
         if final_state(run_dir) != self.expected:
             self.wrong.append(run_dir.name)
@@ -319,9 +323,9 @@ class Soak:
             shutil.rmtree(run_dir)
 
     def tell(self, attempt):
-        what = f"{attempt.harm} {attempt.victim} of {attempt.n_ranks}"
+        harm_summary = f"{attempt.harm} {attempt.victim} of {attempt.n_ranks}"
         print(
-            f"{len(self.attempts):4d} {what:24s} code {attempt.code} {attempt.seconds:5.1f} s {attempt.faults}",
+            f"{len(self.attempts):4d} {harm_summary:24s} code {attempt.code} {attempt.seconds:5.1f} s {attempt.faults}",
             flush=True,
         )
 

@@ -69,17 +69,21 @@ def main():
 
     dist.init_process_group("hpcdist", init_method="hpcdist://")
     names = [name for name in sorted(dir(case)) if re.search(WANTED, name) and not re.search(UNWANTED, name)]
-    found = {}
+    outcomes_by_name = {}
     for name in names:
         outcomes = [None] * SIZE
         with contextlib.redirect_stdout(sys.stderr):
             dist.all_gather_object(outcomes, outcome_of(case, name))
-        found[name] = outcomes[0] if len(set(outcomes)) == 1 else "\n".join(outcomes)
+        outcomes_by_name[name] = outcomes[0] if len(set(outcomes)) == 1 else "\n".join(outcomes)
     if RANK == 0:
-        known = Counter(one if one in ("ok", "skipped") else "failed" for one in found.values())
-        failed = {name: text for name, text in found.items() if text not in ("ok", "skipped")}
-        passed = [name for name in names if found[name] == "ok"]
-        print("\n" + json.dumps({**known, "failures": failed, "passed": passed, "version": hpcdist.__version__}))
+        outcome_counts = Counter(
+            outcome if outcome in ("ok", "skipped") else "failed" for outcome in outcomes_by_name.values()
+        )
+        failed = {name: text for name, text in outcomes_by_name.items() if text not in ("ok", "skipped")}
+        passed = [name for name in names if outcomes_by_name[name] == "ok"]
+        print(
+            "\n" + json.dumps({**outcome_counts, "failures": failed, "passed": passed, "version": hpcdist.__version__})
+        )
     dist.destroy_process_group()
 
 

@@ -76,8 +76,8 @@ class Model(nn.Module):
 
 def mean_of(model, rows, form):
     """Return the mean over a replica's rows; NaN must not come of a part without rows."""
-    given = {"rows": rows} if form == "part in a dict" else formed(rows, form)
-    losses = model(given)
+    inputs = {"rows": rows} if form == "part in a dict" else formed(rows, form)
+    losses = model(inputs)
     return losses.mean() if len(rows) else losses.sum()
 
 
@@ -160,7 +160,7 @@ def main():
         n, why = run(seed)
         whys = comm.allgather(why)
         n_right += n
-        if len({bool(one == "refused") for one in whys}) > 1:
+        if len({bool(reason == "refused") for reason in whys}) > 1:
             why = f"refused on some ranks only: {whys}"
         outcome = "wrong" if any(whys) else "right"
         counts["refused" if why == "refused" else outcome] += 1

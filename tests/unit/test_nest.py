@@ -35,7 +35,7 @@ def test_types_and_the_order_of_keys_are_kept(nest):
 
 @pytest.mark.parametrize("leaf", [Counter(a=3, b=1), torch.Size([2, 3]), pack_sequence([torch.ones(2)])])
 def test_what_holds_nothing_but_numbers_is_a_leaf(leaf):
-    assert map_nest(lambda one: [one], (leaf,)) == ([leaf],)
+    assert map_nest(lambda element: [element], (leaf,)) == ([leaf],)
     assert form_of([leaf]) == "[*]"
 
 

@@ -20,8 +20,8 @@ def bytes_sent_by_hosts(world: World, run: Any) -> list[int]:
     before = link_bytes_sent()
     run()
     world.comm.Barrier()  # who has passed has received all that was sent to it
-    mine = (world.node_comm.rank, link_bytes_sent() - before)
-    return [sent for rank, sent in world.comm.allgather(mine) if rank == 0]
+    rank_and_bytes = (world.node_comm.rank, link_bytes_sent() - before)
+    return [sent for rank, sent in world.comm.allgather(rank_and_bytes) if rank == 0]
 
 
 def print_result(comm: MPI.Comm, **values: Any) -> None:

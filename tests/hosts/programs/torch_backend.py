@@ -51,10 +51,10 @@ pairs = zip(train(DistributedDataParallel(net()), x[rank::size]), train(net(), x
 result = {
     "returned_s": returned_s,
     "was_done": was_done,
-    "is_right": all((one == total).all().item() for one in first),
+    "is_right": all((reduced == total).all().item() for reduced in first),
     "future": work.get_future().value()[0][0].item() == total,
     "failed": failed,
-    "is_trained_alike": all(torch.allclose(own, other) for own, other in pairs),
+    "is_trained_alike": all(torch.allclose(ddp_parameter, plain_parameter) for ddp_parameter, plain_parameter in pairs),
 }
 if rank == 0:
     print(json.dumps(result))

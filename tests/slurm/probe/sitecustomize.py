@@ -46,11 +46,11 @@ def get_stuck(n_steps):
     """Let the job's first start hang after some optimizer steps, whatever signals arrive."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    left = [n_steps]
+    remaining_steps = [n_steps]
 
     def count(*_):
-        left[0] -= 1
-        while left[0] <= 0:
+        remaining_steps[0] -= 1
+        while remaining_steps[0] <= 0:
             time.sleep(1)
 
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":

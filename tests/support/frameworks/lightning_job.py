@@ -51,5 +51,5 @@ assert sum(model.losses[-8:]) < 0.7 * sum(model.losses[:8]), model.losses
 own = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
 dist.all_gather(found, own)
-assert all(torch.equal(one, own) for one in found)
+assert all(torch.equal(rank_parameters, own) for rank_parameters in found)
 print(f"rank {dist.get_rank()}: trained by Lightning over hpcdist {hpcdist.__version__}", flush=True)

@@ -35,5 +35,5 @@ own = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameter
 assert not torch.equal(own, before)
 found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
 dist.all_gather(found, own)
-assert all(torch.equal(one, own) for one in found)
+assert all(torch.equal(peer_weights, own) for peer_weights in found)
 print(f"rank {dist.get_rank()}: trained by transformers over hpcdist {hpcdist.__version__}", flush=True)

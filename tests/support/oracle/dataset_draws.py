@@ -41,9 +41,9 @@ class Drawn:
 
 def map_rows(row: Any, rows: list[int], is_rounded: bool) -> Any:
     if isinstance(row, dict):
-        return {key: map_rows(one, rows, is_rounded) for key, one in row.items()}
+        return {key: map_rows(column, rows, is_rounded) for key, column in row.items()}
     if isinstance(row, list):  # a tuple of arrays
-        return tuple(map_rows(one, rows, is_rounded) for one in row)
+        return tuple(map_rows(column, rows, is_rounded) for column in row)
     shape, dtype = row
     return Form(tuple((n, *shape) for n in rows), dtype, is_rounded=is_rounded)
 
@@ -57,16 +57,16 @@ def draw_source(draw: Any) -> tuple[Any, int, Any]:
 
     def array() -> tuple[np.ndarray, Any]:
         shape = draw.small_shape(draw.weighted({0: 3, 1: 3, 2: 1}))
-        made = draw.array([n_rows, *shape], draw.one_of(("float32", "float64", "int64")))
-        return made, (tuple(shape), str(made.dtype))
+        values = draw.array([n_rows, *shape], draw.one_of(("float32", "float64", "int64")))
+        return values, (tuple(shape), str(values.dtype))
 
-    (one, spec) = array()
-    (other, other_spec) = array()
+    (first_array, spec) = array()
+    (second_array, other_spec) = array()
     if how == "array":
-        return one, n_rows, spec
+        return first_array, n_rows, spec
     if how == "tuple":
-        return (one, other), n_rows, [spec, other_spec]
-    return {"x": one, "y": other}, n_rows, {"x": spec, "y": other_spec}
+        return (first_array, second_array), n_rows, [spec, other_spec]
+    return {"x": first_array, "y": second_array}, n_rows, {"x": spec, "y": other_spec}
 
 
 def draw_stages(draw: Draw, n_rows: int, can_map: bool) -> tuple[list[Any], list[int], bool]:

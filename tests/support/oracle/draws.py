@@ -57,8 +57,8 @@ class Draw:
         """Draw an array for each replica; dimension `varying` differs between them."""
         values = []
         for _ in range(self.n_replicas):
-            own = [self.integer(0, 5) if i == varying else n for i, n in enumerate(shape)]
-            values.append(self.array(own, dtype))
+            replica_shape = [self.integer(0, 5) if i == varying else n for i, n in enumerate(shape)]
+            values.append(self.array(replica_shape, dtype))
         return PerReplica(tuple(values))
 
     def reduce_op(self) -> str:

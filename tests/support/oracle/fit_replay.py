@@ -27,10 +27,10 @@ def check(case: dict[str, Any], strategy: Any = None, **options: Any) -> None:
     program = Program(**case["program"])
     layer, history, evaluated = run(program, strategy or hpcdist.get_strategy(), options)
     due = _as_numbers(case["history"], case["evaluated"], case["kernel"], case["bias"])
-    got = _as_numbers(history, evaluated, layer.weight.detach().numpy().T, layer.bias.detach().numpy())
-    assert got.keys() == due.keys(), program
+    actual = _as_numbers(history, evaluated, layer.weight.detach().numpy().T, layer.bias.detach().numpy())
+    assert actual.keys() == due.keys(), program
     for name, values in due.items():
-        np.testing.assert_allclose(got[name], values, rtol=2e-4, atol=2e-5, err_msg=f"{name} of {program}")
+        np.testing.assert_allclose(actual[name], values, rtol=2e-4, atol=2e-5, err_msg=f"{name} of {program}")
 
 
 def run(program: Program, strategy: Any, options: dict[str, Any]) -> tuple[nn.Linear, Any, Any]:

@@ -46,9 +46,9 @@ class Form:
         """Return the form after a sum over an axis; None: over all."""
         if axis is None:
             return replace(self, shapes=((),) * len(self.shapes))
-        axes = {one % self.rank for one in (axis if isinstance(axis, (tuple, list)) else (axis,))}
-        kept = tuple(tuple(n for i, n in enumerate(shape) if i not in axes) for shape in self.shapes)
-        return replace(self, shapes=kept)
+        axes = {axis_index % self.rank for axis_index in (axis if isinstance(axis, (tuple, list)) else (axis,))}
+        reduced_shapes = tuple(tuple(n for i, n in enumerate(shape) if i not in axes) for shape in self.shapes)
+        return replace(self, shapes=reduced_shapes)
 
     def joined(self, axis: int) -> "Form":
         """Return the form after a gather along an axis."""

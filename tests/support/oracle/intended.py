@@ -37,12 +37,12 @@ class Meeting(NamedTuple):
 
     def calls(self, *names: str) -> list[dict[str, Any]]:
         """Return the steps of these kinds: this one, or those inside it."""
-        return [one for one in steps_within(self.step) if one["call"] in names]
+        return [step for step in steps_within(self.step) if step["call"] in names]
 
     def options_of(self, step: dict[str, Any]) -> dict[str, Any]:
         """Return how the variable of a step was made."""
-        made = [one for one in self.program["steps"] if one.get("out") == step["variable"]]
-        return made[0]["options"]
+        creating_steps = [candidate for candidate in self.program["steps"] if candidate.get("out") == step["variable"]]
+        return creating_steps[0]["options"]
 
     def writes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return each write of the step with the options of its variable."""
@@ -73,14 +73,21 @@ def contributes_one_object(meeting: Meeting) -> bool:
         return False
     if meeting.error and not meeting.error.startswith("gather: expected values with at least one dimension"):
         return False
-    given = leaves_of((meeting.step["args"], meeting.step["kwargs"]))
-    plain = {f"x{number}" for number, name in enumerate(given) if is_reference(name) and is_plain(meeting, name)}
+    argument_leaves = leaves_of((meeting.step["args"], meeting.step["kwargs"]))
+    plain = {
+        f"x{number}" for number, name in enumerate(argument_leaves) if is_reference(name) and is_plain(meeting, name)
+    }
     contributing = meeting.calls("all_reduce", "all_gather", "merge")
     contributing += [
-        one for one, options in meeting.writes() if one["call"] == "write" and options["synchronization"] != "ON_READ"
+        write
+        for write, options in meeting.writes()
+        if write["call"] == "write" and options["synchronization"] != "ON_READ"
     ]
     merged = {call["out"] for call in meeting.calls("merge")}  # may be one value for all of them
-    used = [leaves_of([one.get("value"), one.get("args"), one.get("kwargs")]) for one in contributing]
+    used = [
+        leaves_of([contribution.get("value"), contribution.get("args"), contribution.get("kwargs")])
+        for contribution in contributing
+    ]
     return bool((plain | merged) & {leaf for leaves in used for leaf in leaves if isinstance(leaf, str)})
 
 
@@ -135,18 +142,18 @@ def policy_of(meeting: Meeting) -> str | None:
     """Return the auto-shard policy of the dataset that a step looks at."""
     if meeting.step["call"] not in ("element_spec", "next", "iterate"):
         return None
-    made = {one["out"]: one for one in meeting.program["steps"] if one.get("out")}
-    given = made[meeting.step["value"]]
-    return (made[given["value"]] if given["call"] == "iter" else given)["policy"]
+    steps_by_output = {step["out"]: step for step in meeting.program["steps"] if step.get("out")}
+    producing_step = steps_by_output[meeting.step["value"]]
+    return (steps_by_output[producing_step["value"]] if producing_step["call"] == "iter" else producing_step)["policy"]
 
 
 def is_optional_of_whole_parts(meeting: Meeting) -> bool:
     """Return whether an optional element is taken from datasets of a function that drop what fills no part."""
     if meeting.step["call"] != "next" or not meeting.step["optional"]:
         return False
-    made = {one["out"]: one for one in meeting.program["steps"] if one.get("out")}
-    given = made[made[meeting.step["value"]]["value"]]
-    return bool(given["as_function"]) and any(stage[-1] is True for stage in given["stages"])
+    steps_by_output = {step["out"]: step for step in meeting.program["steps"] if step.get("out")}
+    dataset_step = steps_by_output[steps_by_output[meeting.step["value"]]["value"]]
+    return bool(dataset_step["as_function"]) and any(stage[-1] is True for stage in dataset_step["stages"])
 
 
 def is_variable_returned(meeting: Meeting) -> bool:

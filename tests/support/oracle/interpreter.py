@@ -42,7 +42,7 @@ class Interpreter:
             if step.get("out"):
                 self.keep(step, value)
         if step["call"] in CHANGING:
-            answer["copies"] = {name: self.library.copies(one) for name, one in self.variables.items()}
+            answer["copies"] = {name: self.library.copies(variable) for name, variable in self.variables.items()}
         return answer
 
     def keep(self, step: dict[str, Any], value: Any) -> None:
@@ -163,12 +163,12 @@ class Interpreter:
         return element.get_value() if bool(element.has_value()) else None
 
     def do_iterate(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
-        found: list[Any] = []
+        elements: list[Any] = []
         for element in self.resolve(step["value"], registers):
-            found.append(element)
-            if len(found) == step["steps"]:
+            elements.append(element)
+            if len(elements) == step["steps"]:
                 break
-        return found
+        return elements
 
     # -- replica context -------------------------------------------------------------------------------------------
 
@@ -178,54 +178,58 @@ class Interpreter:
 
     def _function(self, step: dict[str, Any], kind: str) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
-            given = (args[1:], kwargs) if kind == "merge" else (args, kwargs)
-            own = {f"x{number}": leaf for number, leaf in enumerate(leaves_of(given))}
-            for one in step["body"]:
-                value = getattr(self, f"in_{one['call']}")(one, own) if kind == "replica" else self.step(one, own)
-                if one.get("out"):
-                    own[one["out"]] = value
-            return self.resolve(step["returns"], own)
+            arguments = (args[1:], kwargs) if kind == "merge" else (args, kwargs)
+            local_registers = {f"x{number}": leaf for number, leaf in enumerate(leaves_of(arguments))}
+            for inner_step in step["body"]:
+                value = (
+                    getattr(self, f"in_{inner_step['call']}")(inner_step, local_registers)
+                    if kind == "replica"
+                    else self.step(inner_step, local_registers)
+                )
+                if inner_step.get("out"):
+                    local_registers[inner_step["out"]] = value
+            return self.resolve(step["returns"], local_registers)
 
         return self.library.plain_function(function)
 
-    def in_constant(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
+    def in_constant(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
         return self.library.tensor(step["value"])
 
-    def in_literal(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
+    def in_literal(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
         return step["value"]
 
-    def in_scale(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        value = self.resolve(step["value"], own)
+    def in_scale(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
+        value = self.resolve(step["value"], registers)
         factor = step["by"]
         if step["by_replica"]:
             factor = factor * (int(self.library.replica_context().replica_id_in_sync_group) + 1)
         return value * factor
 
-    def in_add(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        return self.resolve(step["value"], own) + self.resolve(step["other"], own)
+    def in_add(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
+        return self.resolve(step["value"], registers) + self.resolve(step["other"], registers)
 
-    def in_sum(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        return self.library.sum(self.resolve(step["value"], own), step["axis"])
+    def in_sum(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
+        return self.library.sum(self.resolve(step["value"], registers), step["axis"])
 
-    def in_replica_id(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
+    def in_replica_id(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
         return self.library.number(int(self.library.replica_context().replica_id_in_sync_group))
 
-    def in_all_reduce(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        value = self.resolve(step["value"], own)
+    def in_all_reduce(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
+        value = self.resolve(step["value"], registers)
         return self.library.replica_context().all_reduce(self.library.reduce_op(step["op"]), value)
 
-    def in_all_gather(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        return self.library.replica_context().all_gather(self.resolve(step["value"], own), axis=step["axis"])
+    def in_all_gather(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
+        return self.library.replica_context().all_gather(self.resolve(step["value"], registers), axis=step["axis"])
 
-    def in_merge(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        args, kwargs = (self.resolve(step[name], own) for name in ("args", "kwargs"))
+    def in_merge(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
+        args, kwargs = (self.resolve(step[name], registers) for name in ("args", "kwargs"))
         return self.library.replica_context().merge_call(self._function(step, "merge"), args=args, kwargs=kwargs)
 
-    def in_state(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        return self.do_state(step, own)
+    def in_state(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
+        return self.do_state(step, registers)
 
-    def in_misplaced(self, step: dict[str, Any], own: dict[str, Any]) -> Any:
-        value = self.resolve(step["value"], own)
+    def in_misplaced(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
+        value = self.resolve(step["value"], registers)
         if step["method"] == "reduce":
             return self.strategy.reduce("SUM", value, axis=None)
         if step["method"] == "gather":
@@ -239,12 +243,12 @@ class Interpreter:
             return self.strategy.experimental_distribute_values_from_function(lambda _: value)
         return self.strategy.run(self.library.plain_function(lambda: value))
 
-    def in_write(self, step: dict[str, Any], own: dict[str, Any]) -> None:
+    def in_write(self, step: dict[str, Any], registers: dict[str, Any]) -> None:
         """Write a value; a plain one times the number of the replica, from 1, so that replicas write different ones."""
-        value = self.resolve(step["value"], own)
+        value = self.resolve(step["value"], registers)
         if not is_reference(step["value"]):
             value = value * (int(self.library.replica_context().replica_id_in_sync_group) + 1)
-        getattr(self.resolve(step["variable"], own), step["method"])(value)
+        getattr(self.resolve(step["variable"], registers), step["method"])(value)
 
     in_read = do_read
     in_average_loss = do_average_loss

@@ -68,9 +68,9 @@ class Hpcdist:
         return torch.tensor(indices), value
 
     def local_results(self, value: Any) -> Any:
-        found = self.strategy.experimental_local_results(value)
+        local_values = self.strategy.experimental_local_results(value)
         is_distributed = isinstance(value, (hpcdist.DistributedValues, hpcdist.Variable))
-        return PerReplica(found) if is_distributed or self.strategy.num_replicas_in_sync == 1 else found
+        return PerReplica(local_values) if is_distributed or self.strategy.num_replicas_in_sync == 1 else local_values
 
     def copies(self, variable: Any) -> PerReplica:
         return PerReplica(tuple(copy.detach().numpy().copy() for copy in variable.local_copies))
@@ -78,13 +78,13 @@ class Hpcdist:
     def dataset(self, step: dict[str, Any], context: Any) -> Any:
         """Return the dataset that a step describes."""
         source = step["source"]
-        made = hpcdist.Dataset.from_tensor_slices(np.arange(source) if isinstance(source, int) else source)
-        made = with_stages(made, step["stages"], context, MAPS)
+        dataset = hpcdist.Dataset.from_tensor_slices(np.arange(source) if isinstance(source, int) else source)
+        dataset = with_stages(dataset, step["stages"], context, MAPS)
         if step["policy"] is None:
-            return made
+            return dataset
         options = hpcdist.Options()
         options.experimental_distribute.auto_shard_policy = hpcdist.AutoShardPolicy[step["policy"]]
-        return made.with_options(options)
+        return dataset.with_options(options)
 
     def input_options(self, mode: str) -> Any:
         return hpcdist.InputOptions(experimental_replication_mode=hpcdist.InputReplicationMode[mode])

@@ -87,29 +87,37 @@ class TensorFlow:
         return tf.IndexedSlices(value, tf.constant(indices))
 
     def local_results(self, value: Any) -> Any:
-        found = self.strategy.experimental_local_results(value)
-        found = tuple(one.read_value() if isinstance(one, tf.Variable) else one for one in found)
+        replica_values = self.strategy.experimental_local_results(value)
+        replica_values = tuple(
+            replica_value.read_value() if isinstance(replica_value, tf.Variable) else replica_value
+            for replica_value in replica_values
+        )
         is_distributed = self._is_distributed(value) or self.strategy.num_replicas_in_sync == 1
-        return PerReplica(found) if is_distributed else found
+        return PerReplica(replica_values) if is_distributed else replica_values
 
     def _is_distributed(self, value: Any) -> bool:
         return isinstance(value, (tf.distribute.DistributedValues, tf.Variable)) and hasattr(value, "values")
 
     def copies(self, variable: Any) -> PerReplica:
         return PerReplica(
-            tuple(np.asarray(one.read_value()) for one in self.strategy.experimental_local_results(variable))
+            tuple(
+                np.asarray(replica_copy.read_value())
+                for replica_copy in self.strategy.experimental_local_results(variable)
+            )
         )
 
     def dataset(self, step: dict[str, Any], context: Any) -> Any:
         """Return the dataset that a step describes."""
         source = step["source"]
-        made = tf.data.Dataset.range(source) if isinstance(source, int) else tf.data.Dataset.from_tensor_slices(source)
-        made = with_stages(made, step["stages"], context, MAPS)
+        dataset = (
+            tf.data.Dataset.range(source) if isinstance(source, int) else tf.data.Dataset.from_tensor_slices(source)
+        )
+        dataset = with_stages(dataset, step["stages"], context, MAPS)
         if step["policy"] is None:
-            return made
+            return dataset
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[step["policy"]]
-        return made.with_options(options)
+        return dataset.with_options(options)
 
     def input_options(self, mode: str) -> Any:
         mode = tf.distribute.InputReplicationMode[mode]
@@ -137,7 +145,9 @@ class TensorFlow:
         if isinstance(value, tf.Variable):
             return None
         if isinstance(value, tf.distribute.DistributedValues):
-            return PerReplica(tuple(self.recorded(one) for one in self.strategy.experimental_local_results(value)))
+            return PerReplica(
+                tuple(self.recorded(replica_value) for replica_value in self.strategy.experimental_local_results(value))
+            )
         if isinstance(value, (tf.Tensor, np.generic)):
             return np.asarray(value)
         return value if value is None or isinstance(value, (bool, int, float, str)) else None

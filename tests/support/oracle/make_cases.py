@@ -61,9 +61,11 @@ class Setting:
         def replica():
             context = tf.distribute.get_replica_context()
             number = int(context.replica_id_in_sync_group)
-            results[number] = map_nest(as_array, function(context, map_nest(lambda leaf: own(leaf, number), value)))
+            results[number] = map_nest(
+                as_array, function(context, map_nest(lambda leaf: replica_leaf(leaf, number), value))
+            )
 
-        def own(leaf: Any, number: int) -> Any:
+        def replica_leaf(leaf: Any, number: int) -> Any:
             return tensor(leaf.values[number] if isinstance(leaf, PerReplica) else leaf)
 
         results: dict[int, Any] = {}

@@ -24,20 +24,20 @@ def agreeing(folder: Path) -> set[int]:
     for path in folder.glob("replay-*.jsonl"):
         for record in read_lines(path):
             outcomes.setdefault(record["number"], set()).add(record["outcome"])
-    return {number for number, found in outcomes.items() if found == {"same"}}
+    return {number for number, distinct_outcomes in outcomes.items() if distinct_outcomes == {"same"}}
 
 
 def chosen(records: list[dict[str, Any]], n_wanted: int) -> list[dict[str, Any]]:
     """Return programs of one number of replicas: those whose steps are rarest among the chosen ones first."""
     counts: Counter[str] = Counter()
-    found = []
-    left = [record for record in records if len(line_of(record)) <= LONGEST_LINE]
-    while left and len(found) < n_wanted:
-        best = min(left, key=lambda record: min(counts[kind] for kind in kinds_of(record)))
+    selected = []
+    candidates = [record for record in records if len(line_of(record)) <= LONGEST_LINE]
+    while candidates and len(selected) < n_wanted:
+        best = min(candidates, key=lambda record: min(counts[kind] for kind in kinds_of(record)))
         counts.update(kinds_of(best))
-        left.remove(best)
-        found.append(best)
-    return found
+        candidates.remove(best)
+        selected.append(best)
+    return selected
 
 
 def kinds_of(record: dict[str, Any]) -> set[str]:

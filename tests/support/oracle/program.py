@@ -62,7 +62,7 @@ def line_of(record: dict[str, Any]) -> str:
 def read_sample() -> list[dict[str, Any]]:
     """Return the recorded programs of the repository, each with its `answer`."""
     with gzip.open(SAMPLE, "rt") as file:
-        return [decode(one) for one in json.load(file)["programs"]]
+        return [decode(encoded_program) for encoded_program in json.load(file)["programs"]]
 
 
 def write_sample(tensorflow: str, records: list[dict[str, Any]]) -> None:
@@ -74,7 +74,7 @@ def write_sample(tensorflow: str, records: list[dict[str, Any]]) -> None:
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
     """Return a nest with function(leaf) for each leaf; dicts in the order of their sorted keys."""
     if isinstance(nest, (list, tuple)):
-        return type(nest)([map_leaves(function, one) for one in nest])
+        return type(nest)([map_leaves(function, child) for child in nest])
     if isinstance(nest, dict):
         done = {key: map_leaves(function, nest[key]) for key in sorted(nest)}
         return {key: done[key] for key in nest}
@@ -82,9 +82,9 @@ def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
 
 
 def leaves_of(nest: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(found.append, nest)
-    return found
+    leaves: list[Any] = []
+    map_leaves(leaves.append, nest)
+    return leaves
 
 
 def references(step: dict[str, Any]) -> set[str]:
@@ -107,13 +107,13 @@ def with_stages(dataset: Any, stages: list[Any], context: Any, maps: dict[str, A
         context: of the input pipeline, where one is needed.
         maps: functions by name.
     """
-    for name, *given in stages:
+    for name, *arguments in stages:
         if name == "map":
-            dataset = dataset.map(maps[given[0]])
+            dataset = dataset.map(maps[arguments[0]])
         elif name == "shard_by_context":
             dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
         elif name == "batch_by_context":
-            dataset = dataset.batch(context.get_per_replica_batch_size(given[0]), given[1])
+            dataset = dataset.batch(context.get_per_replica_batch_size(arguments[0]), arguments[1])
         else:
-            dataset = getattr(dataset, name)(*given)
+            dataset = getattr(dataset, name)(*arguments)
     return dataset

@@ -59,20 +59,30 @@ class ProgramDraw(Draw):
 
     def leaves(self, **wanted: bool) -> dict[str, Form]:
         """Return the leaves of all registers whose properties are as wanted."""
-        found = {key: form for name, nest in self.forms.items() for key, form in leaves_with_paths(name, nest).items()}
-        return {k: f for k, f in found.items() if all(getattr(f, one) == is_so for one, is_so in wanted.items())}
+        all_leaves = {
+            key: form for name, nest in self.forms.items() for key, form in leaves_with_paths(name, nest).items()
+        }
+        return {
+            k: f
+            for k, f in all_leaves.items()
+            if all(getattr(f, property_name) == is_so for property_name, is_so in wanted.items())
+        }
 
     def leaf(self, **wanted: bool) -> tuple[str, Form] | None:
         """Return one leaf, rather a late one, as values that were computed tell more than those that were drawn."""
-        found = list(self.leaves(**wanted).items())
-        return found[max(self.integer(0, len(found) - 1), self.integer(0, len(found) - 1))] if found else None
+        candidates = list(self.leaves(**wanted).items())
+        return (
+            candidates[max(self.integer(0, len(candidates) - 1), self.integer(0, len(candidates) - 1))]
+            if candidates
+            else None
+        )
 
     def small_shape(self, rank: int) -> list[int]:
         return [0 if self.chance(0.03) else self.integer(1, 3) for _ in range(rank)]
 
     def form_of(self, value: Any) -> Form:
         if isinstance(value, PerReplica):
-            shapes = tuple(tuple(one.shape) for one in value.values)
+            shapes = tuple(tuple(array.shape) for array in value.values)
             return Form(shapes, str(value.values[0].dtype), is_rounded=not self.exact)
         return Form((tuple(value.shape),) * self.n_replicas, str(value.dtype), True, not self.exact)
 
@@ -107,8 +117,10 @@ def draw_values(draw: ProgramDraw) -> dict[str, Any]:
 
 def map_forms(draw: ProgramDraw, nest: Any) -> Any:
     if isinstance(nest, dict):
-        return {key: map_forms(draw, one) for key, one in nest.items()}
-    return type(nest)(map_forms(draw, one) for one in nest) if isinstance(nest, (list, tuple)) else draw.form_of(nest)
+        return {key: map_forms(draw, child) for key, child in nest.items()}
+    return (
+        type(nest)(map_forms(draw, child) for child in nest) if isinstance(nest, (list, tuple)) else draw.form_of(nest)
+    )
 
 
 def draw_constant(draw: ProgramDraw) -> dict[str, Any]:
@@ -121,10 +133,10 @@ def draw_constant(draw: ProgramDraw) -> dict[str, Any]:
 def draw_reduce(draw: ProgramDraw) -> dict[str, Any] | None:
     if draw.variables and draw.chance(0.03):
         return draw_reduce_of_variable(draw)
-    found = draw.leaf() if draw.chance(0.02) else draw.leaf(is_plain=False)
-    if found is None:
+    drawn_leaf = draw.leaf() if draw.chance(0.02) else draw.leaf(is_plain=False)
+    if drawn_leaf is None:
         return None
-    value, form = found
+    value, form = drawn_leaf
     op = draw.reduce_op()
     axis = fitting_axis(draw, form)
     if draw.chance(0.004):
@@ -149,27 +161,27 @@ def draw_reduce_of_variable(draw: ProgramDraw) -> dict[str, Any]:
 def fitting_axis(draw: ProgramDraw, form: Form) -> Any:
     """Return an axis, mostly one along which uneven shapes can be reduced."""
     if not form.is_even and form.rank and draw.chance(0.85):
-        others = [axis for axis in range(1, form.rank) if draw.chance(0.4)]
-        axes = tuple(axis - (form.rank if draw.chance(0.2) else 0) for axis in (0, *others))
-        return as_sequence(draw, axes)[0] if others or draw.chance(0.2) else axes[0]
+        other_axes = [axis for axis in range(1, form.rank) if draw.chance(0.4)]
+        axes = tuple(axis - (form.rank if draw.chance(0.2) else 0) for axis in (0, *other_axes))
+        return as_sequence(draw, axes)[0] if other_axes or draw.chance(0.2) else axes[0]
     return draw_axis(draw, form.rank)[0]
 
 
 def has_result(form: Form, axis: Any) -> bool:
     """Whether reducing over an axis probably succeeds."""
     axes = () if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
-    if not all(isinstance(one, int) and -form.rank <= one < form.rank for one in axes):
+    if not all(isinstance(dimension, int) and -form.rank <= dimension < form.rank for dimension in axes):
         return False
-    if len({one % form.rank for one in axes}) < len(axes):
+    if len({dimension % form.rank for dimension in axes}) < len(axes):
         return False
     return (form if axis is None else form.without(axis)).is_even
 
 
 def draw_gather(draw: ProgramDraw) -> dict[str, Any] | None:
-    found = draw.leaf(is_plain=False)
-    if found is None or (found[1].rank == 0 and draw.chance(0.9)):
+    drawn_leaf = draw.leaf(is_plain=False)
+    if drawn_leaf is None or (drawn_leaf[1].rank == 0 and draw.chance(0.9)):
         return None
-    value, form = found
+    value, form = drawn_leaf
     axis, fits = gather_axis(draw, form)
     step = {"value": value, "axis": axis, "exact": not form.is_rounded}
     if not fits:
@@ -190,10 +202,10 @@ def gather_axis(draw: ProgramDraw, form: Form) -> tuple[int, bool]:
 
 
 def draw_local_results(draw: ProgramDraw) -> dict[str, Any] | None:
-    found = draw.leaf()
-    if found is None or (draw.variables and draw.chance(0.2)):
+    drawn_leaf = draw.leaf()
+    if drawn_leaf is None or (draw.variables and draw.chance(0.2)):
         return {"value": draw.one_of(list(draw.variables)), "exact": False} if draw.variables else None
-    return {"value": found[0], "exact": not found[1].is_rounded}
+    return {"value": drawn_leaf[0], "exact": not drawn_leaf[1].is_rounded}
 
 
 def draw_variable(draw: ProgramDraw) -> dict[str, Any]:
@@ -254,7 +266,7 @@ def draw_state(draw: ProgramDraw) -> dict[str, Any]:
 
 
 def draw_update(draw: ProgramDraw) -> dict[str, Any] | None:
-    names = [name for name, one in draw.variables.items() if one["synchronization"] != "ON_READ"]
+    names = [name for name, variable in draw.variables.items() if variable["synchronization"] != "ON_READ"]
     if not names:
         return None
     name = draw.one_of(names)
@@ -281,7 +293,9 @@ def draw_iterate(draw: ProgramDraw) -> dict[str, Any] | None:
         return None
     name = draw.one_of(list(draw.datasets))
     dataset = draw.datasets[name]
-    draw.iterators = {key: one for key, one in draw.iterators.items() if one != name}  # a newer one ends them
+    draw.iterators = {
+        key: dataset_name for key, dataset_name in draw.iterators.items() if dataset_name != name
+    }  # a newer one ends them
     steps = draw.integer(1, 6) if dataset.is_endless or draw.chance(0.4) else None
     out = draw.name("r")
     element = dataset.element_after(steps)

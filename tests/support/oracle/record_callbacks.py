@@ -26,12 +26,12 @@ def draw_logs(draws: random.Random, n_epochs: int) -> list[dict[str, float]]:
     for _ in range(n_epochs):
         value = max(0.001, value + draws.choice([-0.2, -0.05, -0.01, 0.0, 0.0, 0.02, 0.1]) * draws.random())
         value = round(value, draws.choice([1, 2, 4]))
-        one = {name: value if "loss" in name else round(1 / (1 + value), 4) for name in NAMES}
+        epoch_logs = {name: value if "loss" in name else round(1 / (1 + value), 4) for name in NAMES}
         if draws.random() < 0.03:
-            one["val_loss"] = float("nan")
+            epoch_logs["val_loss"] = float("nan")
         if draws.random() < 0.03:
-            del one["val_accuracy"]
-        logs.append(one)
+            del epoch_logs["val_accuracy"]
+        logs.append(epoch_logs)
     return logs
 
 
@@ -116,21 +116,21 @@ def rows_of(kind: str) -> tuple[Any, Any, Any]:
     import numpy as np
 
     draws = np.random.default_rng(5)
-    found = draws.normal(size=(6, 4))
+    predictions = draws.normal(size=(6, 4))
     weight = draws.uniform(0.5, 2, 6)
     truth = draws.normal(size=(6, 4))
-    shares = np.exp(found) / np.exp(found).sum(1, keepdims=True)
+    shares = np.exp(predictions) / np.exp(predictions).sum(1, keepdims=True)
     classes = draws.integers(0, 4, 6)
     chosen = {
-        "numbers": (truth, found),
-        "signs": (np.sign(truth), found),
+        "numbers": (truth, predictions),
+        "signs": (np.sign(truth), predictions),
         "distributions": (np.exp(truth) / np.exp(truth).sum(1, keepdims=True), shares),
         "chances": ((truth > 0) * 1.0, shares),
-        "yes or no": ((truth > 0) * 1.0, found),
+        "yes or no": ((truth > 0) * 1.0, predictions),
         "one-hot": (np.eye(4)[classes], shares),
-        "one-hot logits": (np.eye(4)[classes], found),
+        "one-hot logits": (np.eye(4)[classes], predictions),
         "classes": (classes, shares),
-        "class logits": (classes, found),
+        "class logits": (classes, predictions),
     }
     return (*chosen[kind], weight)
 
@@ -139,16 +139,16 @@ def record_losses() -> list[dict[str, Any]]:
     import keras
     import numpy as np
 
-    found = []
+    records = []
     for name, (arguments, kind) in LOSSES.items():
         truth, predicted, weight = rows_of(kind)
         loss = getattr(keras.losses, name.split()[0])(**arguments, reduction="none")
-        args = [np.asarray(one, "float32") if one.dtype.kind == "f" else one for one in (truth, predicted)]
+        args = [np.asarray(array, "float32") if array.dtype.kind == "f" else array for array in (truth, predicted)]
         values = loss(*args).cpu().numpy().tolist()
         weighted = loss(*args, sample_weight=weight.astype("float32")).cpu().numpy().tolist()
         rows = {"truth": truth.tolist(), "predicted": predicted.tolist(), "weight": weight.tolist()}
-        found.append({"name": name, "arguments": arguments, **rows, "values": values, "weighted": weighted})
-    return found
+        records.append({"name": name, "arguments": arguments, **rows, "values": values, "weighted": weighted})
+    return records
 
 
 def main() -> None:

@@ -46,10 +46,12 @@ def record_some(path: Path, n_replicas: int, numbers: list[int]) -> None:
         if any(step.get("as_function") for step in program["steps"]):  # PER_REPLICA changes a strategy for good
             library = TensorFlow(n_replicas, program["one_device"])
         answer = list(Interpreter(library, program).answers())
-        for one in answer:
-            if one is not None:
-                one.pop("raised", None)
-        is_aborted = any(one and one["error"] and is_abort(one["error"]) for one in answer)
+        for step_answer in answer:
+            if step_answer is not None:
+                step_answer.pop("raised", None)
+        is_aborted = any(
+            step_outcome and step_outcome["error"] and is_abort(step_outcome["error"]) for step_outcome in answer
+        )
         append(path, {**program, "answer": None if is_aborted else answer})
         if is_aborted:
             return
@@ -64,13 +66,13 @@ def record_size(folder: Path, n_replicas: int, n_programs: int) -> None:
     path = path_of(folder, n_replicas)
     while True:
         done = numbers_in(path)
-        left = [n for n in range(n_programs) if SIZES[n % len(SIZES)] == n_replicas and n not in done]
-        if not left:
+        unanswered = [n for n in range(n_programs) if SIZES[n % len(SIZES)] == n_replicas and n not in done]
+        if not unanswered:
             return
-        print(f"{n_replicas} replicas: {len(left)} programs to answer", flush=True)
-        if not run_watched(path, n_replicas, left[:PROGRAMS_PER_PROCESS]):
+        print(f"{n_replicas} replicas: {len(unanswered)} programs to answer", flush=True)
+        if not run_watched(path, n_replicas, unanswered[:PROGRAMS_PER_PROCESS]):
             done = numbers_in(path)
-            stuck = next(number for number in left if number not in done)
+            stuck = next(number for number in unanswered if number not in done)
             append(path, {**draw_program(stuck), "answer": None})
 
 

@@ -68,9 +68,9 @@ def record(n_servers: int, path: str) -> None:
 
 def free_ports(n_ports: int) -> list[int]:
     sockets = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
@@ -86,10 +86,10 @@ def place(tf: Any, strategy: Any, variable: dict[str, Any]) -> Any:
     """Return [rows, server] of each shard of a new variable, or the type of the error."""
     try:
         with strategy.scope():
-            made = tf.Variable(tf.zeros(variable["shape"], variable["dtype"]))
+            created_variable = tf.Variable(tf.zeros(variable["shape"], variable["dtype"]))
     except Exception as error:
         return type(error).__name__
-    shards = getattr(made, "variables", [made])
+    shards = getattr(created_variable, "variables", [created_variable])
     rows = [int(shard.shape[0]) if shard.shape.rank else 1 for shard in shards]
     servers = [int(tf.DeviceSpec.from_string(shard.device).task) for shard in shards]
     return [list(pair) for pair in zip(rows, servers, strict=True)]

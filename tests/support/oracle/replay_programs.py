@@ -34,12 +34,12 @@ def replay(program: dict[str, Any], comm: Any, is_default: bool = False) -> dict
     if program["answer"] is None:
         return {**record, "outcome": "unanswered", "texts": []}
     library = library_of(program["n_replicas"], is_default)
-    own = library.strategy.own_replicas
+    owned_replicas = library.strategy.own_replicas
     answers = Interpreter(library, program).answers()
     for number, (step, expected) in enumerate(zip(program["steps"], program["answer"], strict=True)):
-        found = next(answers)
-        text = difference(found, expected, own, step.get("exact", False))
-        reason = reason_of(Meeting(step, program, found, expected, text, own)) if text else None
+        answer = next(answers)
+        text = difference(answer, expected, owned_replicas, step.get("exact", False))
+        reason = reason_of(Meeting(step, program, answer, expected, text, owned_replicas)) if text else None
         texts = comm.allgather((text, reason))
         if any(text for text, _ in texts):
             return {**record, "step": number, **verdict(texts)}

@@ -39,16 +39,16 @@ class BodyDraw:
         return f"x{900 + self.n_names}"
 
     def leaf(self, **wanted: bool) -> tuple[str, Form] | None:
-        found = [
+        candidates = [
             (key, form)
             for key, form in self.forms.items()
-            if form is not None and all(getattr(form, one) == is_so for one, is_so in wanted.items())
+            if form is not None and all(getattr(form, trait) == is_so for trait, is_so in wanted.items())
         ]
-        return self.draw.one_of(found) if found else None
+        return self.draw.one_of(candidates) if candidates else None
 
-    def take(self, given: Any) -> None:
+    def take(self, argument_forms: Any) -> None:
         """Name arguments as the interpreter does: by the order of their leaves."""
-        for form in given:
+        for form in argument_forms:
             self.forms[f"x{len(self.forms)}"] = form
 
 
@@ -82,15 +82,15 @@ def draw_arguments(draw: Any, body: BodyDraw, leaves: dict[str, Form]) -> tuple[
 
 
 def draw_steps(body: BodyDraw, steps: dict[str, Any], weights: dict[str, float], n_steps: int) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
+    drawn_steps: list[dict[str, Any]] = []
     for _ in range(10 * n_steps):
         kind = body.draw.weighted(weights)
         step = steps[kind](body.draw, body)
         if step is not None:
-            made.append({"call": kind, **step})
-        if len(made) == n_steps:
+            drawn_steps.append({"call": kind, **step})
+        if len(drawn_steps) == n_steps:
             break
-    return made
+    return drawn_steps
 
 
 def draw_returns(body: BodyDraw) -> tuple[Any, Any]:
@@ -129,30 +129,38 @@ def draw_literal(draw: Any, body: BodyDraw) -> dict[str, Any]:
 
 
 def draw_scale(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf()
-    if found is None:
+    leaf = body.leaf()
+    if leaf is None:
         return None
-    value, form = found
+    value, form = leaf
     step = {"value": value, "by": draw.one_of([2, -1]), "by_replica": draw.chance(0.7)}
     return {**step, "out": keep(body, replace(form, is_plain=False))}
 
 
 def draw_add(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf()
-    if found is None:
+    leaf = body.leaf()
+    if leaf is None:
         return None
-    value, form = found
-    others = [key for key, one in body.forms.items() if one and (one.shapes, one.dtype) == (form.shapes, form.dtype)]
-    other = draw.one_of(others)
-    is_rounded = form.is_rounded or body.forms[other].is_rounded  # type: ignore[union-attr]
-    return {"value": value, "other": other, "out": keep(body, replace(form, is_plain=False, is_rounded=is_rounded))}
+    value, form = leaf
+    matching_keys = [
+        key
+        for key, candidate_form in body.forms.items()
+        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
+    ]
+    summand_key = draw.one_of(matching_keys)
+    is_rounded = form.is_rounded or body.forms[summand_key].is_rounded  # type: ignore[union-attr]
+    return {
+        "value": value,
+        "other": summand_key,
+        "out": keep(body, replace(form, is_plain=False, is_rounded=is_rounded)),
+    }
 
 
 def draw_sum(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf()
-    if found is None or found[1].rank == 0:
+    leaf = body.leaf()
+    if leaf is None or leaf[1].rank == 0:
         return None
-    value, form = found
+    value, form = leaf
     axis = draw.one_of([None, draw.integer(0, form.rank - 1)])
     return {"value": value, "axis": axis, "out": keep(body, replace(form.without(axis), is_plain=False))}
 
@@ -162,10 +170,10 @@ def draw_replica_id(draw: Any, body: BodyDraw) -> dict[str, Any]:
 
 
 def draw_all_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf() if draw.chance(0.05) else body.leaf(is_even=True, is_plain=False)
-    if found is None:
+    leaf = body.leaf() if draw.chance(0.05) else body.leaf(is_even=True, is_plain=False)
+    if leaf is None:
         return None
-    value, form = found
+    value, form = leaf
     op = draw.reduce_op()
     is_mean = op.upper().endswith("MEAN")
     draw.one_device |= not form.is_even or form.is_empty
@@ -174,21 +182,25 @@ def draw_all_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
         is_mean = False
     reduced = replace(form, is_plain=False, is_rounded=form.is_rounded or is_mean)
     how = draw.weighted({"leaf": 60, "list": 12, "dict": 12})
-    others = [key for key, one in body.forms.items() if one and one.is_even and one.is_float and not one.is_plain]
-    if how == "leaf" or not others or not form.is_float:
+    partner_keys = [
+        key
+        for key, candidate_form in body.forms.items()
+        if candidate_form and candidate_form.is_even and candidate_form.is_float and not candidate_form.is_plain
+    ]
+    if how == "leaf" or not partner_keys or not form.is_float:
         fits = form.is_even and (form.is_float or not is_mean)
         return {"op": op, "value": value, "out": keep(body, reduced if fits else None)}
-    other = draw.one_of(others)
-    draw.one_device |= body.forms[other].dtype != form.dtype or body.forms[other].is_empty  # type: ignore[union-attr]
-    nest: Any = [value, other] if how == "list" else {"b": value, "a": other}
+    partner_key = draw.one_of(partner_keys)
+    draw.one_device |= body.forms[partner_key].dtype != form.dtype or body.forms[partner_key].is_empty  # type: ignore[union-attr]
+    nest: Any = [value, partner_key] if how == "list" else {"b": value, "a": partner_key}
     return {"op": op, "value": nest, "out": keep(body, None)}
 
 
 def draw_all_gather(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf() if draw.chance(0.04) else body.leaf(is_plain=False)
-    if found is None or (found[1].rank == 0 and draw.chance(0.9)):
+    leaf = body.leaf() if draw.chance(0.04) else body.leaf(is_plain=False)
+    if leaf is None or (leaf[1].rank == 0 and draw.chance(0.9)):
         return None
-    value, form = found
+    value, form = leaf
     axis = 0 if form.rank == 0 or not form.is_even else draw.integer(0, form.rank - 1)
     fits = form.rank > 0 and form.fits_along(axis)
     draw.one_device |= not fits or form.is_empty
@@ -212,7 +224,11 @@ def draw_write(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     body.touched.add(name)
     variable = draw.variables[name]
     form = variable["form"]
-    alike = [key for key, one in body.forms.items() if one and (one.shapes, one.dtype) == (form.shapes, form.dtype)]
+    alike = [
+        key
+        for key, candidate_form in body.forms.items()
+        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
+    ]
     alike = [key for key in alike if not body.forms[key].is_plain or draw.chance(0.05)]  # type: ignore[union-attr]
     value = draw.one_of(alike) if alike and draw.chance(0.85) else draw.array(form.shapes[0], form.dtype)
     is_rounded = value in body.forms and body.forms[value].is_rounded if isinstance(value, str) else False
@@ -223,11 +239,15 @@ def draw_write(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
 
 
 def draw_average_loss(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf(is_float=True)
-    if found is None or found[1].rank == 0:
+    leaf = body.leaf(is_float=True)
+    if leaf is None or leaf[1].rank == 0:
         return None
-    value, form = found
-    alike = [key for key, one in body.forms.items() if one and (one.shapes, one.dtype) == (form.shapes, form.dtype)]
+    value, form = leaf
+    alike = [
+        key
+        for key, candidate_form in body.forms.items()
+        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
+    ]
     weight = draw.weighted({None: 5, draw.one_of(alike): 3, 0.5: 1})
     size = draw.weighted({None: 5, draw.integer(1, 40): 5, 0: 0.3, -3: 0.2})
     form = replace(form.without(None), is_plain=False, is_rounded=True)
@@ -235,11 +255,11 @@ def draw_average_loss(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
 
 
 def draw_regularization_loss(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf(is_float=True)
-    if found is None:
+    leaf = body.leaf(is_float=True)
+    if leaf is None:
         return None
-    form = replace(found[1].without(None), is_plain=False, is_rounded=True)
-    return {"value": found[0], "context": "replica", "out": keep(body, form)}
+    form = replace(leaf[1].without(None), is_plain=False, is_rounded=True)
+    return {"value": leaf[0], "context": "replica", "out": keep(body, form)}
 
 
 def draw_state(draw: Any, body: BodyDraw) -> dict[str, Any]:
@@ -247,9 +267,9 @@ def draw_state(draw: Any, body: BodyDraw) -> dict[str, Any]:
 
 
 def draw_misplaced(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf()
+    leaf = body.leaf()
     method = draw.one_of(["reduce", "gather", "scope", "local_results", "values", "run"])
-    return None if found is None else {"value": found[0], "method": method, "out": keep(body, None)}
+    return None if leaf is None else {"value": leaf[0], "method": method, "out": keep(body, None)}
 
 
 # -- merge_call -------------------------------------------------------------------------------------------------------
@@ -271,10 +291,10 @@ def draw_merge(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
 
 
 def merge_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf(is_plain=False)
-    if found is None or not (found[1].is_even or found[1].rank):
+    leaf = body.leaf(is_plain=False)
+    if leaf is None or not (leaf[1].is_even or leaf[1].rank):
         return None
-    value, form = found
+    value, form = leaf
     op = draw.one_of(["SUM", "MEAN"]) if form.is_float else "SUM"
     axis = None if (form.is_even and draw.chance(0.6)) or not form.rank else 0
     is_rounded = form.is_rounded or op == "MEAN"
@@ -283,11 +303,11 @@ def merge_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
 
 
 def merge_gather(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    found = body.leaf(is_plain=False)
-    if found is None or found[1].rank == 0 or not found[1].fits_along(0):
+    leaf = body.leaf(is_plain=False)
+    if leaf is None or leaf[1].rank == 0 or not leaf[1].fits_along(0):
         return None
-    draw.one_device |= found[1].is_empty
-    return {"value": found[0], "axis": 0, "out": keep(body, replace(found[1].joined(0), is_plain=True))}
+    draw.one_device |= leaf[1].is_empty
+    return {"value": leaf[0], "axis": 0, "out": keep(body, replace(leaf[1].joined(0), is_plain=True))}
 
 
 def merge_write(draw: Any, body: BodyDraw) -> dict[str, Any] | None:

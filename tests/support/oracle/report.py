@@ -32,10 +32,11 @@ def print_differences(different: list[tuple[str, dict[str, Any]]]) -> None:
     for name, record in different:
         by_number.setdefault(record["number"], []).append((name, record))
     print(f"{len(by_number)} programs differ")
-    for number, found in sorted(by_number.items()):
-        name, record = found[0]
+    for number, occurrences in sorted(by_number.items()):
+        name, record = occurrences[0]
         text = next((text for text in record["texts"] if text), "")
-        print(f"program {number}, step {record['step']}, on {', '.join(one for one, _ in found)}: {text[:300]}")
+        replay_names = ", ".join(replay_name for replay_name, _ in occurrences)
+        print(f"program {number}, step {record['step']}, on {replay_names}: {text[:300]}")
 
 
 def main() -> None:

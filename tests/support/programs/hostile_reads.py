@@ -45,12 +45,12 @@ def use(path):
     attempts = Ledger(store).attempts()
     suspects(attempts)
     decide(attempts, is_counted=True)
-    found = store.read_latest()
+    latest_save = store.read_latest()
     checkpoint = objects(seed=1)
-    load(checkpoint, found.index.state, found.arrays, found.path.name)
-    facts = SaveFacts(found.index.step, found.index.time_s, found.index.metrics)
+    load(checkpoint, latest_save.index.state, latest_save.arrays, latest_save.path.name)
+    facts = SaveFacts(latest_save.index.step, latest_save.index.time_s, latest_save.index.metrics)
     Retention(1, keep_every_n_hours=1, keep_best="loss").retained([facts, facts])
-    states = (found.index.state, found.arrays), checkpoint.collect({})
+    states = (latest_save.index.state, latest_save.arrays), checkpoint.collect({})
     return [(repr(state), [content(array) for array in arrays]) for state, arrays in states]
 
 
@@ -86,11 +86,11 @@ def main():
         CountingFile.n_opened = 0  # cases themselves open files
         print(json.dumps({"number": number, "name": case.name, "kind": case.kind}), flush=True)
         signal.alarm(LIMIT_S)
-        outcome, what = read(path)
+        outcome, detail = read(path)
         signal.alarm(0)
-        is_same = outcome == "read" and what == wanted
+        is_same = outcome == "read" and detail == wanted
         report = {"outcome": outcome, "same": is_same, "opened": CountingFile.n_opened}
-        print(json.dumps({**report, "text": what if outcome == "raised" else ""}), flush=True)
+        print(json.dumps({**report, "text": detail if outcome == "raised" else ""}), flush=True)
     shutil.rmtree(path, ignore_errors=True)
     os._exit(0)
 

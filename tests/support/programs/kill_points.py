@@ -100,12 +100,12 @@ def look_at_one(program, template, folder, expected, nth, is_after):
 def wrong_decision(run_dir, *allowed):
     """Return what is wrong with the decision, which is there whole or not at all."""
     try:
-        found = json.loads((run_dir / "decision.json").read_text())["decision"]
+        decision = json.loads((run_dir / "decision.json").read_text())["decision"]
     except FileNotFoundError:
         return []
     except (ValueError, KeyError) as error:
         return [f"decision.json: {error}"]
-    return [] if found in allowed else [f"decision: {found}"]
+    return [] if decision in allowed else [f"decision: {decision}"]
 
 
 def outcome_in(path):
@@ -132,11 +132,11 @@ def main():
     wrong = []
     kills = ((nth, is_after) for nth in itertools.count(1, every) for is_after in (False, True))
     for nth, is_after in kills:
-        found = look_at_one(program, template, folder, expected, nth, is_after)
-        if found is None:
+        outcome = look_at_one(program, template, folder, expected, nth, is_after)
+        if outcome is None:
             break
-        points[found[0]] = points.get(found[0], 0) + 1
-        wrong += [f"{found[0]} {nth} {'after' if is_after else 'before'}: {text}" for text in found[1]]
+        points[outcome[0]] = points.get(outcome[0], 0) + 1
+        wrong += [f"{outcome[0]} {nth} {'after' if is_after else 'before'}: {text}" for text in outcome[1]]
     shutil.rmtree(folder)
     print(json.dumps({"points": points, "wrong": wrong}))
 

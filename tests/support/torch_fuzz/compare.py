@@ -26,12 +26,12 @@ def plain_state(state: State) -> State:
 
 def digest(state: State) -> str:
     """Return a digest of all bits of a state."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for key in sorted(state):
         value = state[key]
-        found.update(f"{key} {None if value is None else np.shape(value)}".encode())
-        found.update(b"" if value is None else np.ascontiguousarray(value).tobytes())
-    return found.hexdigest()
+        hasher.update(f"{key} {None if value is None else np.shape(value)}".encode())
+        hasher.update(b"" if value is None else np.ascontiguousarray(value).tobytes())
+    return hasher.hexdigest()
 
 
 def of_all_ranks(state: State) -> State:
@@ -45,29 +45,29 @@ def unequal_names(states: list[State]) -> list[str]:
     return [name for name in names if len({digest({name: state.get(name)}) for state in states}) > 1]
 
 
-def largest_difference(found: State, expected: State, dtype: str) -> tuple[float, str]:
+def largest_difference(actual: State, expected: State, dtype: str) -> tuple[float, str]:
     """Return the largest difference in units of the tolerance, and where it is; infinite where one lacks something."""
     worst = 0.0
     where = ""
-    for name in sorted({*found, *expected}):
-        ratio = _ratio(found.get(name), expected.get(name), *TOLERANCES[dtype])
+    for name in sorted({*actual, *expected}):
+        ratio = _ratio(actual.get(name), expected.get(name), *TOLERANCES[dtype])
         if not ratio <= worst:
             worst = ratio
             where = name
     return worst, where
 
 
-def _ratio(found: Any, expected: Any, tolerance: float, floor: float) -> float:
-    if found is None or expected is None:
-        return 0.0 if found is expected else float("inf")
-    one = np.asarray(found, dtype=np.float64)
-    other = np.asarray(expected, dtype=np.float64)
-    if one.shape != other.shape:
+def _ratio(actual: Any, expected: Any, tolerance: float, floor: float) -> float:
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else float("inf")
+    actual_array = np.asarray(actual, dtype=np.float64)
+    expected_array = np.asarray(expected, dtype=np.float64)
+    if actual_array.shape != expected_array.shape:
         return float("inf")
-    if one.size == 0 or np.array_equal(one, other, equal_nan=True):
+    if actual_array.size == 0 or np.array_equal(actual_array, expected_array, equal_nan=True):
         return 0.0
-    scale = max(float(np.abs(other).max()), floor)
-    return float(np.abs(one - other).max()) / (tolerance * scale)
+    scale = max(float(np.abs(expected_array).max()), floor)
+    return float(np.abs(actual_array - expected_array).max()) / (tolerance * scale)
 
 
 def judge(
@@ -89,6 +89,6 @@ def judge(
     if ratio <= 1:
         return {"outcome": "equal", "ratio": ratio}
     rounding = [largest_difference(state, expected, dtype)[0] for state in expect_otherwise()]
-    kind = "differs" if all(found <= 0.1 for found in rounding) else "unstable"
+    kind = "differs" if all(rounding_ratio <= 0.1 for rounding_ratio in rounding) else "unstable"
     values = [str(state.get(where))[:80] for state in (states[0], expected)]
     return {"outcome": kind, "where": where, "ratio": ratio, "rounding": rounding, "values": values}

@@ -68,8 +68,8 @@ class Distributed:
             dataset = dataset.prefetch(data.prefetch)
         distributed = self.strategy.experimental_distribute_dataset(dataset)
         for part, start in ((part, n) for _ in itertools.count() for n, part in enumerate(distributed)):
-            own = self.strategy.experimental_local_results(part["number"])
-            self.numbers.append([number for column in own for number in column.tolist()])
+            local_columns = self.strategy.experimental_local_results(part["number"])
+            self.numbers.append([number for column in local_columns for number in column.tolist()])
             yield part, min(data.batch, data.n_rows - start * data.batch)
 
     def scale(self, losses: Tensor, weights: Tensor | None, divisor: int) -> Tensor:

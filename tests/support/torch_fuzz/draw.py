@@ -142,10 +142,10 @@ def _draw_optimizer(rng: random.Random, model: ModelSpec, no_closure: bool) -> O
 def _draw_data(rng: random.Random, model: ModelSpec) -> DataSpec:
     batch = rng.choice([6, 7, 8, 12]) if model.kind in NEEDS_ROWS else rng.choice([2, 3, 4, 6, 7, 12])
     n_batches = rng.choice([2, 3, 4])
-    rest = 0 if model.kind in NEEDS_ROWS else rng.choice([0, 1, batch // 2])
-    rest = 2 if model.kind in HAS_STATISTICS and rest == 1 else rest
+    remainder_rows = 0 if model.kind in NEEDS_ROWS else rng.choice([0, 1, batch // 2])
+    remainder_rows = 2 if model.kind in HAS_STATISTICS and remainder_rows == 1 else remainder_rows
     return DataSpec(
-        n_rows=n_batches * batch + rest % batch,
+        n_rows=n_batches * batch + remainder_rows % batch,
         batch=batch,
         is_shuffled=rng.random() < 0.4,
         drops_remainder=rng.random() < 0.2,

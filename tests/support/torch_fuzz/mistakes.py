@@ -103,8 +103,8 @@ def closure_of_own_gradients(step: Step, rows: Rows) -> Tensor:
 
     def closure() -> Tensor:
         loss, value = _loss(step, rows)
-        found = torch.autograd.grad(loss, step.parameters, allow_unused=True)
-        for parameter, gradient in zip(step.parameters, found, strict=True):
+        gradients = torch.autograd.grad(loss, step.parameters, allow_unused=True)
+        for parameter, gradient in zip(step.parameters, gradients, strict=True):
             parameter.grad = gradient
         values.append(value)
         return value
@@ -116,8 +116,8 @@ def closure_of_own_gradients(step: Step, rows: Rows) -> Tensor:
 def own_gradients(step: Step, rows: Rows) -> Tensor:
     """Step on gradients of this replica."""
     loss, value = _loss(step, rows)
-    found = torch.autograd.grad(loss, step.parameters, allow_unused=True)
-    for parameter, gradient in zip(step.parameters, found, strict=True):
+    gradients = torch.autograd.grad(loss, step.parameters, allow_unused=True)
+    for parameter, gradient in zip(step.parameters, gradients, strict=True):
         parameter.grad = gradient
     step.optimizer.step()
     return value
@@ -142,8 +142,8 @@ def applied_after_no_sync(step: Step, rows: Rows) -> Tensor:
     with step.training.backend.no_sync():
         _backward(step, rows)
     loss, value = _loss(step, rows)
-    found = torch.autograd.grad(loss, step.parameters, allow_unused=True)
-    step.training.backend.apply(step.optimizer, list(zip(found, step.parameters, strict=True)), False)
+    gradients = torch.autograd.grad(loss, step.parameters, allow_unused=True)
+    step.training.backend.apply(step.optimizer, list(zip(gradients, step.parameters, strict=True)), False)
     _backward(step, rows)
     step.optimizer.step()
     step.optimizer.zero_grad()
@@ -153,8 +153,8 @@ def applied_after_no_sync(step: Step, rows: Rows) -> Tensor:
 def accumulate_on_applied(step: Step, rows: Rows) -> Tensor:
     """Accumulate on what apply_gradients has left, zeroed in place."""
     loss, value = _loss(step, rows)
-    found = torch.autograd.grad(loss, step.parameters, allow_unused=True)
-    step.training.backend.apply(step.optimizer, list(zip(found, step.parameters, strict=True)), False)
+    gradients = torch.autograd.grad(loss, step.parameters, allow_unused=True)
+    step.training.backend.apply(step.optimizer, list(zip(gradients, step.parameters, strict=True)), False)
     step.optimizer.zero_grad(set_to_none=False)
     _backward(step, rows)
     step.optimizer.step()

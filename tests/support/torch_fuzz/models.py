@@ -150,8 +150,8 @@ class _Experts(nn.Module):
         parts = [(rows["tag"] == tag).nonzero()[:, 0] for tag in range(N_TAGS)]
         used = [(part, self.experts[tag](hidden[part])) for tag, part in enumerate(parts) if len(part)]
         out = hidden[:, :N_OUT] * 0
-        for part, found in used:
-            out = out.index_add(0, part, found)
+        for part, expert_output in used:
+            out = out.index_add(0, part, expert_output)
         return out
 
 

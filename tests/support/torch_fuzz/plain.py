@@ -54,8 +54,8 @@ class Plain:
 
     def batches(self, rows: Rows) -> Iterator[tuple[Any, int]]:
         for numbers in self._numbers():
-            taken = numbers[::-1] if self._is_reversed else numbers
-            yield {key: column[taken] for key, column in rows.items()}, len(numbers)
+            row_order = numbers[::-1] if self._is_reversed else numbers
+            yield {key: column[row_order] for key, column in rows.items()}, len(numbers)
 
     def scale(self, losses: Tensor, weights: Tensor | None, divisor: int) -> Tensor:
         weighted = losses if weights is None else losses * weights

@@ -149,17 +149,19 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Return everything that must be equal, by name: tensors, numbers and None."""
-        found: dict[str, Any] = {}
+        state_by_name: dict[str, Any] = {}
         models = {"model": self.model, "critic": self.critic, "average": self.average}
         for name, model in models.items():
             if model is not None:
-                found.update(_flat(name, model.state_dict()))
+                state_by_name.update(_flat(name, model.state_dict()))
             if model is not None and not self.program.cluster.divides_steps:
-                found.update({f"{name}.{one}.grad": p.grad for one, p in model.named_parameters()})
+                state_by_name.update(
+                    {f"{name}.{parameter_name}.grad": p.grad for parameter_name, p in model.named_parameters()}
+                )
         for number, optimizer in enumerate(self.optimizers):
-            found.update(_flat(f"optimizer {number}", optimizer.state_dict()["state"]))
-            found[f"learning rate {number}"] = optimizer.param_groups[0]["lr"]
-        return found
+            state_by_name.update(_flat(f"optimizer {number}", optimizer.state_dict()["state"]))
+            state_by_name[f"learning rate {number}"] = optimizer.param_groups[0]["lr"]
+        return state_by_name
 
 
 class Step:
@@ -213,7 +215,15 @@ def nothing() -> AbstractContextManager[None]:
 
 def _flat(name: str, nest: Any) -> dict[str, Any]:
     if isinstance(nest, dict):
-        return {key: value for own, child in nest.items() for key, value in _flat(f"{name}.{own}", child).items()}
+        return {
+            key: value
+            for child_name, child in nest.items()
+            for key, value in _flat(f"{name}.{child_name}", child).items()
+        }
     if isinstance(nest, (list, tuple)):
-        return {key: value for own, child in enumerate(nest) for key, value in _flat(f"{name}.{own}", child).items()}
+        return {
+            key: value
+            for child_index, child in enumerate(nest)
+            for key, value in _flat(f"{name}.{child_index}", child).items()
+        }
     return {name: nest}

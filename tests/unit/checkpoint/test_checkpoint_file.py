@@ -36,12 +36,12 @@ def read_file(path):
 
 def arrays(*dtypes):
     random = np.random.RandomState(0)
-    made = []
+    named_arrays = []
     for number, dtype in enumerate(dtypes):
         stored = {"bfloat16": "uint16"}.get(dtype, dtype)
         values = (random.standard_normal((number, 3)) * 9).astype(stored)
-        made.append(NamedArray(f"loose/{number}" if number % 3 else f"model/{number}.weight", dtype, values))
-    return made
+        named_arrays.append(NamedArray(f"loose/{number}" if number % 3 else f"model/{number}.weight", dtype, values))
+    return named_arrays
 
 
 ALL = ("float32", "float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool", "complex64", "float32")
@@ -55,13 +55,13 @@ def path(tmp_path):
 
 
 def test_everything_comes_back(path):
-    state, found = read_file(path)
+    state, restored_arrays = read_file(path)
     assert state == STATE
-    for array, theirs in zip(arrays(*ALL), found, strict=True):
-        assert (array.name, array.dtype) == (theirs.name, theirs.dtype)
-        assert array.values.dtype == theirs.values.dtype
-        assert array.values.shape == theirs.values.shape
-        assert array.values.tobytes() == theirs.values.tobytes()
+    for array, restored_array in zip(arrays(*ALL), restored_arrays, strict=True):
+        assert (array.name, array.dtype) == (restored_array.name, restored_array.dtype)
+        assert array.values.dtype == restored_array.values.dtype
+        assert array.values.shape == restored_array.values.shape
+        assert array.values.tobytes() == restored_array.values.tobytes()
 
 
 def test_scalars_and_nothing_at_all(tmp_path):
@@ -106,8 +106,10 @@ def test_arrays_of_any_names(tmp_path):
     """HDF5 takes a name once, and none that is a group already."""
     named = [NamedArray(name, "int64", np.full(3, number)) for number, name in enumerate(NAMES)]
     write_file(tmp_path / "x.h5", None, named)
-    found = read_file(tmp_path / "x.h5")[1]
-    assert [(one.name, one.values.tolist()) for one in found] == [(one.name, one.values.tolist()) for one in named]
+    restored_arrays = read_file(tmp_path / "x.h5")[1]
+    assert [(array.name, array.values.tolist()) for array in restored_arrays] == [
+        (array.name, array.values.tolist()) for array in named
+    ]
     with h5py.File(tmp_path / "x.h5") as file:
         assert file["a/b"][0] == 0
         assert file["é/ü"][0] == NAMES.index("é/ü")
@@ -181,8 +183,8 @@ def test_refuses_an_index_without_its_parts(path, change):
 
 
 def header_of(**parts):
-    said = {"format": 2, "nbytes": 9000, "index": [5000, 100], "xxh3_128": ["a", "b"], **parts}
-    line = json.dumps(said)
+    fields = {"format": 2, "nbytes": 9000, "index": [5000, 100], "xxh3_128": ["a", "b"], **parts}
+    line = json.dumps(fields)
     return f"{line}\n{xxhash.xxh3_128_hexdigest(line.encode())}\n".encode().ljust(HEADER_BYTES, b"\0")
 
 
@@ -251,8 +253,8 @@ def test_arrays_of_any_strides(tmp_path):
     square = np.arange(12.0).reshape(3, 4)
     views = [square.T, square[:, ::2], square[::-1], np.broadcast_to(square[0], (2, 4))]
     write_file(tmp_path / "x.h5", None, [NamedArray(str(n), "float64", view) for n, view in enumerate(views)])
-    for view, found in zip(views, read_file(tmp_path / "x.h5")[1], strict=True):
-        assert np.array_equal(view, found.values)
+    for view, restored_array in zip(views, read_file(tmp_path / "x.h5")[1], strict=True):
+        assert np.array_equal(view, restored_array.values)
 
 
 @pytest.mark.parametrize("n_copiers", [1, 2, 3, 4])
@@ -272,6 +274,7 @@ def test_large_arrays_are_copied_whole_by_any_number_of_threads(tmp_path, monkey
     named = [NamedArray(name, str(array.dtype), np.asarray(array)) for name, array in values.items()]
     write_file(tmp_path / "file.h5", None, named)
     same = {
-        found.name: np.array_equal(found.values, values[found.name]) for found in read_file(tmp_path / "file.h5")[1]
+        restored.name: np.array_equal(restored.values, values[restored.name])
+        for restored in read_file(tmp_path / "file.h5")[1]
     }
     assert same == dict.fromkeys(values, True)

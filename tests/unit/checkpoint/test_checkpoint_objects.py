@@ -64,11 +64,11 @@ def test_optimizers_that_name_their_parameters_are_restored():
 
 
 def test_an_optimizer_with_other_groups_is_refused():
-    one, other = (torch.optim.SGD([torch.zeros(2)], 0.1) for _ in range(2))
-    other.add_param_group({"params": [torch.zeros(3), torch.zeros(4)]})
-    state, arrays = saved(optimizer=other)
+    smaller_optimizer, larger_optimizer = (torch.optim.SGD([torch.zeros(2)], 0.1) for _ in range(2))
+    larger_optimizer.add_param_group({"params": [torch.zeros(3), torch.zeros(4)]})
+    state, arrays = saved(optimizer=larger_optimizer)
     with pytest.raises(CheckpointError, match="'group 1'.*2.*'group 1'.*2"):
-        load(Checkpoint(optimizer=one), state, arrays, "file")
+        load(Checkpoint(optimizer=smaller_optimizer), state, arrays, "file")
 
 
 class Lookahead:

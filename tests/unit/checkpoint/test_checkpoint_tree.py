@@ -55,12 +55,12 @@ def round_trip(value):
     ids=lambda value: type(value).__name__,
 )
 def test_values_come_back_as_they_were_with_their_types(value):
-    found, arrays = round_trip({"x": [value]})
-    assert found == {"x": [value]}
-    assert type(found["x"][0]) is type(value)
+    restored, arrays = round_trip({"x": [value]})
+    assert restored == {"x": [value]}
+    assert type(restored["x"][0]) is type(value)
     assert arrays == []
-    assert getattr(found["x"][0], "maxlen", 0) == getattr(value, "maxlen", 0)
-    assert getattr(found["x"][0], "default_factory", 0) == getattr(value, "default_factory", 0)
+    assert getattr(restored["x"][0], "maxlen", 0) == getattr(value, "maxlen", 0)
+    assert getattr(restored["x"][0], "default_factory", 0) == getattr(value, "default_factory", 0)
 
 
 def test_sets_are_written_in_one_order():
@@ -136,20 +136,20 @@ def test_a_nest_in_itself_is_refused():
 
 def test_arrays_come_back_with_dtype_shape_and_bits():
     state = {"w": np.float32([[1, np.nan], [-0.0, np.inf]]), "n": np.array(7), "e": np.zeros((0, 3), bool)}
-    found, arrays = round_trip(state)
+    restored, arrays = round_trip(state)
     assert [array.name for array in arrays] == ["x/w", "x/n", "x/e"]
     for key, value in state.items():
-        assert found[key].dtype == value.dtype
-        assert found[key].shape == value.shape
-        assert found[key].tobytes() == value.tobytes()
+        assert restored[key].dtype == value.dtype
+        assert restored[key].shape == value.shape
+        assert restored[key].tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [">f8", ">i2", ">u4", ">f2", ">c16", "<f4", "=i8"])
 def test_arrays_of_another_byte_order_come_back_with_their_values(dtype):
     value = np.arange(6).reshape(2, 3).astype(dtype)
-    found, arrays = round_trip({"w": value})
-    assert (found["w"] == value).all()
-    assert found["w"].shape == (2, 3)
+    restored, arrays = round_trip({"w": value})
+    assert (restored["w"] == value).all()
+    assert restored["w"].shape == (2, 3)
     assert arrays[0].values.dtype == np.dtype(arrays[0].dtype), "the bytes are what the name says"
 
 

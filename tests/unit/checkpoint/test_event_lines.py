@@ -37,9 +37,9 @@ def test_only_what_was_appended_is_read_again(tmp_path):
     with path.open("a") as file:
         file.write("f\n")
     assert list(followed.new_lines()[1]) == ["half"]
-    other = tmp_path / "other"
-    other.write_text("d\n")
-    other.rename(path)
+    replacement = tmp_path / "other"
+    replacement.write_text("d\n")
+    replacement.rename(path)
     is_other, lines = followed.new_lines()
     assert (is_other, list(lines)) == (True, ["d"])
 

@@ -59,12 +59,12 @@ def test_a_dtype_that_is_not_stored_has_no_name(name):
 def test_a_changed_checkpoint_is_refused_or_read_as_it_was(fast_folder, clean_environ):
     n_cases = len(all_cases(Original(fast_folder / "original")))
     n_lies = len(list(lies()))
-    found = read_all(fast_folder, clean_environ, 0, n_lies, 1)
+    case_reports = read_all(fast_folder, clean_environ, 0, n_lies, 1)
     every = 1 if IS_FULL else 20
     for first in range(n_lies, n_cases, BATCH * every):
-        found += read_all(fast_folder, clean_environ, first, first + BATCH * every, every)
-    counts = Counter((case["kind"], report["outcome"]) for case, report in found)
-    print(f"{len(found)} changed checkpoints, seed {SEED}: {dict(counts)}")
-    assert [text for case, report in found if (text := what_is_wrong(case, report))] == []
-    assert len(found) >= (5000 if IS_FULL else 400)
+        case_reports += read_all(fast_folder, clean_environ, first, first + BATCH * every, every)
+    counts = Counter((case["kind"], report["outcome"]) for case, report in case_reports)
+    print(f"{len(case_reports)} changed checkpoints, seed {SEED}: {dict(counts)}")
+    assert [text for case, report in case_reports if (text := what_is_wrong(case, report))] == []
+    assert len(case_reports) >= (5000 if IS_FULL else 400)
     assert counts["lie", "refused"] >= 125

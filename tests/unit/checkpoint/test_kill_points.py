@@ -39,10 +39,10 @@ def sweep(folder, clean_environ, start, program, every):
     )
     shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    print(f"{sum(found['points'].values())} kill points, {program} program, {start} start: {found['points']}")
-    assert found["wrong"] == []
-    return found["points"]
+    report = json.loads(done.stdout)
+    print(f"{sum(report['points'].values())} kill points, {program} program, {start} start: {report['points']}")
+    assert report["wrong"] == []
+    return report["points"]
 
 
 @pytest.mark.feature("complaints.broken-checkpoint-files")

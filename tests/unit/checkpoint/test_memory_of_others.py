@@ -47,8 +47,8 @@ def image_of(step):
 
 
 def step_in(memory, attempt=2):
-    found = FastTier(memory, RUN, attempt).find()
-    return None if found is None else found[0].step
+    newest_copy = FastTier(memory, RUN, attempt).find()
+    return None if newest_copy is None else newest_copy[0].step
 
 
 def test_nobody_else_sees_copies_whatever_the_umask(memory, own):
@@ -61,17 +61,17 @@ def test_nobody_else_sees_copies_whatever_the_umask(memory, own):
     assert step_in(memory) == 5
 
 
-def is_link(memory, own, monkeypatch):
-    own.rename(memory / "elsewhere")
-    own.symlink_to(memory / "elsewhere")
+def is_link(memory, owned_folder, monkeypatch):
+    owned_folder.rename(memory / "elsewhere")
+    owned_folder.symlink_to(memory / "elsewhere")
 
 
 def can_be_written_by(mode):
-    return lambda memory, own, monkeypatch: own.chmod(mode)
+    return lambda memory, owned_folder, monkeypatch: owned_folder.chmod(mode)
 
 
-def is_of_another_user(memory, own, monkeypatch):
-    os.chown(own, 12345, -1)
+def is_of_another_user(memory, owned_folder, monkeypatch):
+    os.chown(owned_folder, 12345, -1)
 
 
 TAKEN = {
@@ -117,14 +117,14 @@ def test_a_folder_that_is_given_to_another_user_meanwhile_is_not_emptied(memory,
 
 @pytest.mark.parametrize("run", ["x/../../kept", "../kept", "\0", "/etc"])
 def test_the_name_of_a_run_leads_nowhere_else(memory, run):
-    kept = memory.parent / "kept"
+    outside_folder = memory.parent / "kept"
     (memory / f"hpcdist-{os.getuid()}-x").mkdir(parents=True)
-    (kept / "attempts").mkdir(parents=True)
+    (outside_folder / "attempts").mkdir(parents=True)
     tier = FastTier(memory, run, 1)
     assert list(memory.rglob("0001.jsonl")) != []
     assert tier.find() is None
     tier.remove()
-    assert (kept / "attempts").exists()
+    assert (outside_folder / "attempts").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_reported_once(memory, caplog):
@@ -160,18 +160,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_copies_of_a_job_that_runs_or_of_another_user_are_left(memory, own):
     tier = FastTier(memory, RUN, 1)
-    theirs = memory / f"hpcdist-{os.getuid() + 1}-0-run"
-    theirs.mkdir()
+    other_user_folder = memory / f"hpcdist-{os.getuid() + 1}-0-run"
+    other_user_folder.mkdir()
     outside = memory.parent / "outside"
     outside.mkdir()
     link = memory / f"hpcdist-{os.getuid()}-0-link"
     link.symlink_to(outside)
     long_ago = time.time() - STALE_S - 60
     os.utime(link, (long_ago, long_ago), follow_symlinks=False)
-    for path in (own, theirs, outside):
+    for path in (own, other_user_folder, outside):
         make_old(path)
     FastTier(memory, "another", 1)
-    assert [path.exists() for path in (own, theirs, outside)] == [True] * 3
+    assert [path.exists() for path in (own, other_user_folder, outside)] == [True] * 3
     del tier
     gc.collect()
     FastTier(memory, "another", 2)

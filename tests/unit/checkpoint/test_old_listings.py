@@ -61,10 +61,10 @@ class Clients:
 
 @pytest.fixture
 def clients(monkeypatch):
-    found = Clients()
+    fake_os = Clients()
     for module in (durable, store):
-        monkeypatch.setattr(module, "os", found)
-    return found
+        monkeypatch.setattr(module, "os", fake_os)
+    return fake_os
 
 
 def begun(path):
@@ -161,5 +161,5 @@ def test_progress_is_counted_from_attempts_of_other_nodes(clients, tmp_path):
     attempt("a", 10)
     attempt("b", 30)
     third = attempt("a", 40)
-    assert [one.number for one in third.attempts()] == [1, 2, 3]
+    assert [attempt_entry.number for attempt_entry in third.attempts()] == [1, 2, 3]
     assert third.attempts()[-1].base_step == 30

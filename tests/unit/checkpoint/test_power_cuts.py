@@ -76,9 +76,9 @@ def cuts(before, log, newest, every=1):
             model.apply(*log[number])
 
 
-def is_right(found, base):
-    return found.arrays[0].values.tobytes() == weights_after(found.saved.step) and (
-        found.index.state["step"] == found.saved.step
+def is_right(checkpoint, base):
+    return checkpoint.arrays[0].values.tobytes() == weights_after(checkpoint.saved.step) and (
+        checkpoint.index.state["step"] == checkpoint.saved.step
     )
 
 
@@ -88,12 +88,12 @@ def recover(state, base, is_right):
     base.mkdir()
     write_out(state, base)
     try:
-        found = Store(base / PATH).read_latest()
+        checkpoint = Store(base / PATH).read_latest()
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
-    if found is None:
+    if checkpoint is None:
         return NOTHING
-    return found.saved if is_right(found, base) else f"{found.saved}: other bytes"
+    return checkpoint.saved if is_right(checkpoint, base) else f"{checkpoint.saved}: other bytes"
 
 
 def goes_on(base):
@@ -131,18 +131,18 @@ class Verdicts:
         key = digest(state)
         if key not in self.known:
             self.known[key] = self._recover(state) if self.chance.random() < self.share else None
-        found = self.known[key]
-        if isinstance(found, str):
-            return found
-        return f"lost {newest}, found {found}" if found is not None and found < newest else None
+        verdict = self.known[key]
+        if isinstance(verdict, str):
+            return verdict
+        return f"lost {newest}, found {verdict}" if verdict is not None and verdict < newest else None
 
     def _recover(self, state):
-        found = recover(state, self.base, self.is_right)
-        return found if isinstance(found, str) or self.use(self.base) else "does not come to its end"
+        verdict = recover(state, self.base, self.is_right)
+        return verdict if isinstance(verdict, str) or self.use(self.base) else "does not come to its end"
 
-    def report(self, what):
-        n_recovered = sum(found is not None for found in self.known.values())
-        print(f"{what}: {self.n_found} states, {len(self.known)} distinct, {n_recovered} recovered, seed {SEED}")
+    def report(self, label):
+        n_recovered = sum(verdict is not None for verdict in self.known.values())
+        print(f"{label}: {self.n_found} states, {len(self.known)} distinct, {n_recovered} recovered, seed {SEED}")
         return n_recovered
 
 
@@ -167,8 +167,8 @@ def records_in(base):
     """Return step and total of each whole record."""
     path = (base / PATH).with_name("metrics.jsonl")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    return [(record["step"], record["total"]) for record in found]
+    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    return [(record["step"], record["total"]) for record in records]
 
 
 @functools.cache
@@ -181,14 +181,14 @@ def managed_totals():
     return totals
 
 
-def is_right_with_records(found, base):
+def is_right_with_records(checkpoint, base):
     """Return whether the records that a checkpoint counts are there, and the decision is whole."""
     decision = (base / PATH).with_name("decision.json")
-    n_records = decode(found.index.state["objects"]["metrics"], from_array, [])["records"]
-    total = float(next(array.values for array in found.arrays if array.name == "weights").sum())
+    n_records = decode(checkpoint.index.state["objects"]["metrics"], from_array, [])["records"]
+    total = float(next(array.values for array in checkpoint.arrays if array.name == "weights").sum())
     return (
-        (found.saved.step, total) == managed_totals()[found.saved.step - 1]
-        and n_records == found.saved.step
+        (checkpoint.saved.step, total) == managed_totals()[checkpoint.saved.step - 1]
+        and n_records == checkpoint.saved.step
         and records_in(base)[:n_records] == managed_totals()[:n_records]
         and (not decision.exists() or json.loads(decision.read_text())["decision"] in ("requeue", "finished"))
     )
@@ -256,8 +256,8 @@ def record_with_kill(base, nth):
         Training(base / PATH, disk, lambda saved: disk.log.append(("committed", saved))).run()
     for descriptor in disk.open:
         os.close(descriptor)
-    again = RecordingDisk(base, disk.log)
-    Training(base / PATH, again, lambda saved: disk.log.append(("committed", saved))).run()
+    restart_disk = RecordingDisk(base, disk.log)
+    Training(base / PATH, restart_disk, lambda saved: disk.log.append(("committed", saved))).run()
     return functools.partial(Model, make_base(base.with_name(f"{base.name}-before"))), disk.log, NOTHING
 
 
@@ -269,8 +269,8 @@ def test_power_is_cut_after_a_kill_and_a_restart(fast_folder):
     kills = range(1, 100) if IS_FULL else [*range(2, 8), 34, 65, 92, 93]
     for nth in kills:
         run = record_with_kill(fast_folder / f"base-{nth}", nth)
-        found = [verdicts.look(*cut) for cut in cuts(*run, 8 if IS_FULL else 20)]
-        wrong += [f"killed at operation {nth}: {text}" for text in found if text]
+        problems = [verdicts.look(*cut) for cut in cuts(*run, 8 if IS_FULL else 20)]
+        wrong += [f"killed at operation {nth}: {text}" for text in problems if text]
     verdicts.report(f"cut after each of {len(kills)} kills")
     assert wrong == []
 
@@ -318,8 +318,8 @@ def renamed_before_synced(log):
 def in_place(log):
     """Files are written under their own names."""
     names = {entry[1]: entry[2] for entry in log if entry[0] == "rename"}
-    kept = [entry for entry in log if entry[0] != "rename"]
-    return [(name, names.get(path, path), *more) for name, path, *more in kept]
+    retained = [entry for entry in log if entry[0] != "rename"]
+    return [(name, names.get(path, path), *more) for name, path, *more in retained]
 
 
 def split_at_commits(log):

@@ -80,8 +80,8 @@ def steps(folder):
 
 
 def latest_value(folder):
-    found = folder.read_latest()
-    return None if found is None else float(found.arrays[0].values[0])
+    latest = folder.read_latest()
+    return None if latest is None else float(latest.arrays[0].values[0])
 
 
 def names(folder):
@@ -747,12 +747,12 @@ class Overtaken(Store):
         self.n_times = n_times
 
     def saved(self):
-        found = super().saved()
+        saved_checkpoints = super().saved()
         if self.n_times:
             self.n_times -= 1
-            commit(self.writer, found[-1].step + 1)
+            commit(self.writer, saved_checkpoints[-1].step + 1)
             prune(self.writer, 1)
-        return found
+        return saved_checkpoints
 
 
 @pytest.fixture(autouse=True)

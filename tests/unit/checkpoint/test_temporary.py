@@ -167,15 +167,15 @@ def test_rows_and_caches_remove_what_their_killed_writers_left(tmp_path):
 
 
 def test_a_cache_does_not_read_one_whose_name_begins_like_its_own(tmp_path):
-    other = Dataset.from_tensor_slices([1000.0, 1001.0]).cache(str(tmp_path / "train.aug"))
-    assert [float(row) for row in other] == [1000.0, 1001.0]
-    mine = Dataset.from_tensor_slices([0.0, 1.0]).cache(str(tmp_path / "train"))
-    assert [float(row) for row in mine] == [0.0, 1.0]
+    long_name_cache = Dataset.from_tensor_slices([1000.0, 1001.0]).cache(str(tmp_path / "train.aug"))
+    assert [float(row) for row in long_name_cache] == [1000.0, 1001.0]
+    short_name_cache = Dataset.from_tensor_slices([0.0, 1.0]).cache(str(tmp_path / "train"))
+    assert [float(row) for row in short_name_cache] == [0.0, 1.0]
 
 
 def test_no_name_is_made_of_a_process_id():
     """Process ids repeat in containers and on other hosts. In /proc they name what they should."""
-    found = []
+    violations = []
     for path in [
         *SOURCE.rglob("*.py"),
         *(SOURCE.parent / "slurm").glob("*.py"),
@@ -183,8 +183,8 @@ def test_no_name_is_made_of_a_process_id():
     ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr) and "pid" in ast.unparse(node) and not is_for_people_or_proc(node):
-                found.append(f"{path.relative_to(SOURCE.parent)}:{node.lineno}: {ast.unparse(node)}")
-    assert found == []
+                violations.append(f"{path.relative_to(SOURCE.parent)}:{node.lineno}: {ast.unparse(node)}")
+    assert violations == []
 
 
 def is_for_people_or_proc(node):

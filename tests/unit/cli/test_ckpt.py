@@ -80,8 +80,8 @@ def test_show(run_dir, call):
     lines = [line.split() for line in out.splitlines()]
     assert ["float32", "2x3", "24", "B", "model/weight"] in lines
     assert ["bfloat16", "2", "4", "B", "half"] in lines
-    said = json.loads(call("show", file_of(run_dir, 2), "--json")[1])
-    assert (said["step"], said["arrays"][0]["name"]) == (2, "model/weight")
+    description = json.loads(call("show", file_of(run_dir, 2), "--json")[1])
+    assert (description["step"], description["arrays"][0]["name"]) == (2, "model/weight")
 
 
 def test_verify_finds_a_bit(run_dir, call):
@@ -132,35 +132,35 @@ def test_diff_where_all_elements_became_nan(call, tmp_path):
 
 
 def test_diff_of_other_arrays(run_dir, call, tmp_path):
-    other = hpcdist.Checkpoint(model=torch.nn.Linear(3, 4), more=np.ones(2))
-    other.write(tmp_path / "other.h5")
+    other_checkpoint = hpcdist.Checkpoint(model=torch.nn.Linear(3, 4), more=np.ones(2))
+    other_checkpoint.write(tmp_path / "other.h5")
     code, out, _ = call("diff", run_dir, tmp_path / "other.h5", "--json")
-    found = {row["name"]: row["difference"] for row in json.loads(out)["differences"]}
+    differences = {row["name"]: row["difference"] for row in json.loads(out)["differences"]}
     assert code == 1
-    assert found["model/weight"] == "float32 2x3 and float32 4x3"
-    assert (found["half"], found["more"]) == ("only in the first", "only in the second")
+    assert differences["model/weight"] == "float32 2x3 and float32 4x3"
+    assert (differences["half"], differences["more"]) == ("only in the first", "only in the second")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_there_and_back(run_dir, call, tmp_path, suffix):
     """From a checkpoint to somebody else's file and back: the same bits, and a model that starts from them."""
     out = tmp_path / f"model{suffix}"
-    again = tmp_path / "again.h5"
+    imported_path = tmp_path / "again.h5"
     assert call("export", run_dir, out)[0] == 0
-    theirs = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
-    assert set(theirs) == {"weight", "bias"}
-    assert call("import", out, again)[0] == 0
+    exported_tensors = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    assert set(exported_tensors) == {"weight", "bias"}
+    assert call("import", out, imported_path)[0] == 0
     model = torch.nn.Linear(3, 2)
-    assert hpcdist.load_checkpoint(again, model=model) == 0
-    assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
-    assert call("verify", again)[0] == 0
+    assert hpcdist.load_checkpoint(imported_path, model=model) == 0
+    assert all(torch.equal(value, exported_tensors[name]) for name, value in model.state_dict().items())
+    assert call("verify", imported_path)[0] == 0
 
 
 def test_all_objects_and_bfloat16(run_dir, call, tmp_path):
     assert call("export", run_dir, tmp_path / "all.safetensors", "--object", "")[0] == 0
-    found = load_file(tmp_path / "all.safetensors")
-    assert torch.equal(found["half"], torch.ones(2, dtype=torch.bfloat16))
-    assert "optimizer/state/0/exp_avg" in found
+    exported_tensors = load_file(tmp_path / "all.safetensors")
+    assert torch.equal(exported_tensors["half"], torch.ones(2, dtype=torch.bfloat16))
+    assert "optimizer/state/0/exp_avg" in exported_tensors
 
 
 def test_a_state_dict_inside_a_file(call, tmp_path):
@@ -206,12 +206,12 @@ def test_prune_keeps_what_the_newest_sound_one_needs(run_dir, call):
 def test_what_is_wrong_is_one_line(run_dir, call, tmp_path, arguments, code, text):
     (tmp_path / "empty").mkdir()
     places = {"NOTHING": tmp_path / "nothing", "EMPTY": tmp_path / "empty", "RUN": run_dir}
-    given = [arguments[0]]
+    command_line = [arguments[0]]
     for argument in arguments[1:]:
-        first, _, rest = argument.partition("/")
-        given.append(places[first] / rest if first in places and rest else places.get(first, argument))
-    found, _, error = call(*given)
-    assert (found, error.count("\n")) == (code, 1), error
+        first, _, subpath = argument.partition("/")
+        command_line.append(places[first] / subpath if first in places and subpath else places.get(first, argument))
+    exit_code, _, error = call(*command_line)
+    assert (exit_code, error.count("\n")) == (code, 1), error
     assert text in error
 
 
@@ -242,8 +242,8 @@ def test_help_and_inspection_load_neither_mpi_nor_torch(run_dir, arguments):
         " assert end.code == 0, end.code\nfound = [name for name in ('mpi4py', 'torch') if name in sys.modules]\n"
         "assert not found, found\n"
     )
-    given = [str(run_dir) if argument == "RUN" else argument for argument in arguments]
-    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=60)
+    command_line = [str(run_dir) if argument == "RUN" else argument for argument in arguments]
+    done = subprocess.run([sys.executable, "-c", code, *command_line], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,21 +11,25 @@ GOOD = RankFacts(0, "a", "worker 0", (0, 1), 4, 2, 0, 10e9, 1 << 30, True)
 
 def ranks(n_hosts=1, n_local=2, **more):
     """Return ranks with two cores of their own."""
-    made = []
+    rank_facts = []
     for rank in range(n_hosts * n_local):
         host, local = divmod(rank, n_local)
         cores = (2 * local, 2 * local + 1)
         facts = replace(GOOD, rank=rank, host="abcdef"[host], task=f"worker {rank}", cores=cores, link_bytes_s=1e9)
-        made.append(replace(facts, **more))
-    return made
+        rank_facts.append(replace(facts, **more))
+    return rank_facts
 
 
-def lines(found, folder=""):
-    return [str(one) for one in findings_of(found, folder)]
+def lines(rank_facts, folder=""):
+    return [str(finding) for finding in findings_of(rank_facts, folder)]
 
 
-def bad(found, folder=""):
-    return [(one.level, one.topic, one.text) for one in findings_of(found, folder) if one.level != "ok"]
+def bad(rank_facts, folder=""):
+    return [
+        (finding.level, finding.topic, finding.text)
+        for finding in findings_of(rank_facts, folder)
+        if finding.level != "ok"
+    ]
 
 
 @pytest.mark.feature("launch.installation-report")
@@ -42,20 +46,20 @@ def test_all_is_well(n_hosts):
 
 @pytest.mark.feature("launch.installation-report")
 def test_every_finding_that_is_not_ok_has_a_cure():
-    found = [
+    findings = [
         *findings_of(ranks(1, 2, cores=(0,), omp_threads=9, shm_bytes=0, n_gpus=1), "runs/a"),
         *findings_of(ranks(2, 1, can_share=False, skew_s=3.0, folder_error="none"), "runs/a"),
     ]
-    assert {one.topic for one in found if one.level != "ok"} == {
+    assert {finding.topic for finding in findings if finding.level != "ok"} == {
         *("cores", "threads", "shared memory", "GPUs", "clock", "run folder")
     }
-    assert all(one.cure for one in found if one.level != "ok")
+    assert all(finding.cure for finding in findings if finding.level != "ok")
 
 
 def test_ranks_of_two_launchers():
-    found = ranks(pmi="PMI")
-    found[1] = replace(found[1], pmi="")
-    assert [one[:2] for one in bad(found)] == [("warn", "launch")]
+    rank_facts = ranks(pmi="PMI")
+    rank_facts[1] = replace(rank_facts[1], pmi="")
+    assert [finding[:2] for finding in bad(rank_facts)] == [("warn", "launch")]
 
 
 def test_more_ranks_than_cores():
@@ -69,8 +73,8 @@ def test_ranks_that_share_cores_have_their_part():
 
 
 def test_a_binding_that_leaves_most_cores_idle():
-    found = [replace(rank, cores=(rank.rank,), n_host_cores=64, omp_threads=1) for rank in ranks()]
-    assert bad(found) == [("warn", "cores", "each rank is bound to 1 of the 64 cores of a")]
+    rank_facts = [replace(rank, cores=(rank.rank,), n_host_cores=64, omp_threads=1) for rank in ranks()]
+    assert bad(rank_facts) == [("warn", "cores", "each rank is bound to 1 of the 64 cores of a")]
 
 
 def test_more_threads_than_cores():
@@ -78,18 +82,18 @@ def test_more_threads_than_cores():
 
 
 def test_a_slow_host_is_named():
-    found = [replace(rank, copy_bytes_s=2e9 if rank.host == "b" else 10e9) for rank in ranks(3)]
-    assert bad(found) == [("warn", "copies", "2.00 GB/s in memory on b, 10.00 on most")]
+    rank_facts = [replace(rank, copy_bytes_s=2e9 if rank.host == "b" else 10e9) for rank in ranks(3)]
+    assert bad(rank_facts) == [("warn", "copies", "2.00 GB/s in memory on b, 10.00 on most")]
 
 
 def test_a_slow_link_is_named():
-    found = [replace(rank, link_bytes_s=1e8 if rank.host == "c" else 1e9) for rank in ranks(4)]
-    assert bad(found) == [("warn", "links", "0.10 GB/s from rank 0 on c, 1.00 on most")]
+    rank_facts = [replace(rank, link_bytes_s=1e8 if rank.host == "c" else 1e9) for rank in ranks(4)]
+    assert bad(rank_facts) == [("warn", "links", "0.10 GB/s from rank 0 on c, 1.00 on most")]
 
 
 def test_a_clock_that_is_wrong():
-    found = [replace(rank, skew_s=-90.0 if rank.host == "b" else 0.001) for rank in ranks(3)]
-    assert bad(found) == [("warn", "clock", "that of b differs by -90.0 s")]
+    rank_facts = [replace(rank, skew_s=-90.0 if rank.host == "b" else 0.001) for rank in ranks(3)]
+    assert bad(rank_facts) == [("warn", "clock", "that of b differs by -90.0 s")]
 
 
 def test_fewer_gpus_than_ranks():
@@ -98,5 +102,5 @@ def test_fewer_gpus_than_ranks():
 
 
 def test_a_folder_that_one_host_does_not_see():
-    found = [replace(rank, folder_error="shows nothing" if rank.host == "b" else "") for rank in ranks(2)]
-    assert bad(found, "runs/a") == [("fail", "run folder", "runs/a on b shows nothing")]
+    rank_facts = [replace(rank, folder_error="shows nothing" if rank.host == "b" else "") for rank in ranks(2)]
+    assert bad(rank_facts, "runs/a") == [("fail", "run folder", "runs/a on b shows nothing")]

@@ -145,16 +145,16 @@ def cores(monkeypatch):
 
 def test_a_request_on_this_machine(cores):
     cores(8, 8)
-    found = request_here(2, PROGRAM, {"SLURM_CPUS_PER_TASK": "3"})
-    assert (found.n_cores, found.cpus_per_task, found.is_bound, found.cores_per_rank) == (8, 0, True, 4)
+    request = request_here(2, PROGRAM, {"SLURM_CPUS_PER_TASK": "3"})
+    assert (request.n_cores, request.cpus_per_task, request.is_bound, request.cores_per_rank) == (8, 0, True, 4)
     assert not request_here(2, PROGRAM, {}, is_bound=False).is_bound
 
 
 def test_a_part_of_the_machine_is_left_to_the_scheduler_of_the_kernel(cores):
     """Launchers would bind to the first cores of the machine, whatever part of it this process has."""
     cores(2, 8)
-    found = request_here(2, PROGRAM, {})
-    assert (found.n_cores, found.is_bound) == (2, False)
+    request = request_here(2, PROGRAM, {})
+    assert (request.n_cores, request.is_bound) == (2, False)
 
 
 def test_cores_of_an_allocation_or_of_hosts_are_not_those_of_this_machine(cores):

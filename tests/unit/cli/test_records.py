@@ -35,10 +35,10 @@ def run_of(*attempts):
 @pytest.mark.feature("observability.goodput")
 def test_an_unbroken_run():
     windows = [window(10, 20, (1, 10), compute=8, save=1, between=1), window(20, 30, (11, 20), compute=10)]
-    found = goodput_of(run_of(attempt(1, rank(0, windows))))
-    assert found.elapsed_s == 30.0
-    assert found.share == pytest.approx(18 / 30)
-    assert {name: s for name, s in found.parts.items() if s} == {
+    goodput = goodput_of(run_of(attempt(1, rank(0, windows))))
+    assert goodput.elapsed_s == 30.0
+    assert goodput.share == pytest.approx(18 / 30)
+    assert {name: s for name, s in goodput.parts.items() if s} == {
         **{"kept steps": 18.0, "saves": 1.0, "between steps": 1.0, "start-up": 10.0}
     }
 
@@ -47,14 +47,14 @@ def test_an_unbroken_run():
 def test_steps_that_were_made_again_are_lost():
     """The second attempt resumes from step 15 of 20, ten seconds after the first one's last record."""
     first = attempt(1, rank(0, [window(0, 20, (1, 20), compute=20)]))
-    own = rank(0, [window(32, 52, (16, 35), compute=20)], process_began=30.0)
-    found = goodput_of(run_of(first, attempt(2, own, resumed_step=15)))
-    assert (found.n_lost, found.elapsed_s) == (5, 52.0)
-    assert found.parts["kept steps"] == pytest.approx(35.0)
-    assert found.parts["lost steps"] == pytest.approx(5.0)
-    assert found.parts["waiting for the next attempt"] == pytest.approx(10.0)
-    assert found.parts["start-up"] == pytest.approx(2.0)
-    assert sum(found.parts.values()) == pytest.approx(found.elapsed_s)
+    second_records = rank(0, [window(32, 52, (16, 35), compute=20)], process_began=30.0)
+    goodput = goodput_of(run_of(first, attempt(2, second_records, resumed_step=15)))
+    assert (goodput.n_lost, goodput.elapsed_s) == (5, 52.0)
+    assert goodput.parts["kept steps"] == pytest.approx(35.0)
+    assert goodput.parts["lost steps"] == pytest.approx(5.0)
+    assert goodput.parts["waiting for the next attempt"] == pytest.approx(10.0)
+    assert goodput.parts["start-up"] == pytest.approx(2.0)
+    assert sum(goodput.parts.values()) == pytest.approx(goodput.elapsed_s)
 
 
 def test_an_attempt_that_died_in_its_start_loses_nothing():
@@ -63,16 +63,16 @@ def test_an_attempt_that_died_in_its_start_loses_nothing():
     died = attempt(2, times=(25.0,))
     third = attempt(3, rank(0, [window(40, 60, (21, 40), compute=20)], process_began=38.0), resumed_step=20)
     assert goodput_of(run_of(first, died)).n_lost == 0
-    found = goodput_of(run_of(first, died, third))
-    assert (found.n_lost, found.parts["kept steps"]) == (0, 40.0)
+    goodput = goodput_of(run_of(first, died, third))
+    assert (goodput.n_lost, goodput.parts["kept steps"]) == (0, 40.0)
 
 
 def test_an_earlier_checkpoint_that_a_later_attempt_went_back_to():
     first = attempt(1, rank(0, [window(0, 100, (1, 100), compute=100)]))
     second = attempt(2, rank(0, [], process_began=110.0, first=100), resumed_step=100)
     third = attempt(3, rank(0, [window(120, 130, (51, 60), compute=10)], process_began=118.0), resumed_step=50)
-    found = goodput_of(run_of(first, second, third))
-    assert (found.n_lost, found.parts["kept steps"]) == (50, 60.0)
+    goodput = goodput_of(run_of(first, second, third))
+    assert (goodput.n_lost, goodput.parts["kept steps"]) == (50, 60.0)
 
 
 def test_other_hosts_clocks_do_not_count():
@@ -80,15 +80,15 @@ def test_other_hosts_clocks_do_not_count():
     windows = [window(10, 110, (1, 100), compute=100)]
     wrong = [window(610, 720, (1, 100), compute=50, between=60)]
     ranks = (rank(0, wrong, host="n2", process_began=600.0), rank(1, windows, role="chief"))
-    found = goodput_of(run_of(attempt(1, *ranks)))
-    assert (found.elapsed_s, found.parts["start-up"], found.parts["unrecorded"]) == (110.0, 10.0, 0.0)
-    assert found.parts["kept steps"] == 100.0
+    goodput = goodput_of(run_of(attempt(1, *ranks)))
+    assert (goodput.elapsed_s, goodput.parts["start-up"], goodput.parts["unrecorded"]) == (110.0, 10.0, 0.0)
+    assert goodput.parts["kept steps"] == 100.0
 
 
 def test_attempts_without_records():
     """As of a run with HPCDIST_TRACE=off: only the ledger tells when it began and ended."""
-    found = goodput_of(run_of(attempt(1, times=(100.0, 160.0))))
-    assert (found.elapsed_s, found.share) == (60.0, 0.0)
+    goodput = goodput_of(run_of(attempt(1, times=(100.0, 160.0))))
+    assert (goodput.elapsed_s, goodput.share) == (60.0, 0.0)
     assert goodput_of(run_of(attempt(1))).elapsed_s == 0.0
 
 
@@ -163,8 +163,8 @@ def test_what_a_killed_attempt_did_not_record_was_made_before_its_end():
 # -- one clock ---------------------------------------------------------------------------------------------------------
 
 
-def step_of(number, began, ended, entered, left):
-    spans = (("input", "next batch", began, began), ("communication", "gradients float32 x 8", entered, left))
+def step_of(number, began, ended, entered, exited):
+    spans = (("input", "next batch", began, began), ("communication", "gradients float32 x 8", entered, exited))
     return StepRecord(number, began, ended, spans)
 
 
@@ -182,9 +182,9 @@ def test_clocks_of_hosts_are_set_by_their_sums(offset, error):
     ]
     ranks = [rank(0, host="n1", steps=first, clock=(0.0, 1e9)), rank(1, host="n1", steps=first, clock=(0.0, 1e9))]
     ranks += [rank(2, host="n2", steps=second, clock=(offset, 1e9 + error))]
-    found = offsets_of(ranks)
-    assert found["n1"] == 1e9
-    assert found["n2"] == pytest.approx(1e9 - offset, abs=0.0015)  # half of the shortest sum that bounds it
+    clock_offsets = offsets_of(ranks)
+    assert clock_offsets["n1"] == 1e9
+    assert clock_offsets["n2"] == pytest.approx(1e9 - offset, abs=0.0015)  # half of the shortest sum that bounds it
 
 
 @pytest.mark.feature("observability.merged-timeline")
@@ -192,9 +192,9 @@ def test_all_ranks_of_a_host_bound_its_clock():
     """One enters early, and another one leaves soon after the last has entered: together they say within 2 ms."""
     early = step_of(1, 0.0, 2.0, 1.0, 1.5)
     late = step_of(1, 0.0, 2.0, 1.399, 1.4)
-    own = [rank(0, steps=[early]), rank(1, steps=[late])]
-    other = rank(2, host="n2", steps=[step_of(1, 10.0, 12.0, 11.399, 11.4)])  # ten seconds ahead
-    for ranks in ([*own, other], [*own[::-1], other]):
+    first_host_ranks = [rank(0, steps=[early]), rank(1, steps=[late])]
+    second_host_rank = rank(2, host="n2", steps=[step_of(1, 10.0, 12.0, 11.399, 11.4)])  # ten seconds ahead
+    for ranks in ([*first_host_ranks, second_host_rank], [*first_host_ranks[::-1], second_host_rank]):
         assert offsets_of(ranks)["n2"] == pytest.approx(-10.0, abs=0.002)
 
 
@@ -252,16 +252,16 @@ def test_records_that_are_torn_are_left_out(tmp_path):
     write(trace / "rank-00002.jsonl")
     write(tmp_path / "config.json", "{")
     run = read_run(tmp_path)
-    (found,) = run.attempts[0].ranks
+    (rank_records,) = run.attempts[0].ranks
     assert run.config == ()
     seconds = {"compute": 1.5, "input": 1.0, "communication": 0.5, "save": 0.0, "between": 0.0}
-    assert found.windows == (Window(12.0, 15.0, (1, 3), 3, 6, (1, 1.5), seconds, (4, 2)),)
+    assert rank_records.windows == (Window(12.0, 15.0, (1, 3), 3, 6, (1, 1.5), seconds, (4, 2)),)
 
 
 def test_single_steps_are_read_where_they_are_asked_for(tmp_path):
     for number in (1, 2):
         write(tmp_path / "trace" / f"000{number}" / "rank-00000.jsonl", HEADER, STEP, WINDOW)
-    assert [one.ranks[0].steps for one in read_run(tmp_path).attempts] == [(), ()]
+    assert [run_attempt.ranks[0].steps for run_attempt in read_run(tmp_path).attempts] == [(), ()]
     first, second = read_run(tmp_path, steps_of=2).attempts
     assert first.ranks[0].steps == ()
     assert second.ranks[0].steps == (StepRecord(1, 2.0, 3.0, (("input", "next batch", 2.0, 2.5),)),)
@@ -281,8 +281,8 @@ def test_records_of_an_earlier_run_in_the_same_folder(tmp_path):
     """Its checkpoints were removed, and the next run's first attempt has the same number."""
     later = {**HEADER, "process_began": 500.0, "host": "n2"}
     write(tmp_path / "trace" / "0001" / "rank-00000.jsonl", HEADER, WINDOW, WINDOW, later, WINDOW)
-    (found,) = read_run(tmp_path).attempts[0].ranks
-    assert (found.host, found.n_steps) == ("n2", 3)
+    (rank_records,) = read_run(tmp_path).attempts[0].ranks
+    assert (rank_records.host, rank_records.n_steps) == ("n2", 3)
 
 
 def test_two_handlers_of_one_attempt(tmp_path):

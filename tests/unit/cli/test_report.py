@@ -98,7 +98,7 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
     assert (code, out) == (0, f"{run_dir}/report/report.html, and 5 pictures beside it\n")
     text = (run_dir / "report" / "report.html").read_text()
     page = Page(text)
-    said = " ".join(" ".join(page.texts).split())
+    page_text = " ".join(" ".join(page.texts).split())
     for expected in (
         "2 attempts",
         "100 last step",
@@ -110,7 +110,7 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
         "died without notice",
         "roles worker:4 HPCDIST_ROLES",
     ):
-        assert expected in said, expected
+        assert expected in page_text, expected
     assert not {"i", "x", "b", "script", "link", "img"} & set(page.tags) - {"b"}, "names are texts, and not tags"
     assert [reference for reference in page.references if not reference.startswith("#")] == [], "it needs no other file"
     drawn = text[text.index("<svg") :]
@@ -161,7 +161,7 @@ def test_an_attempt_that_starts_hides_nothing(run_dir, hpcdist):
     begin = {"event": "begin", "time_s": 1300.0, "job": None, "nodes": ["n1"]}
     write(run_dir / "checkpoints" / "attempts" / "0003.jsonl", begin)
     assert hpcdist("report", run_dir)[0] == 0
-    said = " ".join(" ".join(Page((run_dir / "report" / "report.html").read_text()).texts).split())
+    page_text = " ".join(" ".join(Page((run_dir / "report" / "report.html").read_text()).texts).split())
     for expected in (
         "3 attempts",
         "100 last step",
@@ -169,8 +169,8 @@ def test_an_attempt_that_starts_hides_nothing(run_dir, hpcdist):
         "10 steps were lost",
         "nothing was restored",
     ):
-        assert expected in said, expected
-    assert said.count("runs, or died without notice") == 1
+        assert expected in page_text, expected
+    assert page_text.count("runs, or died without notice") == 1
 
 
 def test_steps_that_a_damaged_file_does_not_name(run_dir, hpcdist):
@@ -192,10 +192,10 @@ def test_staleness_of_parameter_servers(tmp_path, hpcdist):
         path = tmp_path / "trace" / "0001" / f"rank-{rank:05d}.jsonl"
         path.write_text(path.read_text().replace('"stale": [0, 0]', f'"stale": [{12 + rank}, 3]'))
     assert hpcdist("report", tmp_path)[0] == 0
-    said = " ".join(Page((tmp_path / "report" / "report.html").read_text()).texts)
-    assert "Staleness is how many pushes of other workers a push had not seen." in said
-    assert "1.20" in said
-    assert "1.30" in said
+    page_text = " ".join(Page((tmp_path / "report" / "report.html").read_text()).texts)
+    assert "Staleness is how many pushes of other workers a push had not seen." in page_text
+    assert "1.20" in page_text
+    assert "1.30" in page_text
 
 
 def test_many_ranks(tmp_path, hpcdist):
@@ -217,7 +217,7 @@ def changed(value, draws):
     if isinstance(value, dict) and value and draws.random() < 0.9:
         name = draws.choice(list(value))
         new = draws.choice(TEXTS) if draws.random() < 0.1 else name
-        return {**{one: old for one, old in value.items() if one != name}, new: changed(value[name], draws)}
+        return {**{key: old for key, old in value.items() if key != name}, new: changed(value[name], draws)}
     if isinstance(value, list) and value and draws.random() < 0.7:
         place = draws.randrange(len(value))
         return [changed(old, draws) if number == place else old for number, old in enumerate(value)]

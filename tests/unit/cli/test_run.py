@@ -28,12 +28,12 @@ def test_a_decision_that_says_nothing_is_none(tmp_path, text):
 
 
 def test_a_decision_that_is_written_again_is_another_one(tmp_path):
-    said = json.dumps({"decision": "finished", "reason": "the program has finished"})
-    (tmp_path / "decision.json").write_text(said)
+    decision_text = json.dumps({"decision": "finished", "reason": "the program has finished"})
+    (tmp_path / "decision.json").write_text(decision_text)
     first = read_decision(tmp_path)
     (tmp_path / "decision.json").unlink()
     (tmp_path / "other").write_text("")  # which takes the inode
-    (tmp_path / "decision.json").write_text(said)
+    (tmp_path / "decision.json").write_text(decision_text)
     assert first.verdict == "finished"
     assert read_decision(tmp_path) != first
 
@@ -115,7 +115,8 @@ CHECKPOINTS = ("ls", "show", "verify", "diff", "export", "import", "prune")
 
 
 @pytest.mark.parametrize(
-    "name", [*(one for one in main.COMMANDS if one != "ckpt"), *(f"ckpt {one}" for one in CHECKPOINTS)]
+    "name",
+    [*(command for command in main.COMMANDS if command != "ckpt"), *(f"ckpt {command}" for command in CHECKPOINTS)],
 )
 def test_each_command_has_an_example(hpcdist, name):
     code, out, _ = hpcdist(*name.split(), "--help")

@@ -41,8 +41,8 @@ def test_status(run_dir, hpcdist):
         "metrics     step 5  loss 0.25",
     ):
         assert text in out
-    said = json.loads(hpcdist("status", run_dir, "--json")[1])
-    assert (said["n_attempts"], said["checkpoint"]["step"], said["is_asked_to_stop"]) == (2, 5, False)
+    report = json.loads(hpcdist("status", run_dir, "--json")[1])
+    assert (report["n_attempts"], report["checkpoint"]["step"], report["is_asked_to_stop"]) == (2, 5, False)
 
 
 def test_an_attempt_that_has_ended(run_dir, hpcdist):
@@ -51,9 +51,9 @@ def test_an_attempt_that_has_ended(run_dir, hpcdist):
     store.attempt = 2
     ledger.end("stopped", "SIGTERM on rank 1")
     DecisionFile(run_dir).write(decide(ledger.attempts(), False), 5)
-    said = hpcdist("status", run_dir)[1]
-    assert "; stopped: SIGTERM on rank 1\n" in said
-    assert "to follow   it is to be run again: SIGTERM on rank 1\n" in said
+    report = hpcdist("status", run_dir)[1]
+    assert "; stopped: SIGTERM on rank 1\n" in report
+    assert "to follow   it is to be run again: SIGTERM on rank 1\n" in report
     code, _, error = hpcdist("stop", run_dir)
     assert (code, error.count("\n")) == (2, 1)
     assert "got one whose last attempt has ended (stopped)" in error
@@ -145,8 +145,8 @@ ARRAY = "21_1\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n21_2\t2\tPENDING\t10:0
 @pytest.mark.feature("slurm.status-log-cancel")
 def test_jobs_of_this_user(hpcdist, monkeypatch):
     """Those of `hpcdist submit`, each with its run folder; what somebody else's script has as a comment is left out."""
-    said = ARRAY + "22\tN/A\tRUNNING\t1:00\tn2\tmine\n"
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, said, ""))
+    listing = ARRAY + "22\tN/A\tRUNNING\t1:00\tn2\tmine\n"
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listing, ""))
     assert hpcdist("status")[1].splitlines() == [
         "21_1  RUNNING, 9:00 left, n1  /r/a-1",
         "21_2  PENDING, 10:00 left, (Resources)  /r/a-2",
@@ -162,8 +162,8 @@ def test_a_whole_array_is_not_one_job(hpcdist, monkeypatch):
 
 def test_json_has_no_nan(run_dir, hpcdist):
     (run_dir / "metrics.jsonl").write_text('{"step": 3, "loss": NaN}\n' + "[" * 60_000)
-    said = hpcdist("status", run_dir, "--json")[1]
-    assert json.loads(said, parse_constant=pytest.fail)["metrics"] == {"step": 3, "loss": None}
+    status_json = hpcdist("status", run_dir, "--json")[1]
+    assert json.loads(status_json, parse_constant=pytest.fail)["metrics"] == {"step": 3, "loss": None}
 
 
 @pytest.mark.feature("slurm.status-log-cancel")

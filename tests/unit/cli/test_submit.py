@@ -205,9 +205,9 @@ def test_files_of_the_pages(here, call, text):
     code, script, error = call("--dry-run", "train.py", "--run-dir", "a")
     assert code == 0, error
     lines = checked(script)
-    said = site_defaults("submit")
+    defaults = site_defaults("submit")
     for key, prefix in (("setup", ""), ("sbatch", "#SBATCH "), ("pbs", "#PBS ")):
-        assert {f"{prefix}{one}" for one in said.get(key, ())} <= set(lines)
+        assert {f"{prefix}{option}" for option in defaults.get(key, ())} <= set(lines)
 
 
 @pytest.mark.parametrize("command", re.findall(r"`(hpcdist submit [^`]+)`", (DOCS / "recipes.md").read_text()))
@@ -338,17 +338,17 @@ def test_what_is_asked_for_goes_before_what_every_job_has(here, call):
         '[submit]\nsbatch = ["--nodes=9", "--output=site.log", "--open-mode=truncate"]\n'
     )
     more = ("--sbatch", "--output=mine.log", "--sbatch", "--dependency=afterok:5", "--sbatch", "--constraint=a|b&c")
-    found = headers(call("--nodes", 2, *more, "--dry-run", "train.py", "--run-dir", "a")[1])
+    sbatch_headers = headers(call("--nodes", 2, *more, "--dry-run", "train.py", "--run-dir", "a")[1])
     assert {"nodes=2", "output=mine.log", "open-mode=truncate", "dependency=afterok:5", "constraint=a|b&c"} <= set(
-        found
+        sbatch_headers
     )
-    assert len({one.partition("=")[0] for one in found}) == len(found)
+    assert len({header.partition("=")[0] for header in sbatch_headers}) == len(sbatch_headers)
 
 
 def test_numbers_of_the_site_and_of_the_command_line(here, call):
     (here / "hpcdist.toml").write_text('[submit]\nsbatch = ["--ntasks-per-node=4", "--nodes=3"]\n')
-    found = headers(call("--nodes", 2, "--dry-run", "train.py", "--run-dir", "a")[1])
-    assert {"nodes=2", "ntasks-per-node=4"} <= set(found)
+    sbatch_headers = headers(call("--nodes", 2, "--dry-run", "train.py", "--run-dir", "a")[1])
+    assert {"nodes=2", "ntasks-per-node=4"} <= set(sbatch_headers)
     text = call("--sbatch", "--nodes=5", "--ps", 18, "--dry-run", "train.py", "--run-dir", "a")[1]
     assert "nodes=5" in headers(text)
     assert "'ps:18,worker:*'" in text

@@ -102,13 +102,13 @@ PRINTERS = ("output.py", "probe.py")
 
 
 def test_commands_print_by_one_door():
-    found = []
+    stray_prints = []
     for path in (SOURCE / "cli").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             prints = ("click.echo", "print", "sys.stdout.write")
             if isinstance(node, ast.Call) and ast.unparse(node.func) in prints and path.name not in PRINTERS:
-                found.append(f"{path.name}:{node.lineno}")
-    assert found == []
+                stray_prints.append(f"{path.name}:{node.lineno}")
+    assert stray_prints == []
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ OWN_FILES = {
 
 def test_whatever_is_opened_for_writing_is_no_link():
     """A call that opens by name has an opener that follows none."""
-    found = []
+    unsafe_calls = []
     for path in [*SOURCE.rglob("*.py"), *(SOURCE.parent / "slurm").glob("*.py")]:
         name = str(path.relative_to(SOURCE.parent))
         for node in ast.walk(ast.parse(path.read_text())):
@@ -185,8 +185,8 @@ def test_whatever_is_opened_for_writing_is_no_link():
             is_open = re.match(r"(io\.)?open\(.*'[wax]b?\+?'", text) and "opener=" not in text
             is_write = re.search(r"\.(write_text|write_bytes|savefig|touch)\([^()]*\)$", text)
             if (is_open or is_write) and OWN_FILES.get(name, "\0") not in text:
-                found.append(f"{name}:{node.lineno}: {text}")
-    assert [entry for entry in found if "savefig(target" not in entry] == []
+                unsafe_calls.append(f"{name}:{node.lineno}: {text}")
+    assert [entry for entry in unsafe_calls if "savefig(target" not in entry] == []
 
 
 # -- hpcdist.toml -----------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ def test_launchers():
     assert launcher_of({"PMI_SIZE": "2", "PMI_RANK": "1"}) == Launcher(
         "an MPICH-like mpirun or srun --mpi=pmi2", 2, 1, "PMI_SIZE", "PMI_RANK"
     )
-    both = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "4", "PMI_RANK": "3"}
-    assert launcher_of(both).size == 4
+    two_launchers = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "4", "PMI_RANK": "3"}
+    assert launcher_of(two_launchers).size == 4
     assert launcher_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the shell of a batch script
 
 
@@ -126,8 +126,10 @@ def test_a_connection_to_the_launcher_tells_ranks_from_children(monkeypatch):
         launch = {**HYDRA, "PMI_FD": str(of_rank.fileno())}
         mark = of_another_process(marked(monkeypatch, launch))
         assert is_child_of_rank({**launch, "HPCDIST_RANK_PROCESS": mark}), "as after os.fork or os.system"
-        other = {**HYDRA, "PMI_FD": str(of_other.fileno())}
-        assert not is_child_of_rank({**other, "HPCDIST_RANK_PROCESS": mark}), "another mpirun's rank with this number"
+        peer_launch = {**HYDRA, "PMI_FD": str(of_other.fileno())}
+        assert not is_child_of_rank({**peer_launch, "HPCDIST_RANK_PROCESS": mark}), (
+            "another mpirun's rank with this number"
+        )
         closed = {**HYDRA, "PMI_FD": "987654"}
         assert is_child_of_rank({**closed, "HPCDIST_RANK_PROCESS": mark}), "as after subprocess.run"
 

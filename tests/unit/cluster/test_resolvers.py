@@ -71,5 +71,5 @@ def test_addresses_come_with_the_layer_and_accelerators_as_given():
     assert spec.master(rpc_layer="http") == "http://a:1"
     assert spec.num_accelerators() == {"GPU": 3}
     n_gpus = visible_gpus(os.environ)
-    found = hpcdist.SimpleClusterResolver(hpcdist.ClusterSpec({})).num_accelerators()
-    assert found == ({"GPU": n_gpus} if n_gpus else {})
+    accelerators = hpcdist.SimpleClusterResolver(hpcdist.ClusterSpec({})).num_accelerators()
+    assert accelerators == ({"GPU": n_gpus} if n_gpus else {})

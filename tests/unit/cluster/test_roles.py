@@ -39,12 +39,12 @@ def test_refuses_another_number_of_ranks(text, size, wanted):
 @pytest.mark.feature("launch.mpi-cluster-resolver")
 def test_resolver_asks_the_launcher_when_it_has_no_communicator():
     environ = {"PMI_SIZE": "3", "PMI_RANK": "2", "HPCDIST_ROLES": "chief:1,worker:*"}
-    found = MPIClusterResolver(environ=environ)
-    assert (found.task_type, found.task_id) == ("worker", 1)
-    assert found.cluster_spec().num_tasks("worker") == 2
+    resolver = MPIClusterResolver(environ=environ)
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.cluster_spec().num_tasks("worker") == 2
 
 
 @pytest.mark.feature("launch.mpi-cluster-resolver")
 def test_resolver_alone_is_one_worker():
-    found = MPIClusterResolver(environ={})
-    assert (found.task_type, found.task_id) == ("worker", 0)
+    resolver = MPIClusterResolver(environ={})
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)

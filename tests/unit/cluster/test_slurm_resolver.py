@@ -51,12 +51,12 @@ def test_tasks_per_node():
     "launch.slurm-cluster-resolver", "semantics.slurm-resolver-rules", "semantics.slurm-resolver-details"
 )
 def test_step():
-    found = SlurmClusterResolver({"worker": 3, "chief": 1}, environ=STEP)
-    assert found.cluster_spec().as_dict() == {
+    resolver = SlurmClusterResolver({"worker": 3, "chief": 1}, environ=STEP)
+    assert resolver.cluster_spec().as_dict() == {
         "chief": ["n09:8888"],
         "worker": ["n10:8888", "login:8888", "login:8889"],
     }
-    assert found.get_task_info() == ("worker", 1)
+    assert resolver.get_task_info() == ("worker", 1)
 
 
 @pytest.mark.feature("launch.slurm-cluster-resolver", "semantics.slurm-resolver-details")

@@ -15,34 +15,36 @@ def resolver(config, **arguments):
 
 @pytest.mark.feature("launch.tf-config")
 def test_reads_cluster_and_task():
-    found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
-    assert found.cluster_spec().as_dict() == CLUSTER
-    assert (found.task_type, found.task_id) == ("worker", 1)
-    assert found.resolve(0, 3) == (found.cluster_spec(), Task("worker", 1))
+    cluster_resolver = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
+    assert cluster_resolver.cluster_spec().as_dict() == CLUSTER
+    assert (cluster_resolver.task_type, cluster_resolver.task_id) == ("worker", 1)
+    assert cluster_resolver.resolve(0, 3) == (cluster_resolver.cluster_spec(), Task("worker", 1))
 
 
 @pytest.mark.feature("launch.tf-config", "launch.cluster-spec")
 def test_an_index_may_be_text():
-    found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": "1"}})
-    assert found.task_id == 1
-    assert found.cluster_spec().task_indices("worker") == [0, 1]
+    cluster_resolver = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": "1"}})
+    assert cluster_resolver.task_id == 1
+    assert cluster_resolver.cluster_spec().task_indices("worker") == [0, 1]
 
 
 @pytest.mark.feature("semantics.tf-config-resolver-rules")
 def test_master_is_the_address_of_a_task():
-    found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
-    assert (found.master(), found.master(rpc_layer="grpc")) == ("h2:1", "grpc://h2:1")
-    assert found.master("chief", 0) == "h0:1"
+    cluster_resolver = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
+    assert (cluster_resolver.master(), cluster_resolver.master(rpc_layer="grpc")) == ("h2:1", "grpc://h2:1")
+    assert cluster_resolver.master("chief", 0) == "h0:1"
     assert resolver({"cluster": CLUSTER}).master() == ""
     assert TFConfigClusterResolver("worker", 1, environ={}).master() == ""
     with pytest.raises(ConfigurationError, match="0.*1.*2"):
-        found.master("worker", 2)
+        cluster_resolver.master("worker", 2)
 
 
 @pytest.mark.feature("semantics.tf-config-resolver-rules")
 def test_constructor_overrides_the_task():
-    found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}, task_type="chief", task_id=0)
-    assert (found.task_type, found.task_id) == ("chief", 0)
+    cluster_resolver = resolver(
+        {"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}, task_type="chief", task_id=0
+    )
+    assert (cluster_resolver.task_type, cluster_resolver.task_id) == ("chief", 0)
     wrong = resolver({"cluster": CLUSTER}, task_type="worker", task_id=7)
     with pytest.raises(ConfigurationError, match="0.*1.*7"):
         wrong.cluster_spec()
@@ -51,11 +53,11 @@ def test_constructor_overrides_the_task():
 @pytest.mark.feature("launch.tf-config", "semantics.tf-config-resolver-rules")
 def test_the_variable_is_read_when_a_property_is_asked_for(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    found = TFConfigClusterResolver()
-    assert not found.cluster_spec()
+    cluster_resolver = TFConfigClusterResolver()
+    assert not cluster_resolver.cluster_spec()
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}))
-    assert (found.task_type, found.task_id) == ("worker", 1)
-    assert found.cluster_spec().as_dict() == CLUSTER
+    assert (cluster_resolver.task_type, cluster_resolver.task_id) == ("worker", 1)
+    assert cluster_resolver.cluster_spec().as_dict() == CLUSTER
 
 
 @pytest.mark.feature("launch.tf-config")

@@ -40,26 +40,27 @@ class Named(Own):
     stands_for = Implementation.RING
 
 
-def route(placement=ONE_HOST, asked="AUTO", nbytes=1 << 20, **more):
+def route(placement=ONE_HOST, implementation="AUTO", nbytes=1 << 20, **more):
     facts = {name: more.pop(name) for name in ("can_share_memory", "has_nccl", "table") if name in more}
     options = {name: more.pop(name) for name in ("is_ordered", "wire_dtype") if name in more}
     facts = GroupFacts(placement, **{"can_share_memory": True, "table": TABLE, **facts})
-    given = {"op": SUM, "nbytes": nbytes, **more}
-    return choose_route(facts, CommunicationOptions(implementation=asked, **options), **given)
+    buffer_arguments = {"op": SUM, "nbytes": nbytes, **more}
+    return choose_route(facts, CommunicationOptions(implementation=implementation, **options), **buffer_arguments)
 
 
-def gradients(placement=ONE_HOST, asked="AUTO", n_replicas=4, **more):
-    return route(placement, asked, replicas=ReplicaPlan(n_replicas, placement.size), **more)
+def gradients(placement=ONE_HOST, implementation="AUTO", n_replicas=4, **more):
+    return route(placement, implementation, replicas=ReplicaPlan(n_replicas, placement.size), **more)
 
 
 @pytest.mark.parametrize(
-    "asked", [one for one in Implementation if one not in (Implementation.AUTO, Implementation.NCCL)]
+    "implementation",
+    [algorithm for algorithm in Implementation if algorithm not in (Implementation.AUTO, Implementation.NCCL)],
 )
-def test_what_is_asked_for_by_name_is_taken(asked):
+def test_what_is_asked_for_by_name_is_taken(implementation):
     for placement in (ONE_HOST, TWO_HOSTS, UNEVEN):
-        assert route(placement, asked).algorithm is asked
-        assert gradients(placement, asked).algorithm is asked
-        assert not route(placement, asked).is_on_device
+        assert route(placement, implementation).algorithm is implementation
+        assert gradients(placement, implementation).algorithm is implementation
+        assert not route(placement, implementation).is_on_device
 
 
 class OwnAfterAll(Named):
@@ -68,9 +69,9 @@ class OwnAfterAll(Named):
 
 
 def test_a_subclass_of_a_name_with_an_all_reduce_of_its_own_is_called():
-    given = OwnAfterAll()
-    assert route(asked=given).algorithm is given
-    assert gradients(asked=given).algorithm is given
+    custom_algorithm = OwnAfterAll()
+    assert route(implementation=custom_algorithm).algorithm is custom_algorithm
+    assert gradients(implementation=custom_algorithm).algorithm is custom_algorithm
 
 
 @pytest.mark.feature("semantics.transport-of-gradients")
@@ -83,11 +84,11 @@ def test_nccl_is_chosen_for_exactly_what_it_can_carry():
 @pytest.mark.parametrize("given", [Own(), Named()])
 def test_an_algorithm_of_the_users_own(given):
     chosen = given.stands_for or given
-    assert route(asked=given).algorithm is chosen
+    assert route(implementation=given).algorithm is chosen
     assert gradients(TWO_HOSTS, given).algorithm is chosen
     assert gradients(TWO_HOSTS, given).is_overlapped
     assert not gradients(TWO_HOSTS, given).by_subtrees
-    assert gradients(asked=Own()).name == "Own"
+    assert gradients(implementation=Own()).name == "Own"
 
 
 @pytest.mark.feature("collectives.auto-algorithm")
@@ -109,7 +110,7 @@ def test_auto_goes_by_the_measured_table(nbytes, expected):
 def test_routes_chosen_once_are_those_of_every_size(placement, table, nbytes):
     rows = auto_routes(GroupFacts(placement, can_share_memory=True, table=table))
     first = next(chosen for end_bytes, chosen in rows if nbytes < end_bytes)
-    assert all(one != other for (_, one), (_, other) in itertools.pairwise(rows))
+    assert all(choice != next_choice for (_, choice), (_, next_choice) in itertools.pairwise(rows))
     assert first == route(placement, nbytes=nbytes, table=table)
 
 
@@ -118,9 +119,9 @@ def test_auto_leaves_what_is_expected_on_clear_evidence_only():
     random = np.random.default_rng(0)
 
     def is_left(factor, n_rounds, n_slow=0):
-        expected, other = (np.exp(random.normal(0, 0.1, n_rounds)) for _ in range(2))
+        expected, rival_times = (np.exp(random.normal(0, 0.1, n_rounds)) for _ in range(2))
         expected[:n_slow] *= 20
-        return is_clearly_faster(other / factor, expected)
+        return is_clearly_faster(rival_times / factor, expected)
 
     for n_rounds in (12, 20):
         assert not any(is_left(1.0, n_rounds) for _ in range(20))
@@ -167,27 +168,27 @@ def test_gradients_do_not_go_by_size():
 @pytest.mark.feature("collectives.auto-algorithm")
 @pytest.mark.parametrize(("op", "dtype"), list(itertools.product(OPS.values(), [*NCCL_DTYPES, "int16", "complex64"])))
 def test_device_buffers_go_by_nccl_where_it_can_carry_them(op, dtype):
-    def on_device(placement=ONE_HOST, asked="AUTO", has_nccl=True):
-        return route(placement, asked, has_nccl=has_nccl, op=op, device_dtype=dtype)
+    def on_device(placement=ONE_HOST, implementation="AUTO", has_nccl=True):
+        return route(placement, implementation, has_nccl=has_nccl, op=op, device_dtype=dtype)
 
     is_carried = op is not MEAN and dtype in NCCL_DTYPES
     assert on_device().is_on_device == is_carried
     assert on_device().name == ("NCCL" if is_carried else "SHARED_MEMORY")
     assert not on_device(has_nccl=False).is_on_device
     assert not on_device(has_nccl=None).is_on_device
-    assert not on_device(asked="RING").is_on_device
+    assert not on_device(implementation="RING").is_on_device
     assert on_device(TWO_HOSTS, "HIERARCHICAL").name == ("NCCL" if is_carried and op is not SUM else "HIERARCHICAL")
     assert on_device(UNEVEN, "HIERARCHICAL").name == ("NCCL" if is_carried else "HIERARCHICAL")
 
 
 @pytest.mark.parametrize("placement", [ONE_HOST, TWO_HOSTS])
 def test_gradients_on_gpus_go_by_nccl_in_hosts_and_by_mpi_between_them(placement):
-    def on_gpus(placement=placement, asked="HIERARCHICAL", has_nccl=True, **options):
-        return gradients(placement, asked, has_nccl=has_nccl, device_dtype="any", **options)
+    def on_gpus(placement=placement, implementation="HIERARCHICAL", has_nccl=True, **options):
+        return gradients(placement, implementation, has_nccl=has_nccl, device_dtype="any", **options)
 
     assert on_gpus() == Route(Implementation.HIERARCHICAL, is_on_device=True, is_overlapped=True)
     assert on_gpus(is_ordered=False).is_on_device
-    assert on_gpus(asked="AUTO").name == "NCCL"
+    assert on_gpus(implementation="AUTO").name == "NCCL"
     assert not on_gpus(is_ordered=True).is_on_device
     assert not on_gpus(wire_dtype="bfloat16").is_on_device
     assert not on_gpus(has_nccl=False).is_on_device
@@ -195,9 +196,9 @@ def test_gradients_on_gpus_go_by_nccl_in_hosts_and_by_mpi_between_them(placement
 
 
 def test_nccl_asked_for_by_name_says_itself_what_it_cannot_carry():
-    asked = route(asked="NCCL", has_nccl=False, device_dtype="complex64")
-    assert asked == Route(Implementation.NCCL, is_on_device=True)
-    assert gradients(asked="NCCL").is_on_device
+    nccl_route = route(implementation="NCCL", has_nccl=False, device_dtype="complex64")
+    assert nccl_route == Route(Implementation.NCCL, is_on_device=True)
+    assert gradients(implementation="NCCL").is_on_device
 
 
 @pytest.mark.parametrize(("placement", "is_aligned"), [(ONE_HOST, True), (TWO_HOSTS, True), (UNEVEN, False)])
@@ -211,7 +212,7 @@ def test_sums_are_in_the_order_of_replicas_where_that_costs_nothing(placement, i
 def test_ranks_contribute_subtrees_where_replicas_are_not_one_tree_of_ranks():
     assert not gradients(n_replicas=8).by_subtrees
     assert gradients(n_replicas=9).by_subtrees
-    assert not gradients(asked="RING", n_replicas=9).by_subtrees
+    assert not gradients(implementation="RING", n_replicas=9).by_subtrees
     assert not gradients(TWO_HOSTS, n_replicas=9, wire_dtype="bfloat16").by_subtrees
 
 

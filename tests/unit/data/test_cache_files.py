@@ -107,13 +107,15 @@ def test_ranks_write_their_parts_and_read_those_of_others(tmp_path, calls):
 def test_threads_write_side_by_side(make, tmp_path, calls):
     datasets = [make().map(square).cache(tmp_path / "c") for _ in range(8)]
     expected = read(make().map(square))
-    found = []
-    threads = [threading.Thread(target=lambda dataset=dataset: found.append(read(dataset))) for dataset in datasets]
+    rows_by_thread = []
+    threads = [
+        threading.Thread(target=lambda dataset=dataset: rows_by_thread.append(read(dataset))) for dataset in datasets
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [expected] * 8
+    assert rows_by_thread == [expected] * 8
     calls.clear()
     assert read(make().map(square).cache(tmp_path / "c")) == expected
     assert calls == []
@@ -206,8 +208,8 @@ def test_no_bit_may_change(tmp_path, calls):
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         n_refused += is_refused()
-        for other in files_of(tmp_path):
-            other.unlink()
+        for cache_file in files_of(tmp_path):
+            cache_file.unlink()
     assert n_refused == 3 * (8 + 2)  # what the rows hold; without the rest the file is read anew
 
 
@@ -241,8 +243,8 @@ def test_a_file_that_is_gone_ends_the_pass_with_advice(tmp_path, calls):
     for copy in range(20):  # more than stay open
         shutil.copy(path, tmp_path / f"c.{copy:016x}.rows")
     dataset = arrays().map(square).cache(tmp_path / "c")
-    for one in files_of(tmp_path):
-        one.unlink()
+    for cache_file in files_of(tmp_path):
+        cache_file.unlink()
     with pytest.raises(DataError, match=r"readable.*No.*start"):
         read(dataset)
     calls.clear()
@@ -344,8 +346,8 @@ def test_shards_of_files_share_the_rows_of_one_cache(tmp_path, calls):
     options.experimental_distribute.auto_shard_policy = hpcdist.AutoShardPolicy.FILE
     for _ in range(2):
         rows = Dataset.from_hdf5(paths, "x").map(square).cache(tmp_path / "c").with_options(options)
-        both = [[int(x[0]) for x, _ in rows.shard(2, index)] for index in range(2)]
-        assert both == [[0, 1, 4], [100, 121, 144]]
+        shard_rows = [[int(x[0]) for x, _ in rows.shard(2, index)] for index in range(2)]
+        assert shard_rows == [[0, 1, 4], [100, 121, 144]]
     assert sorted(calls) == [0, 1, 2, 10, 11, 12]
 
 
@@ -359,9 +361,9 @@ def test_shards_of_files_share_the_rows_of_one_cache(tmp_path, calls):
     ],
 )
 def test_rows_come_back_as_they_were(row):
-    found = unpack(*pack(row))
-    assert repr(found) == repr(row) or np.array_equal(found, row)
-    assert pack(found) == pack(row)
+    unpacked = unpack(*pack(row))
+    assert repr(unpacked) == repr(row) or np.array_equal(unpacked, row)
+    assert pack(unpacked) == pack(row)
 
 
 @pytest.mark.parametrize("row", [{1: np.ones(1)}, np.array([None]), (object(),)])
@@ -382,5 +384,5 @@ def test_a_full_disk_refuses_a_row_and_keeps_the_others(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     store.add(2, np.ones(1))
     store.commit()
-    again = FileStore(str(tmp_path / "c"), {}, "")
-    assert {number: again.get(number).tolist() for number in again.rows} == {0: [0], 2: [1]}
+    reopened = FileStore(str(tmp_path / "c"), {}, "")
+    assert {number: reopened.get(number).tolist() for number in reopened.rows} == {0: [0], 2: [1]}

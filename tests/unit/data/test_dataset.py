@@ -198,9 +198,9 @@ def test_reports_the_rows_it_hands_out():
 
 def test_refuses_the_cursor_of_other_data():
     state = DistributedDataset(slices(5).shuffle(seed=1).batch(2), range(1), 1).state_dict()
-    for other in (slices(6).shuffle(seed=1), slices(5).shuffle(seed=2), slices(5)):
+    for changed_dataset in (slices(6).shuffle(seed=1), slices(5).shuffle(seed=2), slices(5)):
         with pytest.raises(DataError, match="checkpoint"):
-            DistributedDataset(other.batch(2), range(1), 1).load_state_dict(state)
+            DistributedDataset(changed_dataset.batch(2), range(1), 1).load_state_dict(state)
 
 
 def test_a_drawn_seed_comes_from_the_cursor():

@@ -36,10 +36,10 @@ def dataset_of(rows, rng):
     """Return rows in one of the ways that they come in, each with its number and a value."""
     numbers = np.arange(rows), values_of(rows)
     if rng.random() < 0.3 and rows:
-        made = Dataset.from_generator(lambda: zip(*numbers, strict=True))
+        dataset = Dataset.from_generator(lambda: zip(*numbers, strict=True))
     else:
-        made = Dataset.from_tensor_slices(numbers)
-    return made.shuffle(buffer_size=7, seed=rng.randint(0, 9)) if rng.random() < 0.5 else made
+        dataset = Dataset.from_tensor_slices(numbers)
+    return dataset.shuffle(buffer_size=7, seed=rng.randint(0, 9)) if rng.random() < 0.5 else dataset
 
 
 def on_ranks(dataset, n_replicas, n_ranks):
@@ -52,7 +52,7 @@ def on_ranks(dataset, n_replicas, n_ranks):
 def steps_of(distributed, n_steps=None):
     """Return, step by step, the parts of all replicas. Ranks that do not end together fail."""
     steps = []
-    iterators = [iter(one) for one in distributed]
+    iterators = [iter(rank_dataset) for rank_dataset in distributed]
     while n_steps is None or len(steps) < n_steps:
         elements = [iterator.get_next_as_optional() for iterator in iterators]
         if not any(element.has_value() for element in elements):
@@ -83,14 +83,14 @@ def test_uneven_inputs_every_sample_once_and_exact_metrics(first):
         for _ in range(2):
             steps = steps_of(distributed)
             seen = rows_in(steps)
-            kept = rows - rows % batch if is_dropping else rows
-            assert len(set(seen)) == len(seen) == kept, number
+            n_retained = rows - rows % batch if is_dropping else rows
+            assert len(set(seen)) == len(seen) == n_retained, number
             assert is_dropping or sorted(seen) == list(range(rows)), number
             assert len(steps) == (rows // batch if is_dropping else -(-rows // batch)), number
             # a metric: sums and counts of the replicas, added up
             sums = sum(int(part[1].sum()) for step in steps for part in step)
             counts = sum(len(part[1]) for step in steps for part in step)
-            assert (sums, counts) == (sum(values_of(rows)[seen]), kept), number
+            assert (sums, counts) == (sum(values_of(rows)[seen]), n_retained), number
             assert all(len(part[0]) <= -(-batch // n_replicas) for step in steps for part in step), number
 
 
@@ -99,14 +99,14 @@ def test_uneven_inputs_every_sample_once_and_exact_metrics(first):
 def test_restart_in_mid_epoch_on_other_ranks_with_another_batch(first):
     for number in range(first, first + 100):
         rows, batch, n_replicas, n_ranks, _, rng = random_case(number)
-        made = dataset_of(rows, rng).repeat(2)
-        before = on_ranks(made.batch(batch), n_replicas, n_ranks)
+        dataset = dataset_of(rows, rng).repeat(2)
+        before = on_ranks(dataset.batch(batch), n_replicas, n_ranks)
         seen = rows_in(steps_of(before, rng.randint(0, 2 * rows // batch)))
-        states = [one.state_dict() for one in before]
+        states = [rank_dataset.state_dict() for rank_dataset in before]
         assert all(state == states[0] for state in states)
-        after = on_ranks(made.batch(rng.randint(1, 9)), rng.choice([1, 2, 5]), 1)
+        after = on_ranks(dataset.batch(rng.randint(1, 9)), rng.choice([1, 2, 5]), 1)
         after[0].load_state_dict(states[0])
-        assert seen + rows_in(steps_of(after)) == rows_in(steps_of(on_ranks(made.batch(batch), 1, 1))), number
+        assert seen + rows_in(steps_of(after)) == rows_in(steps_of(on_ranks(dataset.batch(batch), 1, 1))), number
 
 
 @pytest.mark.parametrize("is_shuffled", [False, True])
@@ -118,7 +118,7 @@ def test_a_pass_that_was_loaded_in_the_middle_can_be_left(is_shuffled):
     next(iter(unbroken))
     resumed.load_state_dict(unbroken.state_dict())
     resumed.leave_pass()
-    assert [one.tolist() for one in resumed] == [one.tolist() for one in unbroken]
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in unbroken]
 
 
 @pytest.mark.parametrize(("drop", "expected"), [(False, [4, 4, 2, 4, 4, 2]), (True, [4, 4, 4, 4])])
@@ -197,8 +197,10 @@ def test_input_context():
     with pytest.raises(ValueError, match="divisible by 4"):
         context.get_per_replica_batch_size(63)
     per_replica = hpcdist.InputOptions(experimental_replication_mode=hpcdist.InputReplicationMode.PER_REPLICA)
-    made = contexts_of(per_replica, range(2, 4), (1, 2), 4)
-    assert [(one.num_input_pipelines, one.input_pipeline_id) for one in made] == [(4, 2), (4, 3)]
+    contexts = contexts_of(per_replica, range(2, 4), (1, 2), 4)
+    assert [
+        (replica_context.num_input_pipelines, replica_context.input_pipeline_id) for replica_context in contexts
+    ] == [(4, 2), (4, 3)]
     assert contexts_of(None, range(2, 4), (1, 2), 4) == [context]
 
 
@@ -310,8 +312,8 @@ def test_policy_file_resumes_at_the_same_step(files, n_steps):
     assert before[0].state_dict() == before[1].state_dict()
     after = on_ranks(dataset, 2, 1)
     after[0].load_state_dict(before[0].state_dict())
-    rest = steps_of(after)
-    assert [[part.tolist() for part in step] for step in first + rest] == parts_of(dataset, 2)
+    resumed_steps = steps_of(after)
+    assert [[part.tolist() for part in step] for step in first + resumed_steps] == parts_of(dataset, 2)
     with pytest.raises(DataError, match="file_shards.*2.*3"):
         on_ranks(dataset, 3, 1)[0].load_state_dict(before[0].state_dict())
 
@@ -329,9 +331,12 @@ def test_policy_hint_puts_the_real_shard_in_the_marked_place():
     assert parts_of(rows.batch(7, drop_remainder=True), 3) == [[[0, 3, 6], [1, 4, 7], [2, 5, 8]]]
     assert parts_of(rows.batch(4), 1) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10]]]
     mixed = parts_of(rows.shuffle(seed=1).batch(4).repeat(2), 2)
-    own = [sum((step[replica] for step in mixed), []) for replica in range(2)]
-    assert [sorted(one) for one in own] == [sorted([*range(0, 11, 2)] * 2), sorted([*range(1, 11, 2)] * 2)]
-    assert own[1] != sorted(own[1])
+    rows_by_replica = [sum((step[replica] for step in mixed), []) for replica in range(2)]
+    assert [sorted(replica_rows) for replica_rows in rows_by_replica] == [
+        sorted([*range(0, 11, 2)] * 2),
+        sorted([*range(1, 11, 2)] * 2),
+    ]
+    assert rows_by_replica[1] != sorted(rows_by_replica[1])
     assert parts_of(hinted(Dataset.from_tensor_slices(np.arange(1))).batch(2), 2) == [[[0], []]]
 
 
@@ -381,8 +386,12 @@ def from_function(dataset_fn, n_ranks):
         outs.append(is_out)
         return is_out
 
-    made = [datasets_of(dataset_fn, contexts_of(None, range(r, r + 1), (r, n_ranks), n_ranks)) for r in range(n_ranks)]
-    return [DistributedFromFunction(one, range(1), n_ranks, Delivery(agree_end=agree)) for one in made], outs
+    rank_datasets = [
+        datasets_of(dataset_fn, contexts_of(None, range(r, r + 1), (r, n_ranks), n_ranks)) for r in range(n_ranks)
+    ]
+    return [
+        DistributedFromFunction(datasets, range(1), n_ranks, Delivery(agree_end=agree)) for datasets in rank_datasets
+    ], outs
 
 
 @pytest.mark.feature(
@@ -479,15 +488,18 @@ def test_drawn_seeds_follow_from_one_that_is_in_the_cursor():
 
     first = make(0)
     second = make(1)
-    again = make(1)
+    resumed = make(1)
     first.set_seed(5), second.set_seed(5)
-    again.load_state_dict(first.state_dict())
-    (one,) = first
+    resumed.load_state_dict(first.state_dict())
+    (first_batch,) = first
     (two,) = second
-    (three,) = again
-    assert one.tolist() != two.tolist() == three.tolist()
-    given = Dataset.from_tensor_slices(np.arange(30)).shuffle(seed=3).batch(30)
-    assert next(iter(DistributedFromFunction([given], range(1), 1))).tolist() == next(iter(given)).tolist()
+    (three,) = resumed
+    assert first_batch.tolist() != two.tolist() == three.tolist()
+    seeded_dataset = Dataset.from_tensor_slices(np.arange(30)).shuffle(seed=3).batch(30)
+    assert (
+        next(iter(DistributedFromFunction([seeded_dataset], range(1), 1))).tolist()
+        == next(iter(seeded_dataset)).tolist()
+    )
 
 
 def test_a_function_must_return_a_batched_dataset():

@@ -31,7 +31,7 @@ def plain(nest):
 
 
 def passes(dataset, n_passes=1):
-    return [[plain(one) for one in dataset] for _ in range(n_passes)]
+    return [[plain(element) for element in dataset] for _ in range(n_passes)]
 
 
 BOTH = pytest.mark.parametrize("make", [numbers, drawn], ids=["random access", "stream"])
@@ -39,10 +39,10 @@ BOTH = pytest.mark.parametrize("make", [numbers, drawn], ids=["random access", "
 
 @BOTH
 def test_filter(make):
-    kept = make().filter(lambda row: row % 3 == 0)
-    assert passes(kept, 2) == [[0, 3, 6, 9]] * 2
-    assert passes(kept.batch(3)) == [[[0, 3, 6], [9]]]
-    pairs = Dataset.zip(make(), make()).filter(lambda one, other: one + other > 15)
+    filtered = make().filter(lambda row: row % 3 == 0)
+    assert passes(filtered, 2) == [[0, 3, 6, 9]] * 2
+    assert passes(filtered.batch(3)) == [[[0, 3, 6], [9]]]
+    pairs = Dataset.zip(make(), make()).filter(lambda first, second: first + second > 15)
     assert passes(pairs) == [[(8, 8), (9, 9)]]
     assert passes(make().batch(4).filter(lambda batch: len(batch) == 4)) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
@@ -88,7 +88,7 @@ def test_batches_are_zipped_and_joined_with_batches():
         [([0, 1], [0, -1]), ([2, 3], [-2, -3]), ([4], [-4])]
     ]
     assert passes(batches.concatenate(drawn(3).batch(3))) == [[[0, 1], [2, 3], [4], [0, 1, 2]]]
-    for combine in (lambda one, other: Dataset.zip(one, other), lambda one, other: one.concatenate(other)):
+    for combine in (lambda first, second: Dataset.zip(first, second), lambda first, second: first.concatenate(second)):
         with pytest.raises(DataError, match="datasets.*batches"):
             combine(batches, drawn())
     with pytest.raises(DataError, match="zip.*dataset.*ndarray"):
@@ -110,26 +110,30 @@ def test_what_is_joined_has_one_form_and_dtype(first, second):
 def test_interleave_takes_blocks_in_turn(make, cycle, block):
     lengths = [1, 3, 2, 0, 4]
     rows = make(5).map(lambda row: np.array(lengths[int(row)]))
-    made = rows.interleave(lambda n: Dataset.range(10 * int(n), 11 * int(n)), cycle, block)
+    interleaved = rows.interleave(lambda n: Dataset.range(10 * int(n), 11 * int(n)), cycle, block)
 
-    left = [[10 * n + i for i in range(n)] for n in lengths]
+    remaining = [[10 * n + i for i in range(n)] for n in lengths]
     open_ = []
     expected = []
-    open_ = [left.pop(0) if left else None for _ in range(cycle)]
-    while any(one is not None for one in open_):
-        for place, one in enumerate(open_):
-            if one is not None:
-                expected += one[:block]
-                ended = len(one) < block
-                del one[:block]
+    open_ = [remaining.pop(0) if remaining else None for _ in range(cycle)]
+    while any(source_rows is not None for source_rows in open_):
+        for place, source_rows in enumerate(open_):
+            if source_rows is not None:
+                expected += source_rows[:block]
+                ended = len(source_rows) < block
+                del source_rows[:block]
                 if ended:
-                    open_[place] = left.pop(0) if left else None
-    assert passes(made, 2) == [expected] * 2
+                    open_[place] = remaining.pop(0) if remaining else None
+    assert passes(interleaved, 2) == [expected] * 2
 
 
 def test_interleave_of_the_documentation():
-    made = Dataset.range(1, 6).interleave(lambda x: Dataset.from_tensors(x).repeat(6), cycle_length=2, block_length=4)
-    assert passes(made) == [[1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 3, 3, 4, 4, 5, 5, 5, 5, 5, 5]]
+    interleaved = Dataset.range(1, 6).interleave(
+        lambda x: Dataset.from_tensors(x).repeat(6), cycle_length=2, block_length=4
+    )
+    assert passes(interleaved) == [
+        [1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 3, 3, 4, 4, 5, 5, 5, 5, 5, 5]
+    ]
     assert passes(Dataset.range(3).flat_map(lambda x: Dataset.range(int(x)))) == [[0, 0, 1]]
     with pytest.raises(DataError, match="cycle_length.*block_length.*1.*0.*1"):
         Dataset.range(3).interleave(lambda x: numbers(), 0)
@@ -184,7 +188,7 @@ def test_shuffles_after_batch_and_repeat_mix_what_comes():
     assert sorted(mixed) == sorted([*range(6)] * 2)
     assert sorted(mixed[:6]) != list(range(6))  # across the end of an epoch
     endless = numbers(4).repeat().shuffle(8, seed=2).batch(5)
-    assert [len(one) for one in itertools.islice(endless, 7)] == [5] * 7
+    assert [len(mixed_batch) for mixed_batch in itertools.islice(endless, 7)] == [5] * 7
     with pytest.raises(DataError, match="shuffle.*buffer_size"):
         numbers().batch(2).shuffle(seed=1)
 
@@ -201,9 +205,9 @@ def test_what_is_made_of_a_shuffle_needs_its_seed():
         with pytest.raises(DataError, match=r"shuffle.*shuffle"):
             make()
     seeded = numbers().shuffle(10, seed=4)
-    both = passes(seeded.skip(3), 2)
-    assert both[0] != both[1]
-    assert both == [one[3:] for one in passes(numbers().shuffle(10, seed=4), 2)]
+    epochs = passes(seeded.skip(3), 2)
+    assert epochs[0] != epochs[1]
+    assert epochs == [epoch[3:] for epoch in passes(numbers().shuffle(10, seed=4), 2)]
 
 
 def test_cache_after_shuffle_keeps_the_order():
@@ -268,11 +272,11 @@ def test_lists_are_arrays():
 def test_list_files(tmp_path):
     for name in ("b.txt", "a.txt", "c.csv"):
         (tmp_path / name).write_text(name)
-    found = Dataset.list_files(str(tmp_path / "*.txt"), shuffle=False)
-    assert passes(found.map(lambda name: np.array(name[-5:]))) == [["a.txt", "b.txt"]]
-    both = Dataset.list_files([str(tmp_path / "*.csv"), str(tmp_path / "a*")], seed=1)
-    assert sorted(name[-5:] for name in passes(both)[0]) == ["a.txt", "c.csv"]
-    lines = found.interleave(lambda name: Dataset.from_tensors(np.array(len(Path(str(name)).read_text()))))
+    text_files = Dataset.list_files(str(tmp_path / "*.txt"), shuffle=False)
+    assert passes(text_files.map(lambda name: np.array(name[-5:]))) == [["a.txt", "b.txt"]]
+    matched_files = Dataset.list_files([str(tmp_path / "*.csv"), str(tmp_path / "a*")], seed=1)
+    assert sorted(name[-5:] for name in passes(matched_files)[0]) == ["a.txt", "c.csv"]
+    lines = text_files.interleave(lambda name: Dataset.from_tensors(np.array(len(Path(str(name)).read_text()))))
     assert passes(lines) == [[5, 5]]
     with pytest.raises(DataError, match="list_files.*files.*name"):
         Dataset.list_files(str(tmp_path / "*.png"))
@@ -355,10 +359,13 @@ def test_a_run_resumes_after_any_batch_with_what_would_have_come(make, n_replica
     """Two passes, interrupted after each batch: the parts of all replicas are those of an unbroken run."""
 
     def read(state, n_passes=2):
-        replicas = [DistributedDataset(make(), range(one, one + 1), n_replicas) for one in range(n_replicas)]
+        replicas = [
+            DistributedDataset(make(), range(replica_id, replica_id + 1), n_replicas)
+            for replica_id in range(n_replicas)
+        ]
         if state is not None:
-            for replica, own in zip(replicas, state, strict=True):
-                replica.load_state_dict(own)
+            for replica, replica_state in zip(replicas, state, strict=True):
+                replica.load_state_dict(replica_state)
         for _ in range(n_passes):
             for parts in zip(*replicas, strict=True):
                 yield [plain(part) for part in parts], [replica.state_dict() for replica in replicas]
@@ -366,14 +373,14 @@ def test_a_run_resumes_after_any_batch_with_what_would_have_come(make, n_replica
     whole = list(read(None))
     assert len(whole) > 3
     for number, (_, state) in enumerate(whole[:-1], 1):
-        rest = itertools.islice(read(state, n_passes=3), len(whole) - number)
-        assert [parts for parts, _ in rest] == [parts for parts, _ in whole[number:]], number
+        resumed = itertools.islice(read(state, n_passes=3), len(whole) - number)
+        assert [parts for parts, _ in resumed] == [parts for parts, _ in whole[number:]], number
 
 
 def test_batches_of_batches_are_divided_among_replicas():
     dataset = numbers(8).batch(4).shuffle(2, seed=1)
-    replicas = [list(DistributedDataset(dataset, range(one, one + 1), 2)) for one in range(2)]
-    whole = [plain(one) for one in dataset]
+    replicas = [list(DistributedDataset(dataset, range(replica_id, replica_id + 1), 2)) for replica_id in range(2)]
+    whole = [plain(batch) for batch in dataset]
     assert [[*first.tolist(), *second.tolist()] for first, second in zip(*replicas, strict=True)] == whole
 
 
@@ -384,6 +391,6 @@ def test_what_batches_of_batches_cannot_do_is_refused():
     with pytest.raises(DataError, match="AutoShardPolicy.OFF"):
         DistributedDataset(dataset.with_options(options), range(1), 1)
     state = DistributedDataset(dataset, range(1), 1).state_dict()
-    other = DistributedDataset(numbers(8).batch(2).shuffle(2, seed=1), range(1), 1)
+    mismatched = DistributedDataset(numbers(8).batch(2).shuffle(2, seed=1), range(1), 1)
     with pytest.raises(DataError, match="batches.*4.*checkpoint.*2"):
-        other.load_state_dict(state)
+        mismatched.load_state_dict(state)

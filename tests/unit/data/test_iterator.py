@@ -67,10 +67,10 @@ def test_batches_are_moved_and_the_cursor_counts_those_yielded():
     read = []
     dataset = rows().map(lambda x, y: read.append(len(x)) or (x, y))
     moved = DistributedDataset(dataset, range(1), 1, Delivery(device=META))
-    found = []
+    observations = []
     for x, y in moved:
-        found.append((x.device.type, y.device.type, x.shape[0], moved.position, sum(read)))
-    assert found == [("meta", "meta", 4, 4, 8), ("meta", "meta", 4, 8, 10), ("meta", "meta", 2, 10, 10)]
+        observations.append((x.device.type, y.device.type, x.shape[0], moved.position, sum(read)))
+    assert observations == [("meta", "meta", 4, 4, 8), ("meta", "meta", 4, 8, 10), ("meta", "meta", 2, 10, 10)]
     assert (moved.position, moved.epoch) == (10, 1)
 
 
@@ -82,9 +82,9 @@ def test_a_cursor_taken_while_a_batch_is_ahead_resumes_with_that_batch():
     whole = make()
     batches = iter(whole)
     next(batches)
-    other = make()
-    other.load_state_dict(whole.state_dict())
-    assert [x.shape[0] for x, _ in other] == [x.shape[0] for x, _ in batches] == [4, 2]
+    resumed = make()
+    resumed.load_state_dict(whole.state_dict())
+    assert [x.shape[0] for x, _ in resumed] == [x.shape[0] for x, _ in batches] == [4, 2]
 
 
 @pytest.mark.feature("input.input-options")

@@ -67,11 +67,11 @@ def test_the_batches_of_a_sampler_depend_on_seed_and_pass_alone(name):
         order = SamplerOrder(loader, seed=5, n_passes=number)
         order.draw(10)
         passes.append(order)
-    first, second, again = passes
+    first, second, repeated_pass = passes
     assert [len(batch) for batch in first.batches] == [1, 3, 2]
     assert first.is_whole
-    assert first.batches == again.batches
-    assert first.digests == again.digests
+    assert first.batches == repeated_pass.batches
+    assert first.digests == repeated_pass.digests
     assert second.batches[0][0] // 1000 == 1, "set_epoch has the number of the pass"
     assert not set(first.digests) & set(second.digests)
 

@@ -50,19 +50,19 @@ class Counting(torch.utils.data.IterableDataset):
 
 @pytest.fixture
 def file(tmp_path):
-    with h5py.File(tmp_path / "rows.h5", "w") as made:
-        made["x"] = np.arange(40.0).reshape(20, 2)
-        made.create_dataset("group/labels", data=np.arange(20, dtype=np.int32), chunks=(3,), compression="gzip")
-        made["names"] = ["a"] * 20
-        made["fixed"] = np.full(20, b"a", "S1")
-        made.create_dataset("ragged", (20,), h5py.vlen_dtype(np.int32))
-        made["few"] = np.arange(3)
-        made["one"] = 1.0
-        made["soft"] = h5py.SoftLink("/x")
-        made["outside"] = h5py.ExternalLink("other.h5", "/x")
+    with h5py.File(tmp_path / "rows.h5", "w") as h5_file:
+        h5_file["x"] = np.arange(40.0).reshape(20, 2)
+        h5_file.create_dataset("group/labels", data=np.arange(20, dtype=np.int32), chunks=(3,), compression="gzip")
+        h5_file["names"] = ["a"] * 20
+        h5_file["fixed"] = np.full(20, b"a", "S1")
+        h5_file.create_dataset("ragged", (20,), h5py.vlen_dtype(np.int32))
+        h5_file["few"] = np.arange(3)
+        h5_file["one"] = 1.0
+        h5_file["soft"] = h5py.SoftLink("/x")
+        h5_file["outside"] = h5py.ExternalLink("other.h5", "/x")
         layout = h5py.VirtualLayout((20, 2), float)
-        layout[:] = h5py.VirtualSource(made["x"])
-        made.create_virtual_dataset("virtual", layout)
+        layout[:] = h5py.VirtualSource(h5_file["x"])
+        h5_file.create_virtual_dataset("virtual", layout)
     return str(tmp_path / "rows.h5")
 
 
@@ -80,8 +80,8 @@ def test_hdf5_rows_in_order_and_shuffled(file):
 
 def test_hdf5_files_follow_each_other_and_repeat_across_epochs(tmp_path):
     for number in range(20):
-        with h5py.File(tmp_path / f"{number:02}.h5", "w") as made:
-            made["x"] = np.arange(number * 3, number * 3 + 3)
+        with h5py.File(tmp_path / f"{number:02}.h5", "w") as h5_file:
+            h5_file["x"] = np.arange(number * 3, number * 3 + 3)
     rows = Dataset.from_hdf5(str(tmp_path / "*.h5"), "x")
     assert lists(rows.batch(60)) == [list(range(60))]
     assert lists(rows.repeat(2).batch(50))[1] == [*range(50, 60), *range(40)]
@@ -120,9 +120,9 @@ def count_rows_read(monkeypatch):
 def compressed(tmp_path):
     """Return two files of 95 and 45 rows in chunks of 10, row i of (x, y) being (2 i, i)."""
     for name, rows in (("a", np.arange(95)), ("b", np.arange(95, 140))):
-        with h5py.File(tmp_path / f"{name}.h5", "w") as made:
-            made.create_dataset("x", data=2 * rows, chunks=(5,), compression="gzip")
-            made.create_dataset("y", data=rows, chunks=(10,), compression="gzip")
+        with h5py.File(tmp_path / f"{name}.h5", "w") as h5_file:
+            h5_file.create_dataset("x", data=2 * rows, chunks=(5,), compression="gzip")
+            h5_file.create_dataset("y", data=rows, chunks=(10,), compression="gzip")
     return [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")]
 
 
@@ -155,24 +155,24 @@ def test_shuffled_chunks_are_divided_and_resumed_at_any_sample(compressed):
     parts = zip(*([part.tolist() for part in distributed(replica, 3)] for replica in range(3)), strict=True)
     assert [sum(part, []) for part in parts] == whole
     first = distributed(0, 1)
-    rest = distributed(0, 1)
+    resumed = distributed(0, 1)
     iterator = iter(first)
     for _ in range(5):
         next(iterator)
-    rest.load_state_dict(first.state_dict())
-    assert [batch.tolist() for batch in rest] == whole[5:]
-    for other in (distributed(0, 1, 50), distributed(0, 1, None)):
+    resumed.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in resumed] == whole[5:]
+    for mismatched in (distributed(0, 1, 50), distributed(0, 1, None)):
         with pytest.raises(DataError, match=r"dataset.*10.*2.*checkpoint"):
-            other.load_state_dict(first.state_dict())
+            mismatched.load_state_dict(first.state_dict())
 
 
 @pytest.mark.feature("input.hdf5-source")
 def test_hdf5_files_larger_than_memory(tmp_path):
     """A sparse file of 64 GiB is read with 1 GiB of address space to spare."""
     path = tmp_path / "large.h5"
-    with h5py.File(path, "w") as made:
-        made.create_dataset("x", (1 << 23, 1024), np.float64, chunks=None)
-        made["x"][-1] = 7
+    with h5py.File(path, "w") as h5_file:
+        h5_file.create_dataset("x", (1 << 23, 1024), np.float64, chunks=None)
+        h5_file["x"][-1] = 7
     code = f"""
 import resource
 from hpcdist.data.dataset import Dataset
@@ -208,8 +208,8 @@ def test_hdf5_refuses(file, names, message):
 
 def test_hdf5_refuses_files(file, tmp_path):
     (tmp_path / "text.h5").write_text("text")
-    with h5py.File(tmp_path / "other.h5", "w") as made:
-        made["x"] = np.zeros((4, 2), np.float32)
+    with h5py.File(tmp_path / "other.h5", "w") as h5_file:
+        h5_file["x"] = np.zeros((4, 2), np.float32)
     for wrong, message in (
         (str(tmp_path / "none-*.h5"), "expected at least one file"),
         ([], "expected at least one file"),
@@ -234,8 +234,8 @@ def test_a_locked_hdf5_file_is_refused(file):
 
 
 def test_a_damaged_chunk_is_named(file):
-    with h5py.File(file, "r+") as made:
-        place = made["group/labels"].id.get_chunk_info(2)
+    with h5py.File(file, "r+") as h5_file:
+        place = h5_file["group/labels"].id.get_chunk_info(2)
     with open(file, "r+b") as raw:
         raw.seek(place.byte_offset)
         raw.write(b"\xff" * place.size)
@@ -392,10 +392,10 @@ def test_take(make):
     assert lists(make(3).repeat().take(5).batch(3)) == [[0, 1, 2], [0, 1]]
     assert lists(make(5).take(2).repeat(2).batch(4)) == [[0, 1, 0, 1]]
     shuffled = make(50).shuffle(50, seed=1)
-    taken = sum(lists(shuffled.take(4).batch(2).repeat(2)), [])
-    assert taken[:4] == sum(lists(shuffled.batch(2)), [])[:4]
-    assert taken[:4] != taken[4:]
-    assert len(taken) == 8
+    taken_rows = sum(lists(shuffled.take(4).batch(2).repeat(2)), [])
+    assert taken_rows[:4] == sum(lists(shuffled.batch(2)), [])[:4]
+    assert taken_rows[:4] != taken_rows[4:]
+    assert len(taken_rows) == 8
     with pytest.raises(DataError, match="take: expected"):
         make(5).take(-2)
     with pytest.raises(DataError, match="repeat.*call.*take"):
@@ -414,9 +414,9 @@ def test_every_epoch_of_every_run_has_an_order_of_its_own():
     plain = SampleOrder(7, seed=1)
     runs = SampleOrder(7, seed=1, inner_epochs=2, outer_epochs=2)
     assert runs.rows(0, 28).tolist() == plain.rows(0, 28).tolist()
-    taken = SampleOrder(7, seed=1, inner_epochs=2, outer_epochs=2, run_limit=10)
-    assert taken.rows(0, 20).tolist() == [*plain.rows(0, 10).tolist(), *plain.rows(14, 24).tolist()]
-    assert [taken.epoch_of(position) for position in (0, 7, 9, 10, 17)] == [0, 1, 1, 2, 3]
+    limited_order = SampleOrder(7, seed=1, inner_epochs=2, outer_epochs=2, run_limit=10)
+    assert limited_order.rows(0, 20).tolist() == [*plain.rows(0, 10).tolist(), *plain.rows(14, 24).tolist()]
+    assert [limited_order.epoch_of(position) for position in (0, 7, 9, 10, 17)] == [0, 1, 1, 2, 3]
 
 
 def test_from_tensors():
@@ -460,8 +460,8 @@ def test_a_source_of_the_users_own_is_shuffled_divided_and_resumed():
     whole = [x.tolist() for x, _ in dataset]
     assert all(torch.equal(y, torch.as_tensor(x) ** 2) for x, y in dataset)
     assert sorted(whole[0] + whole[1]) == list(range(7))
-    parts = [DistributedDataset(dataset.prefetch(1), range(one, one + 1), 2) for one in range(2)]
-    steps = [[x.tolist() + other.tolist() for (x, _), (other, _) in zip(*parts, strict=True)]]
+    parts = [DistributedDataset(dataset.prefetch(1), range(replica, replica + 1), 2) for replica in range(2)]
+    steps = [[x.tolist() + second_half.tolist() for (x, _), (second_half, _) in zip(*parts, strict=True)]]
     assert steps == [whole]
     before = DistributedDataset(dataset, range(1), 1)
     next(iter(before))
@@ -567,13 +567,13 @@ def spec(shape, dtype):
 def test_rows_of_a_generator_become_what_the_signature_says(signature, row, expected):
     """So that a rank without rows has an empty part like those of the others."""
     dataset = Dataset.from_generator(lambda: iter([{"a": row}]), {"a": signature})
-    (found,) = list(dataset)
-    assert isinstance(found["a"], torch.Tensor) == isinstance(expected, torch.Tensor)
-    assert found["a"].dtype == expected.dtype
-    assert found["a"].tolist() == expected.tolist()
+    (element,) = list(dataset)
+    assert isinstance(element["a"], torch.Tensor) == isinstance(expected, torch.Tensor)
+    assert element["a"].dtype == expected.dtype
+    assert element["a"].tolist() == expected.tolist()
     empty = Dataset.from_generator(lambda: iter([]), {"a": signature}).batch(2).part_without_rows()
     if signature.dtype is not np.str_ and signature.shape is not None:
-        assert empty["a"].dtype == found["a"].dtype
+        assert empty["a"].dtype == element["a"].dtype
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ def test_texts_that_are_no_texts(tmp_path):
     path = tmp_path / "logs" / "rank-00003.log"
     for number in range(2):
         FailureLog(path, WORLD).write("uncaught exception", f"Traceback\nKeyError: '\udcff {number} %s'\n")
-    first, *rest = path.read_text().splitlines()
+    first, *following_lines = path.read_text().splitlines()
     assert " ERROR [worker:3 r3/16 " in first
     assert first.endswith("hpcdist: uncaught exception")
-    assert rest[1] == "KeyError: '\\udcff 0 %s'"
-    assert len(rest) == 5
+    assert following_lines[1] == "KeyError: '\\udcff 0 %s'"
+    assert len(following_lines) == 5
 
 
 def test_lines_of_json(tmp_path, monkeypatch):

@@ -17,17 +17,17 @@ class FakeStream:
         self.name = name
         self.waited_for = []
 
-    def wait_stream(self, other):
-        self.waited_for.append(other.name)
+    def wait_stream(self, stream):
+        self.waited_for.append(stream.name)
 
 
 @pytest.fixture
 def streams(monkeypatch):
     """Return three streams, and a function that makes one the current one."""
-    made = [FakeStream(name) for name in "abc"]
+    fake_streams = [FakeStream(name) for name in "abc"]
     current = threading.local()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current.stream)
-    return made, lambda stream: setattr(current, "stream", stream)
+    return fake_streams, lambda stream: setattr(current, "stream", stream)
 
 
 def test_a_sum_waits_for_every_stream_that_has_taken_a_gradient(streams):

@@ -55,9 +55,9 @@ def test_one_replica_that_is_elsewhere(odd, difference):
 
 def test_batches_are_compared_among_replicas_that_know_theirs():
     first = PLAIN._replace(key=11)
-    other = PLAIN._replace(key=12)
+    different_batch = PLAIN._replace(key=12)
     assert sum_of([first, PLAIN, first], [1] * 3, [0] * 3).is_same_batch
-    assert not sum_of([first, PLAIN, other], [1] * 3, [0] * 3).is_same_batch
+    assert not sum_of([first, PLAIN, different_batch], [1] * 3, [0] * 3).is_same_batch
     assert sum_of([PLAIN, PLAIN], [1] * 2, [0] * 2).key is None
 
 

@@ -17,8 +17,8 @@ class Symbol:
     def __init__(self, text):
         self.text = text
 
-    def add_(self, other):
-        self.text = f"({self.text}{other.text})"
+    def add_(self, addend):
+        self.text = f"({self.text}{addend.text})"
 
     def clone(self):
         return Symbol(self.text)

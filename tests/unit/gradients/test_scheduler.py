@@ -100,8 +100,8 @@ def test_replicas_that_make_other_calls_are_named():
 def test_replicas_have_the_modes_of_the_caller():
     scheduler = ReplicaScheduler(range(2), [])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = scheduler.run([lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))] * 2)
-    assert found == [(False, True)] * 2
+        replica_modes = scheduler.run([lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))] * 2)
+    assert replica_modes == [(False, True)] * 2
 
 
 def test_replicas_use_as_many_cores_as_their_caller():
@@ -111,7 +111,7 @@ def test_replicas_use_as_many_cores_as_their_caller():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = ReplicaScheduler(range(2), []).run([openmp.omp_get_max_threads] * 2)
+        thread_counts = ReplicaScheduler(range(2), []).run([openmp.omp_get_max_threads] * 2)
     finally:
         torch.set_num_threads(before)
-    assert found == [1, 1]
+    assert thread_counts == [1, 1]

@@ -64,10 +64,10 @@ def test_a_ratio_above_one_means_faster_than_the_reference(harness):
 
 def test_the_interval_covers_the_true_median_about_as_often_as_it_says(harness):
     draws = np.random.default_rng(5)
-    found = [harness.bootstrap_interval(draws.normal(1.0, 0.1, 25), 1000) for _ in range(200)]
-    covered = sum(one.low <= 1.0 <= one.high for one in found)
+    intervals = [harness.bootstrap_interval(draws.normal(1.0, 0.1, 25), 1000) for _ in range(200)]
+    covered = sum(interval.low <= 1.0 <= interval.high for interval in intervals)
     assert 180 <= covered <= 199
-    assert all(one.low <= one.median <= one.high for one in found)
+    assert all(interval.low <= interval.median <= interval.high for interval in intervals)
 
 
 def test_the_interval_of_equal_values_is_a_point(harness):
@@ -87,8 +87,13 @@ def test_without_an_a_a_pair_nothing_may_be_quoted(harness):
 
 
 def test_of_several_a_a_pairs_the_worst_counts(harness):
-    again = harness.AGAIN
-    samples = {"x": [(1.0, 1.0)], "x" + again: [(1.0, 1.0)], "y": [(1.0, 1.0)], "y" + again: [(2.0, 2.0)]}
+    repeat_suffix = harness.AGAIN
+    samples = {
+        "x": [(1.0, 1.0)],
+        "x" + repeat_suffix: [(1.0, 1.0)],
+        "y": [(1.0, 1.0)],
+        "y" + repeat_suffix: [(2.0, 2.0)],
+    }
     assert harness.gate_ratio(samples) == 0.5
 
 
@@ -141,10 +146,10 @@ def test_an_a_a_pair_stays_one_when_labels_are_added(report, harness):
 
 
 def test_the_json_holds_every_raw_sample(report, harness, tmp_path, capsys):
-    one = one_case(report, harness)
-    report.publish({"label": "x", "environment": {}, "cases": [one]}, tmp_path, "allreduce")
-    kept = json.loads((tmp_path / "allreduce.json").read_text())["cases"][0]["samples"]
-    assert kept == {name: [list(pair) for pair in pairs] for name, pairs in one["samples"].items()}
+    case = one_case(report, harness)
+    report.publish({"label": "x", "environment": {}, "cases": [case]}, tmp_path, "allreduce")
+    saved_samples = json.loads((tmp_path / "allreduce.json").read_text())["cases"][0]["samples"]
+    assert saved_samples == {name: [list(pair) for pair in pairs] for name, pairs in case["samples"].items()}
     shown = capsys.readouterr().out
     assert "strongest baseline" in shown
     assert "matplotlib is not installed" in shown or (tmp_path / "allreduce.png").exists()

@@ -116,8 +116,8 @@ def test_imports_go_down_only(name):
     folder = name.split(".")[0]
     for imported in imports(MODULES[name]):
         if imported.startswith("hpcdist."):
-            other = imported.split(".")[1]
-            assert other == folder or LAYERS[other] < LAYERS[folder], f"{name} imports {imported}"
+            imported_folder = imported.split(".")[1]
+            assert imported_folder == folder or LAYERS[imported_folder] < LAYERS[folder], f"{name} imports {imported}"
 
 
 @pytest.mark.parametrize("dependency", sorted(DOORS))

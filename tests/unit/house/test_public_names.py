@@ -35,16 +35,16 @@ def test_every_metric_can_be_imported_by_its_path():
     pytest.importorskip("mpi4py.MPI")
     metrics = importlib.import_module("hpcdist.metrics")
     defined = vars(importlib.import_module("hpcdist.tf_compat.metrics"))
-    expected = {name for name, one in defined.items() if hasattr(one, "reset_state") and name[0] != "_"}
+    expected = {name for name, member in defined.items() if hasattr(member, "reset_state") and name[0] != "_"}
     assert {name for name in vars(metrics) if name[0] != "_"} == expected
 
 
 @pytest.mark.parametrize("name", public_names.NAMES)
 def test_every_public_name_is_there_and_documented(name):
     pytest.importorskip("mpi4py.MPI")
-    found = getattr(hpcdist, name)
-    assert found.__module__ == f"hpcdist.{public_names.NAMES[name]}"
-    assert found.__doc__
+    exported = getattr(hpcdist, name)
+    assert exported.__module__ == f"hpcdist.{public_names.NAMES[name]}"
+    assert exported.__doc__
 
 
 @pytest.mark.parametrize("path", public_names.ALIASES)

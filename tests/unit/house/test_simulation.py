@@ -35,9 +35,9 @@ def test_costs_are_found_again_in_what_they_predict(simulate):
         rows = [{"algorithm": name, "hosts": hosts, "nbytes": nbytes} for hosts, nbytes in simulate.FITTED]
         for row in rows:
             row["seconds"] = simulate.predict(row, due)
-        found = simulate.fit(rows, due.message_s)
-        assert found.byte_s == pytest.approx(due.byte_s, rel=0.03)
-        assert all(simulate.predict(row, found) == pytest.approx(row["seconds"], rel=0.05) for row in rows)
+        fitted = simulate.fit(rows, due.message_s)
+        assert fitted.byte_s == pytest.approx(due.byte_s, rel=0.03)
+        assert all(simulate.predict(row, fitted) == pytest.approx(row["seconds"], rel=0.05) for row in rows)
 
 
 def test_many_hosts_are_not_sent_a_message_each(simulate, links):
@@ -63,8 +63,8 @@ def test_a_report_of_what_was_measured_is_enough_for_predictions(simulate, tmp_p
     (tmp_path / "measured.json").write_text(json.dumps({"message_s": 2e-6, "rows": rows}))
     monkeypatch.setattr(simulate, "RANK_COUNTS", [2, 64, 1024])
     monkeypatch.setattr(simulate, "draw", lambda tables, out: out.write_bytes(b""))  # matplotlib is optional
-    given = ["simulate.py", "--out", str(tmp_path), "--link", str(tmp_path / "measured.json")]
-    monkeypatch.setattr("sys.argv", given)
+    argv = ["simulate.py", "--out", str(tmp_path), "--link", str(tmp_path / "measured.json")]
+    monkeypatch.setattr("sys.argv", argv)
     simulate.main()
     assert "held out, largest error" in capsys.readouterr().out
     table = json.loads((tmp_path / "predicted.json").read_text())["full bisection"]

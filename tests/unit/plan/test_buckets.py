@@ -18,7 +18,7 @@ def test_every_tensor_has_a_slot_of_its_own(last_bytes, direct_bytes):
         for dtype, is_direct in (("float32", True), ("float64", False))
     ]
     plan = plan_buckets(entries, Limits(2048, direct_bytes, last_bytes))
-    taken = set()
+    occupied_places = set()
     for entry, slot in zip(entries, plan.slots, strict=True):
         bucket = plan.buckets[slot.bucket]
         assert slot.n_elements == entry.n_elements
@@ -27,8 +27,8 @@ def test_every_tensor_has_a_slot_of_its_own(last_bytes, direct_bytes):
         assert slot.offset + entry.n_elements <= bucket.n_elements
         assert slot.offset * int(entry.dtype[-2:]) // 8 % ALIGNMENT_BYTES == 0
         spots = {(slot.bucket, place) for place in range(slot.offset, slot.offset + entry.n_elements)}
-        assert not spots & taken
-        taken |= spots
+        assert not spots & occupied_places
+        occupied_places |= spots
     assert {slot.bucket for slot in plan.slots} == set(range(len(plan.buckets)))
 
 

@@ -25,8 +25,8 @@ PLACEMENTS = {
 }
 
 
-def text(left, right):
-    return "(" + "+".join(sorted((left, right))) + ")"
+def text(left_operand, right):
+    return "(" + "+".join(sorted((left_operand, right))) + ")"
 
 
 def tree(rows):

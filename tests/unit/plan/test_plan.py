@@ -55,12 +55,12 @@ def test_rows_are_mixed_a_window_of_chunks_at_a_time():
 
 def batches(order, end=None):
     position = 0
-    found = []
+    drawn_batches = []
     end = order.n_samples if end is None else end
     while (batch := order.next_batch(position, end)) is not None:
-        found.append(batch)
+        drawn_batches.append(batch)
         position = batch[1]
-    return found
+    return drawn_batches
 
 
 def test_batches_end_with_the_epoch_or_run_across():

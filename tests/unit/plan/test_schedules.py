@@ -62,12 +62,14 @@ def carry_out(schedules, buffers):
 
 def take(turn, rank, buffer, arrived):
     if not turn.is_sum:
-        for one, (_, theirs) in arrived:
-            buffer[one.start : one.stop] = theirs
+        for receive, (_, received_values) in arrived:
+            buffer[receive.start : receive.stop] = received_values
     elif turn.receives:
-        for one, (_, theirs) in arrived:
-            part = slice(one.start, one.stop)
-            buffer[part] = [mine + other for mine, other in zip(buffer[part], theirs, strict=True)]
+        for receive, (_, received_values) in arrived:
+            part = slice(receive.start, receive.stop)
+            buffer[part] = [
+                local_value + peer_value for local_value, peer_value in zip(buffer[part], received_values, strict=True)
+            ]
 
 
 @pytest.mark.feature("collectives.ring-all-reduce")
@@ -76,8 +78,8 @@ def take(turn, rank, buffer, arrived):
 def test_every_rank_ends_with_the_sum(plan, size):
     for n_elements in counts(size):
         buffers = [[(rank + 1) * (place + 1) for place in range(n_elements)] for rank in range(size)]
-        left = carry_out([list(plan(size, rank, n_elements)) for rank in range(size)], buffers)
-        assert left == []
+        undelivered = carry_out([list(plan(size, rank, n_elements)) for rank in range(size)], buffers)
+        assert undelivered == []
         expected = [size * (size + 1) // 2 * (place + 1) for place in range(n_elements)]
         assert all(buffer == expected for buffer in buffers)
 

@@ -16,13 +16,13 @@ def test_shares_cover_all_elements_once_in_order(seed):
     n_owners = draws.randrange(1, 9)
     shares = plan_shards(sizes, n_owners)
     assert len(shares) == n_owners
-    pieces = [(tensor, *own) for share in shares for tensor, own in share.items()]
+    pieces = [(tensor, *owned_range) for share in shares for tensor, owned_range in share.items()]
     expected = iter(pieces)
     for tensor, size in enumerate(sizes):
         at = 0
         while at < size:
-            found, start, stop = next(expected)
-            assert (found, start) == (tensor, at)
+            piece_tensor, start, stop = next(expected)
+            assert (piece_tensor, start) == (tensor, at)
             assert start % BLOCK_ELEMENTS == 0
             assert start < stop
             at = stop

@@ -75,21 +75,21 @@ def test_settings_of_an_optimizer_that_makes_no_more_steps_do_not_count():
     digests = watched(model)
     digests.note_step(optimizer)
     digests.digest_at(4)
-    other = torch.optim.SGD(model.parameters(), lr=0.5)
-    digests.note_step(other)
+    second_optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    digests.note_step(second_optimizer)
     before = digests.digest_at(8)
     assert digests.n_compared == 1
     optimizer.param_groups[0]["lr"] = 0.2
-    digests.note_step(other)
+    digests.note_step(second_optimizer)
     assert digests.digest_at(12) == before
 
 
 def test_what_is_kept_is_compared_and_the_rest_is_not():
     model, _ = a_model()
     digests = watched(model)
-    held = digests.hold()
-    assert [parameter is not None for parameter in held] == [True] * 4
-    digests.keep(held, [1, 1, 0, 1])
+    parameters = digests.hold()
+    assert [parameter is not None for parameter in parameters] == [True] * 4
+    digests.keep(parameters, [1, 1, 0, 1])
     assert digests.n_parameters == 3
     before = digests.digest_of_all()
     with torch.no_grad():

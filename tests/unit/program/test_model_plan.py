@@ -8,10 +8,10 @@ from hpcdist.program.model_plan import IdentitySet
 def test_objects_that_are_gone_take_no_room():
     tensors = IdentitySet()
     for _ in range(3):
-        kept = torch.zeros(1)
+        live_tensor = torch.zeros(1)
         tensors.add(torch.ones(1))
-        tensors.add(kept)
-    assert [item is kept for item in tensors] == [True]
+        tensors.add(live_tensor)
+    assert [item is live_tensor for item in tensors] == [True]
     assert len(tensors._references) == 1
 
 

@@ -10,8 +10,8 @@ def parts_of(*rows, source=None):
     """Return parts of one source, each given by its rows and those of all replicas."""
     source = source or PartSource(1, None, None)
     return [
-        Part(source, number, None if own is None else (own,), total, True, 10 * number, number, True)
-        for number, (own, total) in enumerate(rows, 1)
+        Part(source, number, None if local_rows is None else (local_rows,), total, True, 10 * number, number, True)
+        for number, (local_rows, total) in enumerate(rows, 1)
     ]
 
 
@@ -38,15 +38,17 @@ def test_without_parts_the_rows_of_all_replicas_must_be_equal_where_they_are_see
 
 def test_a_part_that_nobody_has_planned_puts_the_others_in_doubt():
     """A loss of both is a sum of means, of which the unplanned one has another weight, unless ranks are alike."""
-    other = Part(PartSource(2, None, 7), 1, None, None, False, None, 1, True, 8)
-    weight = weigh([*parts_of((4, 7)), other], 0)
+    unplanned_part = Part(PartSource(2, None, 7), 1, None, None, False, None, 1, True, 8)
+    weight = weigh([*parts_of((4, 7)), unplanned_part], 0)
     assert (weight.rows, weight.doubtful_rows, weight.key) == (4, 4, None)
 
 
 def test_parts_of_two_loaders_of_which_only_own_rows_are_known_must_be_alike_on_all_ranks():
     first = PartSource(1, None, 1)
     second = PartSource(2, None, 2)
-    here, there = ([*parts_of((4, None), source=first), *parts_of((own, None), source=second)] for own in (16, 12))
-    assert weigh(here, 0).doubtful_rows != weigh(there, 0).doubtful_rows
+    here, remote_parts = (
+        [*parts_of((4, None), source=first), *parts_of((row_count, None), source=second)] for row_count in (16, 12)
+    )
+    assert weigh(here, 0).doubtful_rows != weigh(remote_parts, 0).doubtful_rows
     assert weigh(here, 0).rows == 1
     assert weigh(parts_of((4, None), (3, None)), 0).refusal, "two parts of one loader: either may be meant"

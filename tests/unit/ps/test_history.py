@@ -42,7 +42,7 @@ class WithoutOwnWrites(Server):
         before = self._values(message)
         before = dataclasses.replace(before, payload=before.payload.copy())  # the next answer takes its memory
         after = super().handle(message)
-        return [before if one.worker == 1 else one for one in after]
+        return [before if reply.worker == 1 else reply for reply in after]
 
 
 @pytest.mark.parametrize(

@@ -19,27 +19,34 @@ def test_a_message_survives_its_envelope():
     payload = np.arange(10, dtype=np.uint8)
     numbers = np.array([3, -1], np.int64)
     sent = Message(Kind.STEP, 2, 1, 7, 9, 3, numbers, "text: ä", payload)
-    got = Message.of_envelope(sent.envelope())
-    got.payload[:] = payload
-    assert (got.kind, got.worker, got.incarnation, got.sequence, got.clock, got.request) == (Kind.STEP, 2, 1, 7, 9, 3)
-    assert got.numbers.tolist() == [3, -1]
-    assert (got.text, got.payload.tolist()) == ("text: ä", payload.tolist())
-    back = answer(got, Kind.DONE, text="x")
+    received = Message.of_envelope(sent.envelope())
+    received.payload[:] = payload
+    assert (
+        received.kind,
+        received.worker,
+        received.incarnation,
+        received.sequence,
+        received.clock,
+        received.request,
+    ) == (Kind.STEP, 2, 1, 7, 9, 3)
+    assert received.numbers.tolist() == [3, -1]
+    assert (received.text, received.payload.tolist()) == ("text: ä", payload.tolist())
+    back = answer(received, Kind.DONE, text="x")
     assert (back.worker, back.incarnation, back.sequence, back.kind, back.text) == (2, 1, 7, Kind.DONE, "x")
 
 
 def test_an_envelope_says_where_a_payload_is():
     memory = np.arange(100, dtype=np.uint8)
-    asked = []
+    memory_requests = []
 
     def memory_for(nbytes, path):
-        asked.append((nbytes, path))
+        memory_requests.append((nbytes, path))
         return memory[:nbytes]
 
     sent = Message(Kind.STEP, 0, text="text", payload=np.zeros(10, np.uint8))
-    got = Message.of_envelope(sent.envelope("/somewhere"), memory_for)
-    assert asked == [(10, "/somewhere")]
-    assert (got.text, got.payload.tolist()) == ("text", [*range(10)])
+    received = Message.of_envelope(sent.envelope("/somewhere"), memory_for)
+    assert memory_requests == [(10, "/somewhere")]
+    assert (received.text, received.payload.tolist()) == ("text", [*range(10)])
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES, PIECE_BYTES + 1])
@@ -66,10 +73,10 @@ def test_specs_of_the_shards_of_each_server():
     variables = [VariableSpec("w", (5, 2), torch.float32), VariableSpec("b", (), torch.bfloat16)]
     shards = place(variables, 2, FixedShardsPartitioner(2))
     specs = specs_of(variables, shards, frozenset([0]))
-    found = [
+    placed_specs = [
         (server, spec.name, spec.start, spec.stop, spec.shape, spec.dtype) for server in specs for spec in specs[server]
     ]
-    assert found == [
+    assert placed_specs == [
         (0, "w", 0, 3, (3, 2), "float32"),
         (0, "b", 0, 1, (), "bfloat16"),
         (1, "w", 3, 5, (2, 2), "float32"),
@@ -82,6 +89,6 @@ def test_specs_of_the_shards_of_each_server():
 def test_states_of_optimizers_are_packed():
     states = {(0, 0): {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}, (1, 0): {"n": 5, "name": "x"}}
     text, tensors = state_to_text(states)
-    found = state_of_text(text, Unpacker(Packer().pack(tensors)))
-    assert torch.equal(found[0, 0]["exp_avg"], torch.ones(2, 3))
-    assert (found[0, 0]["step"].item(), found[1, 0]) == (3.0, {"n": 5, "name": "x"})
+    unpacked_states = state_of_text(text, Unpacker(Packer().pack(tensors)))
+    assert torch.equal(unpacked_states[0, 0]["exp_avg"], torch.ones(2, 3))
+    assert (unpacked_states[0, 0]["step"].item(), unpacked_states[1, 0]) == (3.0, {"n": 5, "name": "x"})

@@ -30,9 +30,9 @@ class Serving:
         self.known = [[0, 0] for _ in range(n_workers)]
         values = Packer().pack([torch.zeros(3, 2), torch.zeros(4, 2)])
         self.ask(0, Kind.ADOPT, text=specs_to_text(SPECS), payload=values)
-        made = kind([torch.zeros(1, requires_grad=True)], lr=1.0)
-        settings = {name: value for name, value in made.param_groups[0].items() if name != "params"}
-        pickle = pickles.dumps((kind, made.defaults, [(settings, [0, 1])]))
+        optimizer = kind([torch.zeros(1, requires_grad=True)], lr=1.0)
+        settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        pickle = pickles.dumps((kind, optimizer.defaults, [(settings, [0, 1])]))
         payload = Packer().pack([torch.from_numpy(pickle.copy())])
         self.ask(0, Kind.OPTIMIZER, numbers=np.array([0, len(pickle)], np.int64), text="[]", payload=payload)
 
@@ -62,14 +62,14 @@ class Serving:
 def parts_of(answer):
     """Return what an answer has of each shard: kind, version and tensor."""
     payload = Unpacker(answer.payload)
-    found = []
+    parts = []
     for spec, (kind, n_rows, version) in zip(SPECS, answer.numbers[1:].reshape(-1, 3).tolist(), strict=True):
         if kind == ROWS:
-            found.append((kind, version, payload.take((n_rows,), torch.int64).tolist()))
+            parts.append((kind, version, payload.take((n_rows,), torch.int64).tolist()))
             payload.take((n_rows, 2), torch.float32)
         else:
-            found.append((kind, version, payload.take(spec.shape, torch.float32)[0, 0].item() if kind else None))
-    return found
+            parts.append((kind, version, payload.take(spec.shape, torch.float32)[0, 0].item() if kind else None))
+    return parts
 
 
 @pytest.mark.feature("parameter-servers.asynchronous-push-and-pull", "parameter-servers.staleness-report")
@@ -109,7 +109,7 @@ def test_a_push_that_comes_twice_is_applied_once_and_answered_twice():
     serving.clocks[0] -= 1
     second = serving.push(0, dense=1)
     assert serving.values()[0] == -1.0
-    assert [parts_of(one[0]) for one in (first, second)] == [parts_of(first[0])] * 2
+    assert [parts_of(answers[0]) for answers in (first, second)] == [parts_of(first[0])] * 2
     assert serving.server.statistics()["duplicates"] == 1
 
 
@@ -138,7 +138,7 @@ def test_a_worker_that_is_ahead_waits_for_the_others_at_its_pull():
     assert len(serving.push(0, dense=1)) == 1
     assert serving.push(0, dense=1) == []
     assert serving.values()[0] == -2.0, "the push is applied at once"
-    assert {one.worker for one in serving.push(1, dense=1)} == {0, 1}
+    assert {answer.worker for answer in serving.push(1, dense=1)} == {0, 1}
     assert serving.push(0, dense=1) == []
     (late,) = serving.server.late(5.0)
     assert "expected worker 1 to push step 3 within 5 s" in late.text
@@ -163,8 +163,8 @@ def test_the_sum_has_the_tree_of_an_all_reduce():
     values = [1e8, 1.0, -1e8]
     for worker, value in enumerate(values):
         serving.push(worker, dense=value)
-    one, two, three = (np.float32(value) for value in values)
-    assert serving.values()[0] == -float((one + two) + three)
+    first_summand, two, three = (np.float32(value) for value in values)
+    assert serving.values()[0] == -float((first_summand + two) + three)
 
 
 def test_rows_of_all_workers_are_joined():
@@ -230,9 +230,9 @@ def test_optimizers_that_need_whole_variables_are_refused_for_parts():
 def test_no_part_of_a_push_is_answered_before_the_bound_on_staleness_holds():
     """Else a worker would begin its step with values that lack what the bound promises."""
     serving = Serving(max_staleness=0)
-    one = Packer().pack([torch.ones(3, 2)])
+    ones_payload = Packer().pack([torch.ones(3, 2)])
     serving.clocks[0] += 1
-    first = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=one)
+    first = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=ones_payload)
     last = serving.ask(0, Kind.STEP, numbers=np.array([0, 1, 1, NOTHING, 0, 0]))
     assert (first, last) == ([], [])
     released = serving.push(1, dense=1)
@@ -244,13 +244,13 @@ def test_no_part_of_a_push_is_answered_before_the_bound_on_staleness_holds():
 def test_parts_that_nobody_is_waited_for_are_answered_at_once_in_memory_of_their_own():
     serving = Serving()
     serving.clocks[0] += 1
-    one = Packer().pack([torch.ones(3, 2)])
+    ones_payload = Packer().pack([torch.ones(3, 2)])
     two = Packer().pack([torch.full((4, 2), 2.0)])
-    (first,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=one)
-    kept = first.payload.copy()
+    (first,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=ones_payload)
+    payload_copy = first.payload.copy()
     (last,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 1, 1, WHOLE, 0, -1]), payload=two)
     assert (first.numbers.tolist(), last.numbers.tolist()) == ([0, WHOLE, 0, 1], [1, WHOLE, 0, 1])
-    assert first.payload.tolist() == kept.tolist()  # it may still be under way
+    assert first.payload.tolist() == payload_copy.tolist()  # it may still be under way
     assert Unpacker(last.payload).take((4, 2), torch.float32).tolist() == [[-2.0, -2.0]] * 4
     assert serving.server.statistics()["pushes"] == 1
 

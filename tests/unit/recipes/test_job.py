@@ -54,7 +54,7 @@ def leave(root, tmp_path, clean_environ):
         if scontrol:  # None: the test has made its own
             add_program(tmp_path / "bin", "scontrol", SCONTROL)
             add_program(tmp_path / "bin", "srun", "#!/usr/bin/env bash\n")  # all nodes answer
-        own = {
+        job_environ = {
             **JOB,
             "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}"
             if scontrol is not False
@@ -69,16 +69,16 @@ def leave(root, tmp_path, clean_environ):
         command = command or ("slurm/job.py", "bash", "-c", program)
         done = subprocess.run(
             [sys.executable, "-E", "-S", *command],
-            env={**own, **environ},
+            env={**job_environ, **environ},
             cwd=root,
             capture_output=True,
             text=True,
             timeout=20,
         )
         requeued = tmp_path / "bin" / "calls"
-        said = requeued.read_text() if requeued.exists() else ""
+        scontrol_calls = requeued.read_text() if requeued.exists() else ""
         requeued.unlink(missing_ok=True)
-        return done.returncode, done.stdout + done.stderr + said
+        return done.returncode, done.stdout + done.stderr + scontrol_calls
 
     return leave
 
@@ -103,8 +103,8 @@ STOP = Decision(Verdict.STOP, "attempt 3 in a row that died without progress")
     ("code", "decision"), [(0, SAVED), (137, DIED), (74, DIED), (75, DIED), (0, STOPPED), (75, STOPPED), (143, STOPPED)]
 )
 def test_requeue(leave, code, decision):
-    got, output = leave(code, decision)
-    assert got == 75
+    exit_code, output = leave(code, decision)
+    assert exit_code == 75
     assert "requeued 7" in output
     assert f"exit code {code}, to be requeued: {decision.reason}" in output
     assert ("inside the allocation" in output) == (decision is not STOPPED and code not in (74, 75))
@@ -112,8 +112,8 @@ def test_requeue(leave, code, decision):
 
 @pytest.mark.parametrize(("code", "decision"), [(2, None), (76, DIED), (78, STOPPED)])
 def test_codes_after_which_nothing_is_run_again(leave, code, decision):
-    got, output = leave(code, decision, **PREEMPTED)
-    assert got == code
+    exit_code, output = leave(code, decision, **PREEMPTED)
+    assert exit_code == code
     assert "requeued" not in output
     assert "inside the allocation" not in output
     assert f"not run again: exit code {code}" in output
@@ -121,16 +121,16 @@ def test_codes_after_which_nothing_is_run_again(leave, code, decision):
 
 @pytest.mark.parametrize(("code", "decision", "expected"), [(0, FINISHED, 0), (1, FINISHED, 1), (137, STOP, 76)])
 def test_the_end(leave, code, decision, expected):
-    got, output = leave(code, decision)
-    assert got == expected
+    exit_code, output = leave(code, decision)
+    assert exit_code == expected
     assert "requeued" not in output
     assert "inside the allocation" not in output
 
 
 @pytest.mark.parametrize(("before", "code", "expected"), [(None, 0, 1), (STOP, 1, 1), (FINISHED, 127, 127)])
 def test_a_launch_that_ended_before_it_wrote_is_not_taken_for_an_earlier_one(leave, before, code, expected):
-    got, output = leave(code, before=before)
-    assert got == expected
+    exit_code, output = leave(code, before=before)
+    assert exit_code == expected
     assert "requeued" not in output
     assert f"not run again: exit code {code} before it had begun" in output
 
@@ -144,15 +144,15 @@ def test_three_launches_in_a_row_may_die_early_in_a_run_that_is_under_way_or_by_
 ):
     for _ in range(2):  # who submits it again after the end has three more
         for count in range(1, 4):
-            got, output = leave(code, before=before, SLURM_JOB_ID="9")
-            assert got == 75
+            exit_code, output = leave(code, before=before, SLURM_JOB_ID="9")
+            assert exit_code == 75
             assert "requeued 9\n" in output
             lines = (tmp_path / "run" / "early-deaths").read_text().splitlines()
             assert len(lines) == count
             assert lines[-1].endswith(f" job 9: exit code {code}")
             assert f"exit code {code}, to be requeued: died before it had begun" in output
-        got, output = leave(code, before=before, SLURM_JOB_ID="9")
-        assert got == last
+        exit_code, output = leave(code, before=before, SLURM_JOB_ID="9")
+        assert exit_code == last
         assert "requeued" not in output
         assert f"not run again: exit code {code} before it had begun" in output
 
@@ -173,15 +173,15 @@ def test_some_codes_are_no_early_deaths(leave, tmp_path, code):
 
 def test_early_deaths_that_cannot_be_counted_end_the_run(leave, tmp_path):
     (tmp_path / "run" / "early-deaths").mkdir()
-    got, output = leave(137, before=SAVED)
-    assert got == 137
+    exit_code, output = leave(137, before=SAVED)
+    assert exit_code == 137
     assert "requeued" not in output
 
 
 @pytest.mark.parametrize(("code", "called_off"), [(0, {}), (75, PREEMPTED), (137, {}), (143, PREEMPTED)])
 def test_a_job_whose_run_another_has_taken_over_ends(leave, tmp_path, code, called_off):
-    got, output = leave(code, SAVED, before=DIED, job="8", **called_off)
-    assert got == 76
+    exit_code, output = leave(code, SAVED, before=DIED, job="8", **called_off)
+    assert exit_code == 76
     assert "requeued" not in output
     assert "inside the allocation" not in output
     assert "not run again: job 8 has taken over the run folder" in output
@@ -191,21 +191,21 @@ def test_a_job_whose_run_another_has_taken_over_ends(leave, tmp_path, code, call
 @pytest.mark.parametrize("code", [74, 137])
 def test_a_decision_that_cannot_be_read_at_once_is_waited_for(leave, before, code):
     """As where the file server was away that the program has died of, and comes back."""
-    got, output = leave(code, STOPPED, before=before, AWAY_S="0.5")
-    assert got == 75
+    exit_code, output = leave(code, STOPPED, before=before, AWAY_S="0.5")
+    assert exit_code == 75
     assert f"exit code {code}, to be requeued: {STOPPED.reason}" in output
 
 
 def test_a_decision_that_stays_away_leaves_the_code_of_the_program(leave):
-    got, output = leave(74, SAVED, before=DIED, AWAY_S="5")
-    assert got == 74
+    exit_code, output = leave(74, SAVED, before=DIED, AWAY_S="5")
+    assert exit_code == 74
     assert "taken over" not in output
 
 
 def test_a_decision_that_was_removed_is_none(leave, tmp_path):
     """Not waited for."""
-    got, output = leave(74, before=SAVED, READ_PAUSES_S="30", program='rm "$RUN_DIR/decision.json"' + PROGRAM)
-    assert got == 74
+    exit_code, output = leave(74, before=SAVED, READ_PAUSES_S="30", program='rm "$RUN_DIR/decision.json"' + PROGRAM)
+    assert exit_code == 74
     assert "not run again: exit code 74 before it had begun" in output
 
 
@@ -228,14 +228,14 @@ def test_the_end_of_the_job_that_submitted_this_one_is_not_its_own(leave):
 @pytest.mark.parametrize(("code", "decision", "expected"), [(75, STOPPED, 75), (137, STOP, 76)])
 def test_a_decision_that_says_what_stood_there_is_its_own(leave, code, decision, expected, is_last):
     """Whose checkpoints were removed begins with attempt 1 again."""
-    got, output = leave(code, decision, before=decision if is_last else DIED, attempt=1)
-    assert got == expected
+    exit_code, output = leave(code, decision, before=decision if is_last else DIED, attempt=1)
+    assert exit_code == expected
     assert "before it had begun" not in output
 
 
 def test_a_decision_that_was_written_again_word_for_word_is_its_own(leave, tmp_path):
-    got, output = leave(0, before=FINISHED, WRITES=str(tmp_path / "run" / "decision.json"))
-    assert got == 0
+    exit_code, output = leave(0, before=FINISHED, WRITES=str(tmp_path / "run" / "decision.json"))
+    assert exit_code == 0
     assert "before it had begun" not in output
 
 
@@ -245,8 +245,8 @@ CALLED_OFF = {"preempted": PREEMPTED, "time": nearly_over(), "slurm": nearly_ove
 @pytest.mark.parametrize("called_off", CALLED_OFF.values(), ids=CALLED_OFF)
 @pytest.mark.parametrize(("code", "expected"), [(0, 75), (143, 75), (1, 1)])
 def test_called_off_before_it_had_begun(leave, called_off, code, expected):
-    got, output = leave(code, **called_off)
-    assert got == expected
+    exit_code, output = leave(code, **called_off)
+    assert exit_code == expected
     assert ("requeued 7" in output) == (expected == 75)
 
 
@@ -255,12 +255,12 @@ def test_a_start_that_is_out_of_time_again_and_again_ends_the_run(leave, tmp_pat
     for count in range(3):
         if count == 0 and before is None:
             (tmp_path / "run").rmdir()
-        got, output = leave(code, before=before, **nearly_over())
-        assert got == 75
+        exit_code, output = leave(code, before=before, **nearly_over())
+        assert exit_code == 75
         assert "requeued 7\n" in output
         assert f"exit code {code}, to be requeued: out of time before it had begun" in output
-    got, output = leave(code, before=before, **nearly_over())
-    assert got == last
+    exit_code, output = leave(code, before=before, **nearly_over())
+    assert exit_code == last
     assert "requeued" not in output
     assert f"not run again: exit code {code} before it had begun" in output
 
@@ -268,15 +268,15 @@ def test_a_start_that_is_out_of_time_again_and_again_ends_the_run(leave, tmp_pat
 @pytest.mark.parametrize("before", [None, SAVED], ids=["none", "saved"])
 def test_preemptions_before_it_had_begun_are_not_counted(leave, tmp_path, before):
     for _ in range(5):
-        got, output = leave(143, before=before, **PREEMPTED, **nearly_over())
-        assert got == 75
+        exit_code, output = leave(143, before=before, **PREEMPTED, **nearly_over())
+        assert exit_code == 75
         assert "exit code 143, to be requeued: preempted before it had begun" in output
     assert not (tmp_path / "run" / "early-deaths").exists()
 
 
 def test_a_preemption_before_the_job_started_last_is_none(leave):
-    got, output = leave(0, PREEMPTED="999")
-    assert got == 1
+    exit_code, output = leave(0, PREEMPTED="999")
+    assert exit_code == 1
     assert "requeued" not in output
 
 
@@ -285,8 +285,8 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
 
 def test_a_task_of_an_array_whose_first_was_cancelled(leave):
     """The last task has the id of the array; asked for that, scontrol tells of all tasks."""
-    got, output = leave(75, STOPPED, **ARRAY)
-    assert got == 75
+    exit_code, output = leave(75, STOPPED, **ARRAY)
+    assert exit_code == 75
     assert "requeued 7_3" in output
 
 
@@ -297,8 +297,8 @@ def test_a_task_of_an_array_whose_first_was_preempted(leave):
 
 def test_a_job_that_a_task_of_an_array_has_submitted_is_no_such_task(leave):
     """It has the variables of the one that submitted it."""
-    got, output = leave(75, STOPPED, SLURM_ARRAY_JOB_ID="50", SLURM_ARRAY_TASK_ID="1")
-    assert got == 75
+    exit_code, output = leave(75, STOPPED, SLURM_ARRAY_JOB_ID="50", SLURM_ARRAY_TASK_ID="1")
+    assert exit_code == 75
     assert "requeued 7\n" in output
 
 
@@ -311,20 +311,20 @@ def has_started_before(tmp_path, *lines):
 
 
 @pytest.mark.parametrize(
-    ("restarts", "own", "expected"), [("1", "0", 76), ("2", "1", 76), ("1", "1", 75), ("0", "2", 75)]
+    ("restarts", "restart_count", "expected"), [("1", "0", 76), ("2", "1", 76), ("1", "1", 75), ("0", "2", 75)]
 )
-def test_a_job_that_slurm_has_started_again_elsewhere(leave, tmp_path, restarts, own, expected):
+def test_a_job_that_slurm_has_started_again_elsewhere(leave, tmp_path, restarts, restart_count, expected):
     """A job keeps its id; a variable of the job that submitted this one may be left."""
     has_started_before(tmp_path)
-    got, output = leave(143, DIED, RESTARTS=restarts, SLURM_RESTART_COUNT=own)
-    assert got == expected
+    exit_code, output = leave(143, DIED, RESTARTS=restarts, SLURM_RESTART_COUNT=restart_count)
+    assert exit_code == expected
     assert ("requeued 7" in output) == (expected == 75)
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
 def test_a_job_that_slurm_has_ended(leave, state):
-    got, output = leave(75, STOPPED, STATE=state)
-    assert got == 75
+    exit_code, output = leave(75, STOPPED, STATE=state)
+    assert exit_code == 75
     assert "requeued 7" not in output
 
 
@@ -337,15 +337,15 @@ def test_a_job_that_runs_has_other_names_too(leave, state):
     "way", [{"scontrol": False}, {"REFUSALS": "99"}, {"STATE": ""}], ids=["missing", "refuses", "mute"]
 )
 def test_scontrol_that_does_not_help(leave, way):
-    got, output = leave(75, STOPPED, **way)
-    assert got == 75
+    exit_code, output = leave(75, STOPPED, **way)
+    assert exit_code == 75
     assert "requeued 7" not in output
     assert output.rstrip().endswith("to resume, run: scontrol requeue 7")
 
 
 def test_scontrol_that_helps_in_the_end(leave):
-    got, output = leave(75, STOPPED, REFUSALS="2")
-    assert got == 75
+    exit_code, output = leave(75, STOPPED, REFUSALS="2")
+    assert exit_code == 75
     assert output.count("requeued 7\n") == 1
     assert "to resume, run" not in output
 
@@ -369,8 +369,8 @@ def test_without_an_answer_the_last_known_end_holds(tmp_path, monkeypatch):
     """The variable may be older than `scontrol update TimeLimit`."""
     answers = ["JobState=RUNNING Restarts=0 EndTime=9000", "JobState=RUNNING Restarts=0 EndTime=20000", None]
     monkeypatch.setattr(job, "output_of", lambda *command, **_: answers.pop(0))
-    asked = job.Job({"SLURM_JOB_ID": "7", "RUN_DIR": str(tmp_path), "SLURM_JOB_END_TIME": "1000"})
-    assert [asked.look().end_s, asked.look().end_s] == [20000, 20000]
+    queried_job = job.Job({"SLURM_JOB_ID": "7", "RUN_DIR": str(tmp_path), "SLURM_JOB_END_TIME": "1000"})
+    assert [queried_job.look().end_s, queried_job.look().end_s] == [20000, 20000]
 
 
 #: Launches a program, with a SIGUSR1 that was sent before, and perhaps one that is sent meanwhile.
@@ -527,14 +527,14 @@ UNKNOWN = {"there": {}, "no answer": {"STATE": ""}, "requeued": {"STATE": "PENDI
 
 @pytest.mark.parametrize("environ", UNKNOWN.values(), ids=UNKNOWN)
 def test_a_job_whose_script_is_not_known_to_be_lost_is_let_alone(watch, environ):
-    got, output = watch(SAVED, **environ)
-    assert (got, output) == (1, "watches on\n")
+    exit_code, output = watch(SAVED, **environ)
+    assert (exit_code, output) == (1, "watches on\n")
 
 
 def test_a_job_that_cannot_be_requeued_is_watched_on(watch, tmp_path):
     add_program(tmp_path / "bin", "scancel", "#!/usr/bin/env bash\necho ends $* >> ${0%scancel}calls\n")
-    got, output = watch(SAVED, NODES="n2", REFUSALS="9")
-    assert got == 1
+    exit_code, output = watch(SAVED, NODES="n2", REFUSALS="9")
+    assert exit_code == 1
     assert "to resume, run: scontrol requeue 7" in output
     assert "ends" not in output
 
@@ -542,14 +542,14 @@ def test_a_job_that_cannot_be_requeued_is_watched_on(watch, tmp_path):
 def test_a_job_whose_decision_cannot_be_read_is_watched_on(watch, tmp_path):
     run = str(tmp_path / "run")
     loses = f"import os; os.rename({run!r}, {run + '-away'!r}); open({run!r}, 'w')"  # a file in place of the folder
-    got, output = watch(None, WATCH.replace("...", loses), NODES="n2")
-    assert got == 1
+    exit_code, output = watch(None, WATCH.replace("...", loses), NODES="n2")
+    assert exit_code == 1
     assert output.endswith("the node of the batch script is lost\nwatches on\n")
 
 
 def test_a_watch_on_a_node_that_does_not_see_the_run_folder_makes_nothing(watch, tmp_path):
     (tmp_path / "run" / "jobs" / "7").unlink()
-    got, output = watch(SAVED, NODES="n2", READ_PAUSES_S="")
-    assert got == 1
+    exit_code, output = watch(SAVED, NODES="n2", READ_PAUSES_S="")
+    assert exit_code == 1
     assert f"expected {tmp_path}/run/jobs/7, got none: this node does not see the run folder" in output
     assert list((tmp_path / "run" / "jobs").iterdir()) == []

@@ -36,7 +36,7 @@ def run_recipe(root, tmp_path, clean_environ):
     add_program(tmp_path / "bin", "scontrol", SCONTROL)
 
     def run_recipe(name, *options, **environ):
-        own = {
+        job_environ = {
             **JOB,
             "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
             "PYTHON": sys.executable,
@@ -48,7 +48,9 @@ def run_recipe(root, tmp_path, clean_environ):
             "TAKEN_OVER_AT": "0",
         }
         command = ["bash", f"slurm/{name}.sbatch", *options]
-        done = subprocess.run(command, env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            command, env={**job_environ, **environ}, cwd=root, capture_output=True, text=True, timeout=30
+        )
         calls = tmp_path / "bin" / "calls"
         return done.returncode, done.stdout + done.stderr + (calls.read_text() if calls.exists() else "")
 
@@ -61,15 +63,15 @@ def train(run_recipe, tmp_path):
     add_program(tmp_path / "bin", "srun", SRUN)
 
     def train(code, **environ):
-        got, output = run_recipe("train", CODE=str(code), **environ)
-        return got, len((tmp_path / "bin" / "srun.launches").read_text().splitlines()), output
+        exit_code, output = run_recipe("train", CODE=str(code), **environ)
+        return exit_code, len((tmp_path / "bin" / "srun.launches").read_text().splitlines()), output
 
     return train
 
 
 def test_each_restart_that_is_announced_takes_place(train):
-    got, n_launches, output = train(137)
-    assert got == 75
+    exit_code, n_launches, output = train(137)
+    assert exit_code == 75
     assert n_launches == 7
     assert [f"restart {number} inside the allocation, on n1,n2" in output for number in range(1, 8)] == [True] * 6 + [
         False
@@ -93,8 +95,8 @@ def test_another_node_watches_over_that_of_the_script_at_each_launch(train, root
     ("code", "taken_over_at"), [(76, "0"), (76, "1"), (137, "1")], ids=["its own", "taken over", "killed, taken over"]
 )
 def test_copies_of_a_job_that_did_not_end_in_good_order_are_removed(train, code, taken_over_at):
-    got, n_launches, output = train(code, TAKEN_OVER_AT=taken_over_at)
-    assert (got, n_launches) == (76, 1)
+    exit_code, n_launches, output = train(code, TAKEN_OVER_AT=taken_over_at)
+    assert (exit_code, n_launches) == (76, 1)
     assert output.count("removes") == 1, "those of another job have its id in their names"
 
 
@@ -112,10 +114,10 @@ def test_the_run_folder_is_no_option(run_recipe, tmp_path, recipe, options):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_submitted_from_another_folder(root, tmp_path, clean_environ, recipe):
-    own = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_ARRAY_TASK_ID": "1"}
+    job_environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_ARRAY_TASK_ID": "1"}
     command = ["bash", root / "slurm" / f"{recipe}.sbatch"]
     done = subprocess.run(
-        command, env={**clean_environ, **own}, cwd=tmp_path, capture_output=True, text=True, timeout=20
+        command, env={**clean_environ, **job_environ}, cwd=tmp_path, capture_output=True, text=True, timeout=20
     )
     assert done.returncode == 78
     assert f"expected the repository's folder, got {tmp_path}; submit from there" in done.stderr
@@ -123,8 +125,8 @@ def test_submitted_from_another_folder(root, tmp_path, clean_environ, recipe):
 
 
 def test_copies_are_left_when_the_job_ends_in_good_order(train):
-    got, n_launches, output = train(75)
-    assert (got, n_launches) == (75, 1)
+    exit_code, n_launches, output = train(75)
+    assert (exit_code, n_launches) == (75, 1)
     assert "removes" not in output
 
 
@@ -132,8 +134,8 @@ def test_copies_are_left_when_the_job_ends_in_good_order(train):
 def test_mpich_s_mpirun_that_a_signal_ended_before_it_had_begun(run_recipe, tmp_path, code, expected):
     """It ends with the number of the signal, where others add 128 to it."""
     add_program(tmp_path / "bin", "mpirun", f"#!/usr/bin/env bash\nexit {code}\n")
-    got, output = run_recipe("train-mpirun", MPIRUN="mpirun")
-    assert got == expected
+    exit_code, output = run_recipe("train-mpirun", MPIRUN="mpirun")
+    assert exit_code == expected
     assert ("requeued 7" in output) == (expected == 75)
 
 
@@ -156,8 +158,8 @@ def chain(run_recipe, tmp_path):
 @pytest.mark.feature("slurm.chain-of-jobs")
 @pytest.mark.parametrize(("submitted", "withdrawn"), [("8", "scancel 8"), ("8;c1", "scancel --clusters=c1 8")])
 def test_a_chain_that_is_finished_withdraws_its_next_job(chain, submitted, withdrawn):
-    got, output = chain(SUBMITTED=submitted)
-    assert got == 0
+    exit_code, output = chain(SUBMITTED=submitted)
+    assert exit_code == 0
     assert withdrawn in output.splitlines()
     _, output = chain(SUBMITTED=submitted, REFUSED="scancel")
     assert f"to end the chain, run: {withdrawn}\n" in output
@@ -170,8 +172,8 @@ def test_a_chain_without_a_next_job_does_not_begin(chain, tmp_path):
 
 def test_a_chain_ends_whatever_fails(chain, tmp_path):
     (tmp_path / "file").touch()
-    got, output = chain(RUN_DIR=str(tmp_path / "file" / "run"))
-    assert got == 1
+    exit_code, output = chain(RUN_DIR=str(tmp_path / "file" / "run"))
+    assert exit_code == 1
     assert "NotADirectoryError" in output
     assert "scancel 8\n" in output
 
@@ -179,7 +181,7 @@ def test_a_chain_ends_whatever_fails(chain, tmp_path):
 def test_no_successor_is_submitted_without_python(chain, tmp_path):
     submitted = tmp_path / "submitted"
     add_program(tmp_path / "bin", "sbatch", f"#!/usr/bin/env bash\ntouch {submitted}\n")
-    got, output = chain(PYTHON="/nowhere/python")
-    assert got == 78
+    exit_code, output = chain(PYTHON="/nowhere/python")
+    assert exit_code == 78
     assert "expected Python at /nowhere/python, got none; run make train, or set PYTHON" in output
     assert not submitted.exists()

@@ -14,13 +14,13 @@ from hpcdist.run.ledger import Attempt
 
 def run(*attempts, **first):
     """Return attempts of one run, numbered, each with the base that those before it give it."""
-    made = []
+    numbered_attempts = []
     base = -1
     for number, facts in enumerate(attempts, 1):
-        given = {"job": "7", "nodes": ("n1",), "program": "p", "base_step": base, **facts}
-        made.append(Attempt(number, has_begun=True, **given))
-        base = made[-1].reached_step
-    return made
+        attempt_facts = {"job": "7", "nodes": ("n1",), "program": "p", "base_step": base, **facts}
+        numbered_attempts.append(Attempt(number, has_begun=True, **attempt_facts))
+        base = numbered_attempts[-1].reached_step
+    return numbered_attempts
 
 
 def from_step(step, **facts):
@@ -55,9 +55,9 @@ STOPPED = {"end": "stopped", "reason": "deadline"}
     ],
 )
 def test_what_follows_in_a_batch_job(attempts, verdict, code):
-    found = decide(run(*attempts), is_counted=True)
-    assert (found.verdict, found.exit_code) == (verdict, code)
-    assert found.reason
+    decision = decide(run(*attempts), is_counted=True)
+    assert (decision.verdict, decision.exit_code) == (verdict, code)
+    assert decision.reason
 
 
 def test_a_program_that_dies_at_the_same_step_makes_no_progress_by_reaching_a_checkpoint_again():
@@ -96,8 +96,8 @@ def test_a_changed_program_or_a_person_who_tries_again_starts_a_new_row():
 def test_a_copy_in_memory_that_the_next_one_went_on_from_was_progress():
     attempts = run(from_step(5), from_step(7), from_step(9))
     assert [attempt.number for attempt in without_progress(attempts)] == [3]
-    again = run(DIES, from_step(7, committed_step=7), from_step(7))  # the second one wrote the copy to the disk
-    assert [attempt.number for attempt in without_progress(again)] == [3, 2]
+    second_run = run(DIES, from_step(7, committed_step=7), from_step(7))  # the second one wrote the copy to the disk
+    assert [attempt.number for attempt in without_progress(second_run)] == [3, 2]
 
 
 def test_a_step_that_a_person_chose_is_the_new_base():
@@ -134,8 +134,8 @@ ON_5 = from_step(5)
 )
 def test_a_checkpoint_is_suspect_once_attempts_died_on_it_under_different_conditions(deaths, is_suspect):
     """Not before: a sick node, a full memory or a preemption is no fault of a checkpoint."""
-    found = suspects(run({"committed_step": 5}, *deaths))
-    assert list(found) == ([5] if is_suspect else [])
+    suspect_steps = suspects(run({"committed_step": 5}, *deaths))
+    assert list(suspect_steps) == ([5] if is_suspect else [])
 
 
 def test_the_table_in_the_docs_is_that_of_the_rule():

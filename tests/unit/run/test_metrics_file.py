@@ -82,11 +82,11 @@ def test_a_restart_keeps_what_the_checkpoint_knew_of(path, earlier):
     file = written(path, [5, 6])
     state = file.state_dict()
     file.write(7)
-    again = MetricsFile(path, OneRank())
-    again.load_state_dict(state)
-    assert len(again) == 2
+    restarted = MetricsFile(path, OneRank())
+    restarted.load_state_dict(state)
+    assert len(restarted) == 2
     assert [record["step"] for record in records(path)] == [*earlier, 5, 6]
-    again.write(7, loss=9)
+    restarted.write(7, loss=9)
     assert records(path)[-1] == {"step": 7, "loss": 9}
 
 
@@ -97,8 +97,8 @@ def test_a_checkpoint_of_the_same_step_before_and_after_its_record(path):
     file.write(10)
     after = file.state_dict()
     for state, steps in ((after, [5, 10]), (before, [5])):
-        again = MetricsFile(path, OneRank())
-        again.load_state_dict(state)
+        restarted = MetricsFile(path, OneRank())
+        restarted.load_state_dict(state)
         assert [record["step"] for record in records(path)] == steps
 
 
@@ -143,10 +143,15 @@ def test_a_damaged_byte_costs_no_other_record(path, caplog):
             damaged = whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
             path.write_bytes(damaged)
             is_joined = whole[place : place + 1] == b"\n"
-            kept = claimed(path)
-            assert [step for step in kept if step != 13] == [11, 12, *([] if is_joined else [14]), *range(15, 21)]
-            there = path.read_bytes() + (aside(path).read_bytes() if aside(path).exists() else b"")
-            assert sorted(there.splitlines()) == sorted(damaged.splitlines()), "nothing is deleted"
+            retained_steps = claimed(path)
+            assert [step for step in retained_steps if step != 13] == [
+                11,
+                12,
+                *([] if is_joined else [14]),
+                *range(15, 21),
+            ]
+            remaining_bytes = path.read_bytes() + (aside(path).read_bytes() if aside(path).exists() else b"")
+            assert sorted(remaining_bytes.splitlines()) == sorted(damaged.splitlines()), "nothing is deleted"
     assert f"order of steps in {path}, got 1 damaged, at line 3; moved them to {aside(path)}" in caplog.text
 
 
@@ -178,10 +183,10 @@ def test_lines_that_were_set_aside_earlier_stay(path):
 def test_a_process_that_is_left_over_writes_to_no_effect(path):
     zombie = written(path, [1, 2])
     state = zombie.state_dict()
-    again = MetricsFile(path, OneRank())
-    again.load_state_dict(state)
+    successor = MetricsFile(path, OneRank())
+    successor.load_state_dict(state)
     zombie.write(3, loss="of the zombie")
-    again.write(3, loss="of the new attempt")
+    successor.write(3, loss="of the new attempt")
     zombie.write(4, loss="of the zombie")
     assert [record["loss"] for record in records(path)] == [0.5, 1.0, "of the new attempt"]
 
@@ -190,11 +195,11 @@ def test_a_process_that_is_left_over_without_a_record_writes_to_no_effect(path):
     """It has begun, and written nothing until a later attempt has; that one may have restored nothing either."""
     zombie = MetricsFile(path, OneRank())
     zombie.claim()
-    again = MetricsFile(path, OneRank())
-    again.claim()
-    again.write(3, loss="of the new attempt")
+    successor = MetricsFile(path, OneRank())
+    successor.claim()
+    successor.write(3, loss="of the new attempt")
     zombie.write(2, loss="of the zombie")
-    again.write(4, loss="of the new attempt")
+    successor.write(4, loss="of the new attempt")
     zombie.load_state_dict({"records": 0, "last_step": 0})
     assert [record["loss"] for record in records(path)] == ["of the new attempt"] * 2
 
@@ -235,9 +240,9 @@ def test_the_records_of_a_run_whose_checkpoints_are_gone_are_kept(path, caplog):
     before = path.read_bytes()
     written(path, [1, 2])
     assert len(path.read_text().splitlines()) == 2
-    (kept,) = path.parent.glob(f"{path.name}.2*")
-    assert kept.read_bytes() == before
-    assert f"no checkpoint of its 9 later records was restored; it was copied to {kept}" in caplog.text
+    (saved_copy,) = path.parent.glob(f"{path.name}.2*")
+    assert saved_copy.read_bytes() == before
+    assert f"no checkpoint of its 9 later records was restored; it was copied to {saved_copy}" in caplog.text
     written(path, [3])
     assert len(list(path.parent.glob(f"{path.name}.2*"))) == 1, "nothing is dropped"
 

@@ -170,7 +170,7 @@ def test_a_recorded_step_has_what_it_waited_for():
     _, record, *_ = program.file.records
     assert record["step"] == 101
     assert record["time"] == pytest.approx([50.0, 50.6])
-    assert [one[:2] for one in record["spans"]] == [["input", "input"], ["communication", "communication"]]
+    assert [span[:2] for span in record["spans"]] == [["input", "input"], ["communication", "communication"]]
 
 
 def test_all_steps_are_recorded_if_asked_for():
@@ -194,10 +194,10 @@ def test_the_end_is_recorded_once():
 def test_the_log_has_a_line_a_minute():
     program = Program()
     texts = [program.make_step(compute_s=0.5, input_s=0.5, rows=10) for _ in range(200)]
-    said = [text for text in texts if text]
-    assert len(said) == 3
-    assert said[0].startswith("1e+03 ms a step; of the time: input 50 %, communication 0 %, save 0 %, between 0 %")
-    assert said[0].endswith("; 10 rows/s")
+    log_lines = [text for text in texts if text]
+    assert len(log_lines) == 3
+    assert log_lines[0].startswith("1e+03 ms a step; of the time: input 50 %, communication 0 %, save 0 %, between 0 %")
+    assert log_lines[0].endswith("; 10 rows/s")
 
 
 def test_a_pace_without_steps():

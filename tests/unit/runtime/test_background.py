@@ -45,14 +45,14 @@ class Held:
 def test_whoever_waits_for_a_call_finds_nothing_alive_that_it_held(name):
     """Ranks plan by what the garbage collector leaves; the chief alone has just written."""
     writer = BackgroundThread("hpcdist-test")
-    held = Held()
-    reference = weakref.ref(held)
+    call_owner = Held()
+    reference = weakref.ref(call_owner)
     seen = []
     gate = threading.Event()
     writer.submit(lambda: gate.wait(10))
-    future = writer.submit(getattr(held, name))
+    future = writer.submit(getattr(call_owner, name))
     future.add_done_callback(lambda done: seen.append(reference() is None))  # called as soon as the result is there
-    del held
+    del call_owner
     gate.set()
     future.exception(10)
     assert seen == [name == "write"], "an error's traceback holds its frames"

@@ -36,7 +36,7 @@ def test_without_a_requester_nothing_is_sent_and_polls_do_nothing():
 def test_what_was_received_is_taken_once():
     flags = StepFlags()
     flags.record(encode(Request.SAVE))
-    flags.record([3 * one for one in encode(Request.STOP)])
+    flags.record([3 * component for component in encode(Request.STOP)])
     flags.record((0.0, 0.0))
     assert flags.n_sums == 3
     assert flags.take() == Request.STOP | Request.SAVE

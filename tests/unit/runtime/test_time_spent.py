@@ -48,7 +48,7 @@ def test_a_wait_within_a_wait_counts_once(clock):
         with spent.timed("save", "wait for the disk"):
             clock[0] += 2
     assert spent.save_s == 3.0
-    assert [one.name for one in spent.spans_since(0)[0]] == ["save"]
+    assert [span.name for span in spent.spans_since(0)[0]] == ["save"]
 
 
 def test_background_threads_do_not_wait_for_the_main_one(clock):
@@ -57,8 +57,8 @@ def test_background_threads_do_not_wait_for_the_main_one(clock):
     spent.watch(journal, is_background=True)
     pass_time(clock, journal, 0, 5, 0)
     assert spent.communication_s == 0.0
-    own, background = spent.spans_since(0)
-    assert (own, [one.name for one in background]) == ([], ["all_reduce float32 x 8"])
+    foreground, background = spent.spans_since(0)
+    assert (foreground, [span.name for span in background]) == ([], ["all_reduce float32 x 8"])
 
 
 def test_what_a_group_took_stays_when_it_is_freed(clock):

@@ -15,10 +15,10 @@ from hpcdist.stopping.deadline import (
 
 
 def durations(*seconds):
-    made = Durations()
-    for one in seconds:
-        made.add(one)
-    return made
+    recorded = Durations()
+    for duration_s in seconds:
+        recorded.add(duration_s)
+    return recorded
 
 
 def test_nothing_measured():
@@ -36,9 +36,9 @@ def test_p99(seconds, p99):
 
 
 def test_memory_is_bounded_and_old_measures_are_forgotten():
-    made = durations(*[100.0] * 10, *[1.0] * N_REMEMBERED)
-    assert made.n_remembered == N_REMEMBERED
-    assert made.p99 == 1.0
+    recorded = durations(*[100.0] * 10, *[1.0] * N_REMEMBERED)
+    assert recorded.n_remembered == N_REMEMBERED
+    assert recorded.p99 == 1.0
 
 
 def test_slack_is_the_measured_spread_or_the_minimum():
@@ -87,12 +87,12 @@ def test_a_call_that_is_longer_than_steps_must_fit_in_too():
 def calls_of(*seconds, between_s=0.0):
     """Return calls that were made one after the other, and their clock."""
     now = [1000.0]
-    made = Calls(lambda: now[0])
-    for one in seconds:
-        now[0] += one
-        made.add(one)
+    calls = Calls(lambda: now[0])
+    for duration_s in seconds:
+        now[0] += duration_s
+        calls.add(duration_s)
         now[0] += between_s
-    return made, now
+    return calls, now
 
 
 def test_without_calls_none_is_expected():

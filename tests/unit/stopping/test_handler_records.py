@@ -12,15 +12,15 @@ from hpcdist import Checkpoint, CheckpointManager, PreemptionCheckpointHandler
 @pytest.fixture
 def make_handler(tmp_path):
     """Return make_handler(): a handler of a run in `tmp_path`; it is closed with the test."""
-    made = []
+    handlers = []
 
     def make():
         manager = CheckpointManager(Checkpoint(values=np.arange(4.0)), tmp_path / "checkpoints")
-        made.append(PreemptionCheckpointHandler(None, manager))
-        return made[-1]
+        handlers.append(PreemptionCheckpointHandler(None, manager))
+        return handlers[-1]
 
     yield make
-    for handler in made:
+    for handler in handlers:
         handler.close()
 
 
@@ -48,7 +48,7 @@ def test_an_evaluation_in_the_middle_of_an_epoch_is_no_part_of_a_step(make_handl
     handler.poll()
     handler.close()
     lines = (tmp_path / "trace" / "0001" / "rank-00000.jsonl").read_text().splitlines()
-    windows = [one for one in map(json.loads, lines) if "window" in one]
+    windows = [record for record in map(json.loads, lines) if "window" in record]
     total = {key: sum(window[key] for window in windows) for key in ("n_steps", "step_s", "between_s")}
     assert total["n_steps"] == 1
     assert total["step_s"] < 0.4

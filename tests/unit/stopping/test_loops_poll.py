@@ -41,7 +41,7 @@ def polls(loop, distributed):
         sources = [loop.iter] if isinstance(loop, ast.For) else [part.iter for part in loop.generators]
     used = {inner.id for source in sources for inner in ast.walk(source) if isinstance(inner, ast.Name)}
     polling = {("handler", "run"), ("coordinator", "join")}
-    calls_handler = any(name in POLLING or (who, name) in polling for who, name in calls(loop))
+    calls_handler = any(name in POLLING or (receiver, name) in polling for receiver, name in calls(loop))
     return bool(used & distributed) or calls_handler
 
 
@@ -60,14 +60,18 @@ def loops_that_do_not_poll(text):
     """Return the lines of loops that work and neither poll nor consist of loops that do."""
     tree = ast.parse(text)
     distributed = distributed_names(tree)
-    found = []
+    line_numbers = []
     of_workers = {id(node) for function in scheduled_functions(tree) for node in ast.walk(function)}
     for loop in (node for node in ast.walk(tree) if isinstance(node, LOOPS) and id(node) not in of_workers):
         inner = [node for node in ast.walk(loop) if isinstance(node, LOOPS) and node is not loop]
         is_working = any(name in WORKING for _, name in calls(loop))
-        if is_working and not polls(loop, distributed) and not any(polls(one, distributed) for one in inner):
-            found.append(loop.lineno)
-    return found
+        if (
+            is_working
+            and not polls(loop, distributed)
+            and not any(polls(inner_loop, distributed) for inner_loop in inner)
+        ):
+            line_numbers.append(loop.lineno)
+    return line_numbers
 
 
 #: Programs without hpcdist, which nothing stops but a signal.

@@ -128,10 +128,10 @@ def answer_of(batch_end):
 
 def test_the_batch_system_is_asked_once_after_an_interruption(system):
     clock = system.clock()
-    asked = []
+    queries = []
 
     def ask():
-        asked.append(1)
+        queries.append(1)
         return 1234.0
 
     batch_end = BatchEnd(clock, ask)
@@ -139,7 +139,7 @@ def test_the_batch_system_is_asked_once_after_an_interruption(system):
     system.run(600.0)
     assert answer_of(batch_end) == 1234.0
     assert batch_end.new_left_s() is None
-    assert len(asked) == 1
+    assert len(queries) == 1
 
 
 def test_a_batch_system_that_does_not_answer_moves_nothing(system):

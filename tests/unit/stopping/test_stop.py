@@ -34,12 +34,12 @@ class Clock:
 @pytest.fixture
 def earlier():
     """Return what signals called that a handler of the program's own had before; all are put back."""
-    found = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    previous_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     calls = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: calls.append(number))
     yield calls
-    for number, handler in found.items():
+    for number, handler in previous_handlers.items():
         signal.signal(number, handler)
 
 
@@ -73,10 +73,10 @@ def test_closing_gives_the_signals_back(earlier):
     before = signal.getsignal(signal.SIGUSR1)
     flag.watch_signals()
     assert signal.getsignal(signal.SIGUSR1) is not before
-    own = signal.signal(signal.SIGTERM, lambda number, frame: None) and signal.getsignal(signal.SIGTERM)
+    later_handler = signal.signal(signal.SIGTERM, lambda number, frame: None) and signal.getsignal(signal.SIGTERM)
     flag.close()
     assert signal.getsignal(signal.SIGUSR1) is before
-    assert signal.getsignal(signal.SIGTERM) is own, "it was installed later, and is not ours to take away"
+    assert signal.getsignal(signal.SIGTERM) is later_handler, "it was installed later, and is not ours to take away"
     signal.raise_signal(signal.SIGUSR1)
     assert flag.reason is None
     assert earlier == [signal.SIGUSR1]
@@ -144,14 +144,14 @@ def test_the_end_of_a_terminal_is_a_request(is_ignored):
 def test_a_file_server_that_hangs_does_not_stop_training(tmp_path, monkeypatch, caplog):
     """It is asked from a thread, once at a time; that it does not answer is said once."""
     clock = Clock()
-    asked = threading.Event()
+    check_started = threading.Event()
     answer = threading.Event()
     calls = []
     monkeypatch.setattr(stop_module, "FILE_WAIT_S", 0.001)
 
     def hang(path):
         calls.append(path)
-        asked.set()
+        check_started.set()
         return answer.wait(60)
 
     flag = StopFlag("rank 0", file=tmp_path / "stop", clock=clock)
@@ -162,7 +162,7 @@ def test_a_file_server_that_hangs_does_not_stop_training(tmp_path, monkeypatch, 
             assert flag.reason is None
             clock.now += 1.0
         assert time.monotonic() - started < 30, "training waited for the answer"
-        assert asked.wait(30)
+        assert check_started.wait(30)
         assert flag.reason is None
         assert len(calls) == 1
         assert caplog.text.count(f"expected {tmp_path} to answer, got none for 60 s; training goes on") == 1

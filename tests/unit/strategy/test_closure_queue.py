@@ -18,23 +18,23 @@ def closures(n):
 
 def filled(n, capacity=100):
     queue = ClosureQueue(capacity)
-    made = closures(n)
-    for closure in made:
+    queued_closures = closures(n)
+    for closure in queued_closures:
         queue.put(closure)
-    return queue, made
+    return queue, queued_closures
 
 
 def test_closures_go_out_in_order_and_results_come_back():
-    queue, made = filled(3)
-    assert [queue.take(worker) for worker in (0, 1, 0)] == made
+    queue, queued_closures = filled(3)
+    assert [queue.take(worker) for worker in (0, 1, 0)] == queued_closures
     assert queue.take(1) is None
     queue.finish(0, pickles.dumps("first"))
-    assert made[0].result.get() == "first"
+    assert queued_closures[0].result.get() == "first"
     assert not queue.is_idle
     queue.finish(1, pickles.dumps("second"))
     queue.finish(0, pickles.dumps("third"))
     assert queue.is_idle
-    assert [one.result.get() for one in made] == ["first", "second", "third"]
+    assert [closure.result.get() for closure in queued_closures] == ["first", "second", "third"]
 
 
 @pytest.mark.feature("semantics.schedule-rules")
@@ -47,7 +47,7 @@ def test_a_full_queue_says_so():
 
 @pytest.mark.feature("semantics.join-and-errors")
 def test_an_error_is_taken_once_and_what_has_not_begun_is_cancelled():
-    queue, made = filled(4)
+    queue, queued_closures = filled(4)
     queue.take(0), queue.take(1)
     first = KeyError("first")
     queue.fail(0, first)
@@ -58,8 +58,8 @@ def test_an_error_is_taken_once_and_what_has_not_begun_is_cancelled():
     assert queue.take_error() is first
     assert queue.take_error() is None
     with pytest.raises(KeyError, match="second"):
-        made[1].result.get()
-    for closure in made[2:]:
+        queued_closures[1].result.get()
+    for closure in queued_closures[2:]:
         with pytest.raises(ClosureCancelledError, match="f"):
             closure.result.fetch()
 
@@ -74,24 +74,24 @@ def test_the_error_of_a_parameter_server_stays():
 
 @pytest.mark.feature("semantics.lost-worker")
 def test_what_a_silent_worker_ran_goes_to_another_one_before_what_waits():
-    queue, made = filled(3)
+    queue, queued_closures = filled(3)
     queue.take(0)
     queue.lose(0)
-    assert queue.take(1) is made[0]
+    assert queue.take(1) is queued_closures[0]
     queue.finish(1, pickles.dumps(1))
     assert not queue.is_awaited(0)
     queue.finish(0, pickles.dumps(2))  # late: the first one counts
-    assert made[0].result.get() == 1
-    assert queue.take(0) is made[1]
+    assert queued_closures[0].result.get() == 1
+    assert queue.take(0) is queued_closures[1]
 
 
 def test_a_late_result_counts_where_nobody_else_has_begun():
-    queue, made = filled(1)
+    queue, queued_closures = filled(1)
     queue.take(0)
     queue.lose(0)
     assert queue.is_awaited(0)
     queue.finish(0, pickles.dumps(1))
-    assert made[0].result.get() == 1
+    assert queued_closures[0].result.get() == 1
     assert queue.is_idle
     assert queue.take(1) is None
 
@@ -101,7 +101,7 @@ def test_a_late_result_counts_where_nobody_else_has_begun():
 def test_every_closure_is_run_and_has_the_first_result(seed):
     """Workers take up to two, fall silent, come back, and answer in their order, at random."""
     chance = random.Random(seed)
-    queue, made = filled(60)
+    queue, queued_closures = filled(60)
     has = {worker: [] for worker in range(3)}
     silent = set()
     first_result = {}
@@ -128,5 +128,7 @@ def test_every_closure_is_run_and_has_the_first_result(seed):
         if queue.is_idle and not any(has.values()):
             break
     assert queue.is_idle
-    assert [one.result.get() for one in made] == [first_result[one] for one in made]
+    assert [queued_closure.result.get() for queued_closure in queued_closures] == [
+        first_result[queued_closure] for queued_closure in queued_closures
+    ]
     assert queue.n_ended == 60

@@ -35,11 +35,11 @@ def strategy_of(n_replicas: int) -> hpcdist.Strategy:
 def ours(value):
     """Return a recorded value as a user of hpcdist would have it: tensors, PerReplica of tensors."""
     if isinstance(value, PerReplica):
-        return hpcdist.PerReplica([ours(one) for one in value.values])
+        return hpcdist.PerReplica([ours(replica_value) for replica_value in value.values])
     if isinstance(value, dict):
-        return {key: ours(one) for key, one in value.items()}
+        return {key: ours(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(ours(one) for one in value)
+        return type(value)(ours(child) for child in value)
     return torch.tensor(value) if isinstance(value, np.ndarray) else value
 
 
@@ -47,30 +47,30 @@ def op_of(text):
     return {"ReduceOp.SUM": hpcdist.ReduceOp.SUM, "ReduceOp.MEAN": hpcdist.ReduceOp.MEAN}.get(text, text)
 
 
-def check(found, expected, is_exact):
+def check(actual, expected, is_exact):
     if isinstance(expected, PerReplica):
-        values = found.values if isinstance(found, hpcdist.DistributedValues) else [found] * len(expected.values)
+        values = actual.values if isinstance(actual, hpcdist.DistributedValues) else [actual] * len(expected.values)
         for value, expected_value in zip(values, expected.values, strict=True):
             check(value, expected_value, is_exact)
     elif isinstance(expected, dict):
-        assert set(found) == set(expected)
+        assert set(actual) == set(expected)
         for key in expected:
-            check(found[key], expected[key], is_exact)
+            check(actual[key], expected[key], is_exact)
     elif isinstance(expected, (list, tuple)):
-        for value, expected_value in zip(found, expected, strict=True):
+        for value, expected_value in zip(actual, expected, strict=True):
             check(value, expected_value, is_exact)
     else:
-        if isinstance(found, torch.Tensor):
-            found = found.detach()  # what is read of a trainable variable has a gradient
-        found = np.asarray(found)
+        if isinstance(actual, torch.Tensor):
+            actual = actual.detach()  # what is read of a trainable variable has a gradient
+        actual = np.asarray(actual)
         expected = np.asarray(expected)
-        assert found.shape == expected.shape
-        found = found.astype(expected.dtype)  # a float32 loss with float64 weights is float64 in torch
+        assert actual.shape == expected.shape
+        actual = actual.astype(expected.dtype)  # a float32 loss with float64 weights is float64 in torch
         if is_exact or expected.dtype.kind not in "fc":
-            assert np.array_equal(found, expected, equal_nan=expected.dtype.kind == "f")
+            assert np.array_equal(actual, expected, equal_nan=expected.dtype.kind == "f")
         else:
             tolerance = TOLERANCE[str(expected.dtype)]
-            assert np.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+            assert np.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def reduce(strategy, reduce_op, value, axis, in_function):
@@ -82,14 +82,16 @@ def gather(strategy, value, axis, one_device):
 
 
 def all_reduce(strategy, reduce_op, value, one_device):
-    def fn(own):
-        return hpcdist.get_replica_context().all_reduce(op_of(reduce_op), own)
+    def fn(replica_value):
+        return hpcdist.get_replica_context().all_reduce(op_of(reduce_op), replica_value)
 
     return strategy.run(fn, args=(ours(value),))
 
 
 def all_gather(strategy, value, axis, one_device):
-    return strategy.run(lambda own: hpcdist.get_replica_context().all_gather(own, axis=axis), args=(ours(value),))
+    return strategy.run(
+        lambda replica_value: hpcdist.get_replica_context().all_gather(replica_value, axis=axis), args=(ours(value),)
+    )
 
 
 def split(strategy, rows, batch_size, drop_remainder, repeat_rows, repeat_batches):
@@ -126,21 +128,21 @@ CALLS = {
 
 def is_meant_otherwise(case: Case) -> bool:
     """Return whether hpcdist means to differ: the reasons, one by one."""
-    given = case.arguments
-    values = [value for one in given.values() if isinstance(one, PerReplica) for value in one.values]
+    arguments = case.arguments
+    values = [value for argument in arguments.values() if isinstance(argument, PerReplica) for value in argument.values]
     if case.kind == "reduce":  # a list as axis is refused outside tf.function only; the mean of nothing is 0, not NaN
         is_mean_of_nothing = case.error is None and bool(np.isnan(case.expected).any())
         return is_mean_of_nothing or (case.error is not None and "unhashable" in case.error.message)
     if case.kind in ("gather", "all_gather"):  # recorded with what looks at neither axis nor rank
-        return given["one_device"] and case.n_replicas == 1
+        return arguments["one_device"] and case.n_replicas == 1
     if case.kind == "split":  # TensorFlow has no rows of no dtype either: the array knows them
-        return given["rows"] == 0
+        return arguments["rows"] == 0
     if case.kind in ("average_loss", "regularization_loss"):
         # the helpers also work in scopes and bare loops; torch gives whole numbers float32; one number is taken for a
         # loss that was summed already, and a global batch may be a float
         is_odd = any(value.dtype.kind != "f" or value.ndim == 0 for value in values)
-        is_odd = is_odd or isinstance(given.get("global_batch_size"), float)
-        return given["context"] != "replica" or is_odd
+        is_odd = is_odd or isinstance(arguments.get("global_batch_size"), float)
+        return arguments["context"] != "replica" or is_odd
     return False
 
 
@@ -176,15 +178,15 @@ MINIMUM = {
 def difference(case: Case) -> str:
     """Return how hpcdist's answer differs from TensorFlow's; empty text when it does not."""
     try:
-        found = CALLS[case.kind](strategy_of(case.n_replicas), **case.arguments)
+        answer = CALLS[case.kind](strategy_of(case.n_replicas), **case.arguments)
     except Exception as error:
         return error_difference(error, case.error)
     if case.error:
         return f"no error; TensorFlow: {case.error}"
     try:
-        check(found, case.expected, case.exact)
+        check(answer, case.expected, case.exact)
     except AssertionError as error:
-        return f"{found} is not {case.expected} {error}"
+        return f"{answer} is not {case.expected} {error}"
     return ""
 
 
@@ -235,7 +237,7 @@ def outcome(variable, action):
     strategy = variable.strategy
     value = ours(action["value"])
     if action["context"] == "replica":
-        return strategy.run(lambda own: act(variable, action, own), args=(value,))
+        return strategy.run(lambda replica_value: act(variable, action, replica_value), args=(value,))
     with strategy.scope() if action["context"] == "cross" else contextlib.nullcontext():
         return act(variable, action, value)
 
@@ -260,7 +262,7 @@ def is_variable_meant_otherwise(variable, action) -> bool:
 
 def variable_difference(variable, action, expected, is_exact) -> str:
     try:
-        found = outcome(variable, action)
+        answer = outcome(variable, action)
     except Exception as error:
         if text := error_difference(error, expected["error"]):
             return text
@@ -268,7 +270,7 @@ def variable_difference(variable, action, expected, is_exact) -> str:
         if expected["error"]:
             return f"no error; TensorFlow: {expected['error']}"
         if action["method"] == "read_value":
-            check(found, expected["result"], is_exact)
+            check(answer, expected["result"], is_exact)
     check(hpcdist.PerReplica(variable.local_copies), PerReplica(tuple(expected["copies"])), is_exact)
     return ""
 

@@ -14,13 +14,13 @@ from hpcdist.torch_backend.node_ranks import SLOT_BYTES, NodeRanks
 def pair():
     """Return two ranks."""
     store = dist.HashStore()
-    made = [None, None]
+    node_ranks = [None, None]
 
     def make(rank):
-        made[rank] = NodeRanks(store, rank, ["rank 0", "rank 1"], 20.0, is_crowded=True)
+        node_ranks[rank] = NodeRanks(store, rank, ["rank 0", "rank 1"], 20.0, is_crowded=True)
 
     in_both(make)
-    return made
+    return node_ranks
 
 
 def in_both(act):

@@ -40,9 +40,9 @@ NAMES = ("loss", "accuracy", "val_loss", "my,metric", 'a "name"', "learning_rate
 
 
 def logger(path, **options):
-    made = CSVLogger(path, **options)
-    made.set_model(SimpleNamespace(strategy=SimpleNamespace(is_chief=True)))
-    return made
+    csv_logger = CSVLogger(path, **options)
+    csv_logger.set_model(SimpleNamespace(strategy=SimpleNamespace(is_chief=True)))
+    return csv_logger
 
 
 def table_of(path, separator=","):
@@ -53,19 +53,19 @@ def table_of(path, separator=","):
 def test_columns_and_fields_are_those_of_keras(tmp_path):
     """As keras 3.15 writes them, but for the end of the lines."""
     path = tmp_path / "log.csv"
-    made = logger(path)
-    made.on_train_begin()
-    made.on_epoch_end(0, {"loss": 0.5, "accuracy": np.float32(0.25), "list": [1, 2], "text": "a,b"})
-    made.on_epoch_end(1, {"loss": 0.25})
+    csv_logger = logger(path)
+    csv_logger.on_train_begin()
+    csv_logger.on_epoch_end(0, {"loss": 0.5, "accuracy": np.float32(0.25), "list": [1, 2], "text": "a,b"})
+    csv_logger.on_epoch_end(1, {"loss": 0.25})
     assert path.read_text() == 'epoch,accuracy,list,loss,text\n0,0.25,"""[1, 2]""",0.5,"a,b"\n1,NA,NA,0.25,NA\n'
 
 
 def test_a_name_that_comes_later_gets_a_column_at_the_end(tmp_path):
     path = tmp_path / "log.csv"
-    made = logger(path)
-    made.on_train_begin()
-    made.on_epoch_end(0, {"loss": 0.5})
-    made.on_epoch_end(1, {"loss": 0.25, "accuracy": 1})
+    csv_logger = logger(path)
+    csv_logger.on_train_begin()
+    csv_logger.on_epoch_end(0, {"loss": 0.5})
+    csv_logger.on_epoch_end(1, {"loss": 0.25, "accuracy": 1})
     assert path.read_text() == "epoch,loss,accuracy\n0,0.5,NA\n1,0.25,1\n"
 
 
@@ -110,9 +110,9 @@ def sorted_columns(table):
 def test_lines_of_an_earlier_run_stay(tmp_path):
     path = tmp_path / "log.csv"
     for run in range(2):
-        made = logger(path, append=True)
-        made.on_train_begin()
-        made.on_epoch_end(0, {"loss": [run, run]})
+        csv_logger = logger(path, append=True)
+        csv_logger.on_train_begin()
+        csv_logger.on_epoch_end(0, {"loss": [run, run]})
     assert [row[0] for row in table_of(path)] == ["epoch", "0", "0"]
 
 
@@ -122,10 +122,10 @@ def test_lines_of_an_earlier_run_stay(tmp_path):
 def test_a_file_that_is_no_such_table_is_set_aside(tmp_path, content, caplog):
     path = tmp_path / "log.csv"
     path.write_bytes(content)
-    made = logger(path, append=True)
-    made.on_train_begin()
-    made.load_state_dict({"n_rows": 3})
-    made.on_epoch_end(0, {"loss": 0.5})
+    csv_logger = logger(path, append=True)
+    csv_logger.on_train_begin()
+    csv_logger.load_state_dict({"n_rows": 3})
+    csv_logger.on_epoch_end(0, {"loss": 0.5})
     assert path.read_text() == "epoch,loss\n0,0.5\n"
     assert (tmp_path / "log.csv.bad").read_bytes() == content
     assert "moved it to" in caplog.text
@@ -136,9 +136,9 @@ def test_a_line_that_a_crash_has_cut_off_is_left_out(tmp_path):
     for length in range(len("epoch,loss\n0,0.5\n"), len(whole)):
         path = tmp_path / f"{length}.csv"
         path.write_text(whole[:length])
-        again = logger(path, append=True)
-        again.on_train_begin()
-        again.on_epoch_end(1, {"loss": 0.25})
+        resumed_logger = logger(path, append=True)
+        resumed_logger.on_train_begin()
+        resumed_logger.on_epoch_end(1, {"loss": 0.25})
         assert path.read_text() == whole, length
 
 
@@ -146,23 +146,23 @@ def test_an_epoch_costs_the_same_however_many_there_were(tmp_path, monkeypatch):
     written = []
     write = Disk.write
     monkeypatch.setattr(Disk, "write", lambda disk, *arguments: written.append(write(disk, *arguments)) or written[-1])
-    made = logger(tmp_path / "log.csv")
-    made.on_train_begin()
+    csv_logger = logger(tmp_path / "log.csv")
+    csv_logger.on_train_begin()
     for epoch in range(200):
         written.clear()
-        made.on_epoch_end(epoch, {"loss": 0.5})
+        csv_logger.on_epoch_end(epoch, {"loss": 0.5})
     assert sum(written) == len("199,0.5\n")
     assert len(table_of(tmp_path / "log.csv")) == 201
 
 
 def test_a_long_list_is_read_again(tmp_path):
     path = tmp_path / "log.csv"
-    made = logger(path)
-    made.on_train_begin()
-    made.on_epoch_end(0, {"all": list(range(100_000))})
-    again = logger(path, append=True)
-    again.on_train_begin()
-    assert again.state_dict() == {"n_rows": 1}
+    csv_logger = logger(path)
+    csv_logger.on_train_begin()
+    csv_logger.on_epoch_end(0, {"all": list(range(100_000))})
+    resumed_logger = logger(path, append=True)
+    resumed_logger.on_train_begin()
+    assert resumed_logger.state_dict() == {"n_rows": 1}
 
 
 @pytest.mark.parametrize("separator", ["", ", ", '"', "\n"])

@@ -43,10 +43,10 @@ def test_all_forms_give_the_same_arrays(tmp_path, arrays, form):
     else:
         write_idx(path, arrays, form == "gz")
     (x, y), (x_test, y_test) = hpcdist.datasets.mnist.load_data(path)
-    for own, name in ((x, "x_train"), (y, "y_train"), (x_test, "x_test"), (y_test, "y_test")):
-        np.testing.assert_array_equal(own, arrays[name])
-        assert own.dtype == np.uint8
-        assert own.flags.writeable
+    for loaded_array, name in ((x, "x_train"), (y, "y_train"), (x_test, "x_test"), (y_test, "y_test")):
+        np.testing.assert_array_equal(loaded_array, arrays[name])
+        assert loaded_array.dtype == np.uint8
+        assert loaded_array.flags.writeable
 
 
 def test_standard_places(tmp_path, arrays, monkeypatch):

@@ -23,11 +23,11 @@ CNN = nn.Sequential(
 
 
 def test_layers_are_made_again():
-    made = make_layers(json.loads(json.dumps(describe_layers(CNN))))
-    assert repr(made) == repr(CNN)
-    made.load_state_dict(CNN.state_dict())
+    rebuilt = make_layers(json.loads(json.dumps(describe_layers(CNN))))
+    assert repr(rebuilt) == repr(CNN)
+    rebuilt.load_state_dict(CNN.state_dict())
     x = torch.randn(2, 1, 4, 4)
-    assert torch.equal(made.eval()(x), CNN.eval()(x))
+    assert torch.equal(rebuilt.eval()(x), CNN.eval()(x))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_descriptions_that_are_none(description):
 
 def test_an_activation_that_comes_twice_is_there_twice():
     act = nn.ReLU()
-    made = make_layers(describe_layers(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)))
-    assert [type(one).__name__ for one in made] == ["Linear", "ReLU", "Linear", "ReLU"]
+    rebuilt = make_layers(describe_layers(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)))
+    assert [type(layer).__name__ for layer in rebuilt] == ["Linear", "ReLU", "Linear", "ReLU"]
     shared = nn.Linear(2, 2)
     assert describe_layers(nn.Sequential(shared, shared)) is None

@@ -18,9 +18,9 @@ CASES = json.loads(gzip.decompress(RECORDED.read_bytes()))
 
 @pytest.fixture
 def model():
-    made = hpcdist.Model(torch.nn.Linear(1, 1))
-    made.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1), "mse")
-    return made
+    compiled_model = hpcdist.Model(torch.nn.Linear(1, 1))
+    compiled_model.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1), "mse")
+    return compiled_model
 
 
 def replay(case, model):
@@ -64,19 +64,19 @@ def test_callbacks_decide_as_those_of_keras(kind):
     compared = [case for case in cases if not begins_with_nan(case)]
     assert len(compared) > 140
     for case in compared:
-        made = hpcdist.Model(torch.nn.Linear(1, 1))
-        made.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1), "mse")
-        found = replay(case, made)
-        assert found["files"] == case["files"], case["arguments"]
-        assert found["stopped"] == case["stopped"], case["arguments"]
-        assert found["rates"] == pytest.approx(case["rates"], rel=1e-5), case["arguments"]
+        compiled_model = hpcdist.Model(torch.nn.Linear(1, 1))
+        compiled_model.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1), "mse")
+        replayed = replay(case, compiled_model)
+        assert replayed["files"] == case["files"], case["arguments"]
+        assert replayed["stopped"] == case["stopped"], case["arguments"]
+        assert replayed["rates"] == pytest.approx(case["rates"], rel=1e-5), case["arguments"]
 
 
 def test_the_recorded_cases_are_not_all_alike():
-    found = CASES["callbacks"]
-    assert len({case["stopped"] for case in found if case["kind"] == "EarlyStopping"}) > 8
-    assert sum(case["rates"][0] != case["rates"][-1] for case in found if case["kind"] == "ReduceLROnPlateau") > 50
-    assert sum(0 < len(case["files"]) < 12 for case in found if case["kind"] == "ModelCheckpoint") > 40
+    cases = CASES["callbacks"]
+    assert len({case["stopped"] for case in cases if case["kind"] == "EarlyStopping"}) > 8
+    assert sum(case["rates"][0] != case["rates"][-1] for case in cases if case["kind"] == "ReduceLROnPlateau") > 50
+    assert sum(0 < len(case["files"]) < 12 for case in cases if case["kind"] == "ModelCheckpoint") > 40
 
 
 @pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau"])

@@ -97,13 +97,13 @@ def test_a_step_that_a_scaler_takes_back_is_not_counted(name):
 def test_parameters_that_begin_to_train_later_are_at_their_own_step(name):
     def moved(n_steps_of_other):
         first = nn.Parameter(torch.zeros(3))
-        other = nn.Parameter(torch.zeros(2))
-        optimizer = optimizers.get(name, [first, other])
+        late_parameter = nn.Parameter(torch.zeros(2))
+        optimizer = optimizers.get(name, [first, late_parameter])
         for number in range(5):
             first.grad = torch.full_like(first, 1e-7)
-            other.grad = torch.full_like(other, 1e-7) if number < n_steps_of_other else None
+            late_parameter.grad = torch.full_like(late_parameter, 1e-7) if number < n_steps_of_other else None
             optimizer.step()
-        return first.detach().clone(), other.detach().clone()
+        return first.detach().clone(), late_parameter.detach().clone()
 
     late = moved(2)
     assert torch.equal(late[0], moved(5)[0])
@@ -113,7 +113,7 @@ def test_parameters_that_begin_to_train_later_are_at_their_own_step(name):
 @pytest.mark.parametrize("name", optimizers.NAMED)
 def test_an_optimizer_by_name_goes_on_where_its_state_was_saved(name):
     parameter = nn.Parameter(torch.zeros(3))
-    other = nn.Parameter(torch.zeros(3))
+    restored_parameter = nn.Parameter(torch.zeros(3))
     optimizer = optimizers.get(name, [parameter])
 
     def step(optimizer, parameter, number):
@@ -123,13 +123,13 @@ def test_an_optimizer_by_name_goes_on_where_its_state_was_saved(name):
     for number in range(3):
         step(optimizer, parameter, number)
     with torch.no_grad():
-        other.copy_(parameter)
-    restored = optimizers.get(name, [other])
+        restored_parameter.copy_(parameter)
+    restored = optimizers.get(name, [restored_parameter])
     restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for number in range(3):
         step(optimizer, parameter, number)
-        step(restored, other, number)
-    assert torch.equal(parameter, other)
+        step(restored, restored_parameter, number)
+    assert torch.equal(parameter, restored_parameter)
 
 
 def test_an_optimizer_of_torch_stays_torchs():
@@ -239,7 +239,7 @@ def test_a_model_is_saved_with_its_metrics_and_loaded(tmp_path, metric):
     assert type(loaded.optimizer) is keras_optimizers.Adam
     assert loaded.optimizer.defaults == model.optimizer.defaults
     assert loaded.evaluate(X, Y, verbose=0, return_dict=True) == model.evaluate(X, Y, verbose=0, return_dict=True)
-    histories = [one.fit(X, Y, epochs=2, verbose=0, shuffle=False).history for one in (model, loaded)]
+    histories = [fitted_model.fit(X, Y, epochs=2, verbose=0, shuffle=False).history for fitted_model in (model, loaded)]
     assert histories[0] == histories[1]
 
 

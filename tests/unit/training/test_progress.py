@@ -46,7 +46,7 @@ def test_a_bar_on_a_terminal(tmp_path):
         assert job.wait(60) == 0, text
     bars = re.findall(r"epoch 1/2: +\d+%\|[^|]*\| (\d+)/10 \[[^\]]*\]", text)
     assert bars[-1] == "10", text
-    assert {int(one) % 2 for one in bars} == {0}
+    assert {int(step_count) % 2 for step_count in bars} == {0}
     assert re.search(r"\d+/10 \[.*loss 0?\.?\d.*save in \d+ steps\]", text), text
     lines = [part.split("\r")[-1] for part in text.replace("\r\n", "\n").split("\n")]
     assert [line[:19] for line in lines if line.startswith("epoch")] == ["epoch 1/2  10 steps", "epoch 2/2  10 steps"]
@@ -82,9 +82,9 @@ def test_a_file_holds_no_control_characters(model, capsys, monkeypatch, verbose)
 
 @pytest.fixture
 def model():
-    made = hpcdist.Model(nn.Linear(4, 1))
-    made.compile("sgd", "mse")
-    return made
+    compiled_model = hpcdist.Model(nn.Linear(4, 1))
+    compiled_model.compile("sgd", "mse")
+    return compiled_model
 
 
 def fit(model, **options):

@@ -25,7 +25,7 @@ os._exit(9)  # killed: nothing is closed
 
 def read(folder, name):
     events = EventAccumulator(str(folder)).Reload()
-    return [(one.step, round(one.value, 5)) for one in events.Scalars(name)]
+    return [(event.step, round(event.value, 5)) for event in events.Scalars(name)]
 
 
 def test_a_loop_that_resumes_from_a_checkpoint_has_each_step_once(tmp_path):
@@ -51,8 +51,8 @@ def test_what_may_be_written(tmp_path):
     with writer.as_default(), pytest.raises(UsageError, match="step.*'none'"):
         hpcdist.summary.scalar("none", 1.0)
     writer.close()
-    found = {name: read(tmp_path, name) for name in ("number", "tensor", "variable")}
-    assert found == {"number": [(3, 1.0)], "tensor": [(4, 1.0)], "variable": [(3, 2.0)]}
+    written_scalars = {name: read(tmp_path, name) for name in ("number", "tensor", "variable")}
+    assert written_scalars == {"number": [(3, 1.0)], "tensor": [(4, 1.0)], "variable": [(3, 2.0)]}
 
 
 def test_inside_run_the_first_replica_writes(tmp_path):
