@@ -104,7 +104,9 @@ def schedulers_of(
         is_known = any(holder is scheduler for scheduler in schedulers)
         if is_theirs and not is_known and _is_scheduler(holder):
             schedulers.append(holder)
-    member_ids = {id(scheduler): set(map(id, members_of(scheduler))) for scheduler in schedulers}
+    member_ids: dict[int, set[int]] = {}
+    for scheduler in schedulers:
+        member_ids[id(scheduler)] = set(map(id, members_of(scheduler)))
     outermost: list[Any] = []
     for scheduler in schedulers:
         number = id(scheduler)
