@@ -1,13 +1,10 @@
 """The kinds of objects that a Checkpoint holds: one question for each, and what the answer lets a caller use.
 
 Objects are told apart by what they can do and not by their class: wrappers of modules and optimizers of other libraries
-are saved as torch's are, whose types stand for theirs.
+are saved as torch's are. Nothing here imports torch.
 """
 
 from typing import Any, Protocol, TypeGuard
-
-from torch import nn
-from torch.optim import Optimizer
 
 
 class Stateful(Protocol):
@@ -32,12 +29,12 @@ def is_stateful(item: Any) -> TypeGuard[Stateful]:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
-def is_module(item: Any) -> TypeGuard[nn.Module]:
+def is_module(item: Any) -> bool:
     """Return whether an object is a torch module, or a wrapper of one."""
     return hasattr(item, "named_parameters")
 
 
-def is_optimizer(item: Any) -> TypeGuard[Optimizer]:
+def is_optimizer(item: Any) -> bool:
     """Return whether an object is an optimizer."""
     return hasattr(item, "param_groups")
 
