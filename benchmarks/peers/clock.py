@@ -3,6 +3,7 @@
 import argparse
 import json
 import resource
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,3 +85,14 @@ def write(
     report = {"label": name, "environment": environment, "cases": [case]}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1))
+
+
+def free_ports(n_ports: int) -> list[int]:
+    """Return ports that no other process uses."""
+    listeners = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
+    ports: list[int] = []
+    for listener in listeners:
+        _, port = listener.getsockname()
+        ports.append(port)
+        listener.close()
+    return ports

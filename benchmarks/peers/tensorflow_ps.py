@@ -8,10 +8,11 @@ The guides' MLP with SGD, batches of 32 rows for each worker, one step a closure
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
+
+from clock import free_ports
 
 LIMIT_S = 200
 
@@ -21,17 +22,6 @@ def parse_args():
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600, help="of all workers together")
     return parser.parse_args()
-
-
-def free_ports(n_ports):
-    """Return ports that no other process uses."""
-    listeners = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
-    ports = []
-    for listener in listeners:
-        _, port = listener.getsockname()
-        ports.append(port)
-        listener.close()
-    return ports
 
 
 def serve():

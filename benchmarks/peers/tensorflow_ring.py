@@ -5,11 +5,10 @@ python benchmarks/peers/tensorflow_ring.py --model mlp --out out/peers/tensorflo
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
-from clock import parser, time_rounds, write
+from clock import free_ports, parser, time_rounds, write
 
 N_BATCHES = 32
 LIMIT_S = 300
@@ -43,17 +42,6 @@ def start_worker(addresses, index):
     threads = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     environ = {**os.environ, **threads, "TF_CONFIG": json.dumps(config)}
     return subprocess.Popen([sys.executable, *sys.argv], env=environ)
-
-
-def free_ports(n_ports):
-    """Return ports that no other process uses."""
-    listeners = [socket.create_server(("localhost", 0)) for _ in range(n_ports)]
-    ports = []
-    for listener in listeners:
-        _, port = listener.getsockname()
-        ports.append(port)
-        listener.close()
-    return ports
 
 
 def make_train(args):

@@ -1,7 +1,7 @@
 """The kinds of objects that a Checkpoint holds: one question for each, and what the answer lets a caller use.
 
-Objects are told apart by what they can do and not by their class: wrappers of modules and optimizers of other libraries
-are saved as torch's are. Nothing here imports torch.
+An object's methods decide its kind, not its class, so wrappers of modules and optimizers of other libraries are saved
+as torch's are. This module does not import torch.
 """
 
 from typing import Any, Protocol, TypeGuard

@@ -105,11 +105,11 @@ def test_diff(run_dir, call):
 def test_diff_counts_elements_whose_bits_differ(call, tmp_path):
     """-0.0 equals 0.0 and NaN does not equal itself, but a restart is exact by bits."""
     paths = [tmp_path / name for name in ("first.h5", "second.h5")]
-    hpcdist.Checkpoint(values=np.array([0.0, np.nan, 1.0])).write(paths[0])
-    hpcdist.Checkpoint(values=np.array([-0.0, np.nan, 1.5])).write(paths[1])
+    hpcdist.Checkpoint(values=np.array([0.0, 0.0, np.nan, 1.0])).write(paths[0])
+    hpcdist.Checkpoint(values=np.array([-0.0, -0.0, np.nan, 1.5])).write(paths[1])
     code, out, _ = call("diff", *paths)
     assert code == 1
-    assert "values: 2 of 3 elements, at most by 0.5, 1 NaN" in out
+    assert "values: 3 of 4 elements, at most by 0.5, 1 NaN" in out
 
 
 def test_diff_of_numbers_that_a_float_cannot_tell_apart(call, tmp_path):
