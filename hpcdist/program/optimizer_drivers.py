@@ -21,7 +21,8 @@ _SIGNS_OF_SCHEDULER = ("get_lr", "_get_lr", "get_last_lr", "base_lrs", "base_val
 #: Number of elements of each parameter that a fingerprint looks at.
 _N_SAMPLED = 256
 
-_schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+#: The schedulers of torch's classes in the order in which they were made, so that all ranks report the same first.
+_schedulers: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()
 #: The optimizers that each enabled scaler has stepped.
 _scaled: "weakref.WeakKeyDictionary[GradScaler, weakref.WeakSet[Any]]" = weakref.WeakKeyDictionary()
 #: The model that each average is of.
@@ -37,7 +38,7 @@ def _remember_schedulers_of(kind: Any) -> None:
     @functools.wraps(init)
     def init_and_remember(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        _schedulers.add(self)
+        _schedulers[self] = None
 
     kind.__init__ = init_and_remember
 
@@ -87,7 +88,7 @@ def schedulers_of(
     optimizers: Sequence[Any],
     is_thorough: bool,
 ) -> list[Any]:
-    """Return the schedulers that hold one of some optimizers, without members of other schedulers.
+    """Return the schedulers that hold one of some optimizers, without members of others; those of torch oldest first.
 
     Args:
         optimizers: optimizers of torch.

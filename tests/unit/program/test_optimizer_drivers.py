@@ -33,6 +33,13 @@ def test_schedulers_that_hold_each_other():
     assert [id(scheduler) for scheduler in reported] == [id(first), id(second)]
 
 
+def test_the_oldest_is_reported_first():
+    optimizer = make_optimizer()
+    schedulers = [ConstantLR(optimizer) for _ in range(20)]
+    reported = schedulers_of([optimizer], is_thorough=False)
+    assert [id(scheduler) for scheduler in reported] == [id(scheduler) for scheduler in schedulers]
+
+
 def test_only_the_outermost_are_reported():
     optimizer = make_optimizer()
     inner = ConstantLR(optimizer)
