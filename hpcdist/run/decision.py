@@ -29,8 +29,6 @@ from hpcdist.checkpoint import durable
 from hpcdist.errors import CheckpointError, ExitCode
 from hpcdist.run.ledger import Attempt
 
-#: How the reason of a stop ends after which the job is not run again.
-FOR_GOOD = ", for good"
 #: Consecutive attempts without progress. The next one does not start.
 MAX_WITHOUT_PROGRESS = 3
 
@@ -70,7 +68,7 @@ def decide(attempts: Sequence[Attempt], is_counted: bool) -> Decision:
     if n_without_progress > MAX_WITHOUT_PROGRESS and not this.end:
         reason = f"{n_without_progress - 1} attempts in a row without progress"
         return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
-    if this.end == "stopped" and this.reason.endswith(FOR_GOOD):
+    if this.end == "stopped" and this.is_for_good:
         return Decision(Verdict.STOP, this.reason, ExitCode.DO_NOT_REQUEUE)
     is_stalled = n_without_progress >= MAX_WITHOUT_PROGRESS
     if this.end == "stopped" and is_stalled and not this.is_excused:

@@ -8,7 +8,7 @@ An attempt appends to its own file only, one line of JSON per event. The store i
     resume    step: the step it resumed from; is_base
     save      it reached its first save, so the checkpoint it restored can be trained on
     commit    step: a checkpoint is durable and was read back
-    end       how (finished, stopped, failed, refused, diverged), reason, is_excused
+    end       how (finished, stopped, failed, refused, diverged), reason, is_excused, is_for_good
 
 Lines that are torn or that are no events are ignored: a crash may leave them.
 """
@@ -31,7 +31,10 @@ from hpcdist.checkpoint.store import Store
 from hpcdist.cluster.environment import is_after_preemption, job_id, read_environment
 from hpcdist.cluster.slurm import node_names
 from hpcdist.forks import make_lock
+from hpcdist.run.stop_request import StopRequest
 
+#: Reason of an attempt that came to its end.
+PROGRAM_HAS_FINISHED = "the program has finished"
 #: Number of attempts that are read: each line "begin" carries over the progress of earlier attempts.
 _N_READ = 16
 
@@ -56,6 +59,7 @@ class Attempt:
         end: the way it ended: finished, stopped, failed, refused, diverged; empty if it died, or still runs.
         reason: why it ended.
         is_excused: whether the batch system ended it, so that it does not count as an attempt without progress.
+        is_for_good: whether a person stopped it, and the job is not to be run again.
     """
 
     number: int
@@ -73,6 +77,7 @@ class Attempt:
     end: str = ""
     reason: str = ""
     is_excused: bool = False
+    is_for_good: bool = False
 
     @property
     def reached_step(self) -> int:
@@ -156,6 +161,7 @@ def _after(attempt: Attempt, event: str, record: dict[str, Any]) -> Attempt:
             end=str(record["how"]),
             reason=str(record["reason"]),
             is_excused=bool(record.get("is_excused")),
+            is_for_good=bool(record.get("is_for_good")),
         )
     return attempt
 
@@ -252,6 +258,19 @@ class Ledger:
         """
         self._store.note("resume", step=step, is_base=is_base, time_s=time.time())
 
-    def end(self, how: str, reason: str = "", is_excused: bool = False) -> None:
+    def end(
+        self, how: str, reason: str = "", is_excused: bool = False, is_for_good: bool = False
+    ) -> None:
         """Record how this attempt ends; see `Attempt`."""
-        self._store.note("end", how=how, reason=reason, is_excused=is_excused, time_s=time.time())
+        self._store.note(
+            "end",
+            how=how,
+            reason=reason,
+            is_excused=is_excused,
+            is_for_good=is_for_good,
+            time_s=time.time(),
+        )
+
+    def end_stopped(self, request: StopRequest, is_excused: bool) -> None:
+        """Record that this attempt ends on a stop request; see `Attempt`."""
+        self.end("stopped", request.reason, is_excused, request.is_for_good)

@@ -15,7 +15,7 @@ from hpcdist.run.decision import (
     decide,
     without_progress,
 )
-from hpcdist.run.ledger import Ledger
+from hpcdist.run.ledger import PROGRAM_HAS_FINISHED, Ledger
 
 logger = logging.getLogger("hpcdist")
 
@@ -75,7 +75,7 @@ class RunRecord:
             step: step of the last checkpoint.
         """
         try:
-            self.end("finished", "the program has finished")
+            self.end("finished", PROGRAM_HAS_FINISHED)
             self.write(step)
         except AttemptReplaced:
             return  # the later attempt writes the decision

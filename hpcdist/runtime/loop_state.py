@@ -54,7 +54,9 @@ class LoopState:
         has_lost_position: whether the program trains on a loader whose position is not saved.
         has_drawn_ahead: whether another part of the same source waited for its backward when the last part came.
         n_backwards: number of backwards so far.
-        n_steps: number of optimizer steps so far.
+        n_steps: number of steps so far, of optimizers and of programs that change parameters by themselves. It is the
+            one count of steps of the process; other numbers of steps are differences of it.
+        n_reported: number of these that no optimizer has made.
     """
 
     def __init__(self, is_alone: bool = False) -> None:
@@ -69,6 +71,7 @@ class LoopState:
         self.has_drawn_ahead = False
         self.n_backwards = 0
         self.n_steps = 0
+        self.n_reported = 0
         self._sources: dict[int, PartSource] = {}
         self._n_datasets = 0
         self._n_loaders = 0
@@ -396,6 +399,11 @@ class LoopState:
         """Count a step: the parts that the backwards before it have used are complete."""
         with self._counting:
             self._note_step(optimizer)
+
+    def note_reported_step(self) -> None:
+        """Count a step of a program that changes parameters by itself, without an optimizer."""
+        self.n_reported += 1
+        self.note_step()
 
     def _note_step(self, optimizer: Any) -> None:
         self.n_steps += 1

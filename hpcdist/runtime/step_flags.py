@@ -45,17 +45,12 @@ class Requester(Protocol):
     def poll_after_pass(self) -> None:
         """Act on a stop after a pass, such as in a validation. Collective over the ranks of the role."""
 
-    def overdue_stop(self, quiet_s: float) -> str | None:
-        """Return why to stop, if the grace period since the request has passed without any work done; else None.
-
-        From any thread.
+    def leave_if_overdue(self, quiet_s: float) -> None:
+        """End the job without a save if no work was done in the grace period since a stop request. From any thread.
 
         Args:
             quiet_s: seconds since the last work was done.
         """
-
-    def leave_at_once(self, reason: str) -> None:
-        """Record a stop, save nothing, and end the job with the code that runs it again. From any thread."""
 
 
 class StepFlags:
@@ -67,7 +62,6 @@ class StepFlags:
     Attributes:
         requester: object that requests on this rank; None if there is none.
         n_sums: number of sums that carried flags so far; equal on all ranks at the same point of the program.
-        n_steps: number of optimizer steps that the strategies have made so far; equal on all ranks, too.
         is_in_round: whether replicas differ until a later sum, so that nothing may be saved; equal on all ranks, too.
         loop: state of the program's own loop.
     """
@@ -75,10 +69,14 @@ class StepFlags:
     def __init__(self, is_alone: bool = False) -> None:
         self.requester: Requester | None = None
         self.n_sums = 0
-        self.n_steps = 0
         self.is_in_round = False
         self.loop = LoopState(is_alone)
         self._received = Request.NONE
+
+    @property
+    def n_steps(self) -> int:
+        """Number of optimizer steps that the strategies have made so far; equal on all ranks at the same point."""
+        return self.loop.n_steps - self.loop.n_reported
 
     def attach(
         self,
@@ -110,7 +108,6 @@ class StepFlags:
             optimizer: optimizer that has stepped.
             owner: number of the strategy on whose gradients it has stepped; see `PartSource`.
         """
-        self.n_steps += 1
         self.loop.expect_training(owner)
         self.loop.note_step(optimizer)
         if self.requester is not None:

@@ -1,6 +1,8 @@
 """One attempt of a job: it keeps `decision.json` true, so that the launcher knows what to do however it ends."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpcdist.errors import (
@@ -19,6 +21,7 @@ from hpcdist.run.decision import (
 from hpcdist.run.ledger import Launch
 from hpcdist.run.record import RunRecord
 from hpcdist.run.side_errors import SideErrors
+from hpcdist.run.stop_request import StopRequest
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.world import World
 from hpcdist.saving.manager import CheckpointManager
@@ -113,7 +116,8 @@ class RunAttempt:
         """
         if self._world.is_chief and self._manager.attempt:
             how = "refused" if isinstance(error, CheckpointMismatch) else "failed"
-            self._try_to_end(how, str(error))
+            with self._logging_failures():
+                self._manager.ledger.end(how, str(error))
         self._manager.give_up_attempt()
 
     def committed(self, step: int) -> None:
@@ -143,12 +147,12 @@ class RunAttempt:
         return self._world.all_reduce_int(int(is_true), MPI.MAX, self._world.role_comm) > 0
 
     def stopped(
-        self, reason: str, step: int, is_excused: bool, is_late: bool
+        self, request: StopRequest, step: int, is_excused: bool, is_late: bool
     ) -> tuple[ExitCode, str]:
         """Record that the attempt was asked to stop; return the exit code for all ranks, and its reason.
 
         Args:
-            reason: source of the request.
+            request: the request, equal on all ranks.
             step: step of the last checkpoint.
             is_excused: whether the batch system asked, and chose the time, as in a preemption.
             is_late: whether there is no time left for a save.
@@ -157,8 +161,9 @@ class RunAttempt:
             CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
         is_excused = is_excused and self._launch.job is not None
-        decision = self._end("stopped", reason, step, is_excused, is_late)
+        decision = self._end(step, request, is_excused, is_late)
         code = ExitCode.RUN_AGAIN
+        reason = request.reason
         if decision is not None:  # on the chief
             code = decision.exit_code or code
             reason = decision.reason
@@ -173,13 +178,17 @@ class RunAttempt:
         Raises:
             CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
-        self._end("finished", "the program has finished", step)
+        self._end(step)
 
     def _end(
-        self, how: str, reason: str, step: int, is_excused: bool = False, is_late: bool = False
+        self,
+        step: int,
+        request: StopRequest | None = None,
+        is_excused: bool = False,
+        is_late: bool = False,
     ) -> Decision | None:
         """Record how the attempt ends; return the decision that follows on the chief, None elsewhere."""
-        self._manager.end_attempt(how, reason, is_excused, is_late)
+        self._manager.end_attempt(request, is_excused, is_late)
         decision = None
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:
@@ -192,21 +201,21 @@ class RunAttempt:
         Not collective: diverged ranks may be at different points of the program. A failed write is logged.
         """
         if self._world.is_chief:
-            self._try_to_end("diverged", str(error))
+            with self._logging_failures():
+                self._manager.ledger.end("diverged", str(error))
 
-    def record_stop(self, reason: str, is_excused: bool) -> None:
-        """Record that the attempt was asked to stop, and did so without a save. Not collective. Failures are logged.
-
-        Args:
-            reason: source of the request.
-            is_excused: whether the batch system asked, and chose the time, as in a preemption.
-        """
+    def record_stop(self, request: StopRequest) -> None:
+        """Record that the attempt was asked to stop, and did so without a save. Not collective. Failures are logged."""
         if self._world.is_chief:
-            self._try_to_end("stopped", reason, is_excused and self._launch.job is not None)
+            is_excused = request.is_preemption and self._launch.job is not None
+            with self._logging_failures():
+                self._manager.ledger.end_stopped(request, is_excused)
 
-    def _try_to_end(self, how: str, reason: str, is_excused: bool = False) -> None:
+    @contextmanager
+    def _logging_failures(self) -> Iterator[None]:
+        """Write the decision that follows from what the block writes to the ledger; log a failure of either."""
         try:
-            self._manager.ledger.end(how, reason, is_excused)
+            yield
             self.record.write(None)
         except CheckpointError as unwritten:
             logger.warning("%s", unwritten)

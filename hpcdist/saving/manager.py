@@ -19,10 +19,11 @@ from hpcdist.cluster.environment import job_id, read_environment
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import DesyncError, UsageError
 from hpcdist.run.decision import suspects
-from hpcdist.run.ledger import Launch, Ledger
+from hpcdist.run.ledger import PROGRAM_HAS_FINISHED, Launch, Ledger
 from hpcdist.run.metrics_file import make_durable
 from hpcdist.run.provenance import describe, warn_of_changes
 from hpcdist.run.run_config import begin_config
+from hpcdist.run.stop_request import StopRequest
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.time_spent import counted
 from hpcdist.saving.checkpoint import Checkpoint
@@ -562,8 +563,7 @@ class CheckpointManager:
 
     def end_attempt(
         self,
-        how: str = "finished",
-        reason: str = "",
+        request: StopRequest | None = None,
         is_excused: bool = False,
         is_late: bool = False,
     ) -> None:
@@ -572,8 +572,7 @@ class CheckpointManager:
         Collective over chief and workers.
 
         Args:
-            how: "finished", or "stopped" after a stop request.
-            reason: why the attempt ends.
+            request: the stop request that ends it; None if the program has finished.
             is_excused: whether the batch system asked, so that it does not count as an attempt without progress.
             is_late: whether there is no time to wait for a save in progress; copies in memory stay then, too.
 
@@ -584,7 +583,10 @@ class CheckpointManager:
             self.wait()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self.ledger.end(how, reason, is_excused)
+                if request is None:
+                    self.ledger.end("finished", PROGRAM_HAS_FINISHED)
+                else:
+                    self.ledger.end_stopped(request, is_excused)
         if not is_late:
             self.forget_copies()
         self._has_begun = False  # the next save or restore begins another attempt

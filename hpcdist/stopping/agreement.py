@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from hpcdist.errors import DesyncError
+from hpcdist.run.stop_request import StopRequest
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.step_flags import Request
 from hpcdist.runtime.world import World
@@ -97,14 +98,15 @@ class Agreement:
             )
             self._world.agree(error, self._world.role_comm)
 
-    def first_reason(self, local_reason: str | None) -> str | None:
-        """Return, on all ranks, the reason of the lowest rank that has one. Collective over the ranks of the role."""
+    def first_request(self, local_request: StopRequest | None) -> StopRequest | None:
+        """Return, on all ranks, the request of the lowest rank that has one. Collective over the ranks of the role."""
         comm = self._world.role_comm
-        candidate = comm.size if local_reason is None else comm.rank
+        candidate = comm.size if local_request is None else comm.rank
         lowest = self._world.all_reduce_int(candidate, MPI.MIN, comm)
         if lowest == comm.size:
             return None
-        return self._world.broadcast_text(local_reason or "", lowest, comm)
+        text = "" if local_request is None else local_request.to_text()
+        return StopRequest.from_text(self._world.broadcast_text(text, lowest, comm))
 
     def any_rank(self, is_true: bool) -> bool:
         """Return whether `is_true` holds on any rank of the role. Collective over the ranks of the role."""

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hpcdist.background import BackgroundThread
-from hpcdist.cluster.environment import job_end, launcher_of, read_environment
-from hpcdist.cluster.slurm import time_left_s
+from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.diagnostics.logs import FailureLog, log_file
 from hpcdist.errors import (
     CheckpointError,
@@ -22,48 +21,55 @@ from hpcdist.errors import (
     ExitCode,
     HpcdistError,
     UsageError,
-    agreed,
     log,
 )
 from hpcdist.program.loop_watch import watch_loop
 from hpcdist.program.torch_hooks import note_step
-from hpcdist.run.decision import FOR_GOOD
 from hpcdist.run.record import RunRecord
 from hpcdist.run.side_errors import SideErrors
 from hpcdist.run.step_times import begin_step_times
-from hpcdist.runtime.loop_state import LoopState
+from hpcdist.run.stop_request import StopRequest
 from hpcdist.runtime.process import call_on_uncaught, call_when_done, end_job, end_of_training
 from hpcdist.runtime.step_flags import Request
 from hpcdist.saving.attempt import RunAttempt
 from hpcdist.saving.checkpoint import Checkpoint
-from hpcdist.saving.durations import Durations
 from hpcdist.saving.manager import CheckpointManager
 from hpcdist.saving.saves import AttemptSaves
 from hpcdist.saving.schedule import SaveSchedule
 from hpcdist.stopping.agreement import Agreement
-from hpcdist.stopping.deadline import BatchEnd, Calls, Deadline
+from hpcdist.stopping.deadline import Deadline
+from hpcdist.stopping.loop_guard import LoopGuard
+from hpcdist.stopping.pace import Pace
 from hpcdist.stopping.running_clock import RunningClock
-from hpcdist.stopping.steps import StepCount
+from hpcdist.stopping.steps import LastStepValues, StepCount
 from hpcdist.stopping.stop import StopFlag, wrapper_of
 from hpcdist.stopping.termination import TerminationConfig
+from hpcdist.stopping.time_left import TimeLeft
 
 #: Seconds that a stop request waits for work that cannot be interrupted, without a grace period: batch systems leave 30
 #: s or more between their first signal and the last one.
 STOP_GRACE_S = 20.0
 #: Time that a launcher needs to print a line: the end of the job discards lines that it has not printed.
 _PRINT_S = 0.5
-#: Optimizer steps after which a program that has not reached a point between two iterations is refused.
-_MAX_UNSAFE_STEPS = 20
 #: Least number of steps that a stop request waits for that point: the ranks agree on a request a step later, however
 #: long a step takes.
 _MIN_STOP_STEPS = 3
-#: Draws and polls after a backward that no step has followed, after which a program without any step is refused: far
-#: more than the batches that gradients are accumulated over.
-_MAX_POINTS_WITHOUT_STEP = 1000
 #: Longest wait for the record of a stop without a save.
 _RECORD_S = 10.0
-#: A time limit beyond this is none.
-_FAR_S = 1e9
+#: The request of a job that nobody has asked to stop.
+_END_OF_TIME = StopRequest("deadline")
+
+
+class _LastSave(NamedTuple):
+    """The save before a stop.
+
+    Attributes:
+        step: step of the last checkpoint that counts.
+        how: what came of the save, for the log.
+    """
+
+    step: int
+    how: str
 
 
 class PreemptionCheckpointHandler:
@@ -100,7 +106,6 @@ class PreemptionCheckpointHandler:
 
     Attributes:
         restored_path: path of the restored checkpoint; None for a new run.
-        deadline: time at which the job will be ended, and the saves that must fit in before; None without a limit.
 
     Raises:
         UsageError: without a folder, or outside the main thread.
@@ -128,36 +133,30 @@ class PreemptionCheckpointHandler:
         self._attempt = RunAttempt(
             self._world, self._manager, knows_progress=self._config.save_fn is None
         )
-        self._clock = RunningClock()
+        clock = RunningClock()
+        self._pace = Pace(clock)
         self._saves = AttemptSaves(
-            self._manager, self._attempt, schedule, self._config.save_fn, self._clock
+            self._manager, self._attempt, schedule, self._config.save_fn, clock
         )
-        self._step_times = Durations()
-        self._calls = Calls(self._clock)
-        self._program_left_s = time_limit_s
-        if time_limit_s is not None and time_limit_s > _FAR_S:
-            self._program_left_s = None
-        self._program_end_s: float | None = None
-        if self._program_left_s is not None:
-            self._program_end_s = self._clock() + self._program_left_s
-        self._batch_end: BatchEnd | None = None
-        self.deadline = self._make_deadline()
+        self._time_left = TimeLeft(
+            clock,
+            time_limit_s,
+            asks=self._world.is_chief,
+            pace=self._pace,
+            saves=self._saves.times,
+            n_saves=lambda: self._saves.n_at_end(self.step),
+        )
         # state of a stop
         self._is_busy = False
         self._is_done = False
         self._saves_no_more = False
-        self._countdown: Deadline | None = None
-        self._is_counting_down = False
         self._knows_of_end = False
-        self._stop_seen: int | None = None
+        self._stop_seen_at: int | None = None
         self._stop_waits = False
         self._state_at_end = ""
         # state of the polls
         self._is_polled = False
         self._is_long_since = False
-        self._polls_itself = False
-        self._n_skipped_polls = 0
-        self._versions_at_step: list[int] = []
         self._attempt.begin()
         if isinstance(self._world.step_flags.requester, PreemptionCheckpointHandler):
             self._world.step_flags.requester.close()
@@ -168,65 +167,29 @@ class PreemptionCheckpointHandler:
         try:
             self.restored_path = self._restore()
             self._begin_records()
-            self._first_step = self._manager.checkpoint.step
+            flags = self._world.step_flags
+            self._loop = flags.loop
+            checkpoint = self._manager.checkpoint
+            self._steps = StepCount(flags, checkpoint.step)
+            self._guard = LoopGuard(self._loop, self._steps)
+            self._last_values = LastStepValues(checkpoint.first_parameters(), self._loop.n_steps)
             attempt_number = self._manager.attempt if self._world.is_chief else 0
             self._times = begin_step_times(
-                self._world, self._attempt.folder, attempt_number, self._first_step
+                self._world, self._attempt.folder, attempt_number, self.step
             )
-            self._steps = StepCount(self._world.step_flags, self._first_step)
             self._agreement = Agreement(self._world, self.requested)
-            self._polled_at = self._clock()
-            self._step_at_poll = self.step
+            self._pace.begin(self.step)
             self._saves.begin(self.step, is_restored=self.restored_path is not None)
-            self._loop = self._world.step_flags.loop
-            watch_loop(self._world.step_flags)
-            self._watched_parameters = self._manager.checkpoint.first_parameters()
-            self._n_steps_seen = self._loop.n_steps
-            self._n_steps_at_begin = self._world.step_flags.n_steps
+            watch_loop(flags)
             self._act_on_requests()
         except BaseException:
             self._flag.close()
             raise
 
-    def _make_deadline(self) -> Deadline | None:
-        """Return the deadline of the batch job or of the program, whichever comes first; None without one."""
-        environ = read_environment()
-        batch_end = job_end(environ)
-        ends_s: list[float] = []
-        if self._program_end_s is not None:
-            ends_s.append(self._program_end_s)
-        if batch_end is not None:
-            ends_s.append(self._clock() + batch_end - time.time())
-            if self._world.is_chief:
-                self._batch_end = BatchEnd(self._clock, functools.partial(time_left_s, environ))
-        if not ends_s:
-            return None
-        self._clock.start()
-        return self._deadline_at(min(ends_s))
-
-    def _deadline_at(self, end_s: float) -> Deadline:
-        """Return the deadline at a time of the clock of this handler."""
-        return Deadline(
-            end_s,
-            self._step_times,
-            self._saves.times,
-            self._clock,
-            n_saves=lambda: self._saves.n_at_end(self.step),
-            calls=self._calls,
-        )
-
-    def _follow_batch_end(self) -> None:
-        """Move the deadline, on the chief, if the job was suspended or the clock was set, and Slurm reports its end."""
-        if self._batch_end is None:
-            return
-        left_s = self._batch_end.new_left_s()
-        if left_s is None or self.deadline is None:
-            return
-        end_s = self._clock() + left_s
-        if self._program_end_s is not None:
-            end_s = min(end_s, self._program_end_s)
-        self.deadline.end = end_s
-        self._log(f"the job was suspended, or the clock was set: {self.deadline.describe()}")
+    @property
+    def deadline(self) -> Deadline | None:
+        """The time at which the job will be ended, and the saves that must fit in before; None without a limit."""
+        return self._time_left.deadline
 
     def _restore(self) -> str | None:
         """Restore the latest checkpoint; return its path, None for a new run."""
@@ -243,10 +206,7 @@ class PreemptionCheckpointHandler:
     def _begin_records(self) -> None:
         """Write the attempt's decision and settings to the run folder, and from now on its uncaught errors."""
         self._attempt.renew()
-        program_end = None
-        if self._program_left_s is not None:
-            program_end = time.time() + self._program_left_s
-        self._manager.begin_config(program_end)
+        self._manager.begin_config(self._time_left.program_end)
         log_path = log_file(self._attempt.folder / "logs", self._world)
         failure_log = FailureLog(log_path, self._world)
         side_errors = None
@@ -322,10 +282,7 @@ class PreemptionCheckpointHandler:
             self._log_pace(self._times.leave())
         with self._steps.evaluation(), self._busy():
             result = fn(*args, **kwargs)
-        # else a call of half the time limit would prevent every step
-        if self.step > self._first_step:
-            # including the time between the last poll and the call
-            self._calls.add(self._clock() - self._polled_at)
+        self._pace.note_call(self.step)
         self._is_long_since = True
         self._is_polled = False
         return result
@@ -341,8 +298,8 @@ class PreemptionCheckpointHandler:
         """
         self._steps.count_reported(self._manager.saved_step)
         # the program changes parameters by itself
-        if self._world.step_flags.n_steps == self._n_steps_at_begin:
-            self._loop.note_step()
+        if not self._steps.has_optimizer_steps:
+            self._loop.note_reported_step()
         self.poll(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -379,53 +336,58 @@ class PreemptionCheckpointHandler:
         self._manager.forget_copies()
         return self._attempt.record
 
-    def overdue_stop(self, quiet_s: float) -> str | None:
-        """Return why to stop, if no work was done in the grace period since the request; otherwise None.
+    def leave_if_overdue(self, quiet_s: float) -> None:
+        """End the job without a save if no work was done in the grace period since a stop request.
 
-        Not collective; from any thread. Whoever waits for work that may not end asks: see `ClusterCoordinator`.
+        Not collective; from any thread. Whoever waits for work that may not end calls it: see `ClusterCoordinator`.
 
         Args:
             quiet_s: seconds since the last work was done.
         """
-        reason = self._flag.find_reason()
-        if self._is_done or self._is_busy or reason is None or self._flag.since is None:
-            return None
-        grace_s = self._config.grace_period or STOP_GRACE_S
-        if min(time.monotonic() - self._flag.since, quiet_s) <= grace_s:
-            return None
-        return reason
+        request = self._flag.find_request()
+        if self._is_done or self._is_busy or request is None:
+            return
+        if quiet_s > self._grace_s and self._is_overdue(request):
+            self.leave_at_once(request)
 
-    def leave_at_once(self, reason: str) -> NoReturn:
+    @property
+    def _grace_s(self) -> float:
+        return self._config.grace_period or STOP_GRACE_S
+
+    def _is_overdue(self, request: StopRequest) -> bool:
+        """Return whether the grace period of a request is over."""
+        return request.since_s is None or time.monotonic() - request.since_s > self._grace_s
+
+    def leave_at_once(self, request: StopRequest) -> NoReturn:
         """Record that the job was stopped, save nothing, and end all ranks with code 75 or 76. From any thread.
 
         The last save counts. Not collective.
         """
         self._is_done = True
         log(
-            f"{reason}: stopped without a save, as the work in progress does not end; the last one counts"
+            f"{request.reason}: stopped without a save, as the work in progress does not end; the last one counts"
         )
-        recording = BackgroundThread("hpcdist-stop").submit(
-            functools.partial(self._record_stop, reason)
-        )
+        record_stop = functools.partial(self._record_stop, request)
+        recording = BackgroundThread("hpcdist-stop").submit(record_stop)
         wait([recording], _RECORD_S)  # a file server that hangs must not keep the job
         if recording.done() and recording.exception() is None:
-            reason = recording.result()
+            request = recording.result()
         time.sleep(_PRINT_S)
-        code = ExitCode.DO_NOT_REQUEUE if reason.endswith(FOR_GOOD) else ExitCode.RUN_AGAIN
+        code = ExitCode.DO_NOT_REQUEUE if request.is_for_good else ExitCode.RUN_AGAIN
         end_job("", int(code))
 
-    def _record_stop(self, reason: str) -> str:
+    def _record_stop(self, request: StopRequest) -> StopRequest:
         """Record a stop without a save, and remove the stop file, so that the next attempt runs.
 
         Returns:
-            The reason, with the ending that a stop file for good adds to it.
+            The request, for good if the stop file asks for that by now.
         """
         if self._flag.is_for_good():
-            reason = _for_good(reason)
+            request = replace(request, is_for_good=True)
         with contextlib.suppress(OSError):  # the next attempt stops at once, and says why
             self._flag.remove_file()
-        self._attempt.record_stop(reason, is_excused=reason.startswith("SIGTERM "))
-        return reason
+        self._attempt.record_stop(request)
+        return request
 
     # -- between steps --------------------------------------------------------------------------------------------
 
@@ -433,42 +395,26 @@ class PreemptionCheckpointHandler:
         """Return this rank's request to all ranks after the step. Not collective."""
         if self._is_done:
             return Request.NONE
-        self._follow_batch_end()
-        must_stop = self._is_end_near
-        if not must_stop and not self._is_counting_down:
-            must_stop = self._flag.reason is not None
-        is_late = (
-            self._world.is_chief
-            and not self._saves_no_more
-            and (self._saves.is_late(self.step) or self._needs_measure)
-        )
+        if self._world.is_chief:
+            line = self._time_left.follow_batch_end()
+            if line is not None:
+                self._log(line)
+        must_stop = self._time_left.is_near
+        if not must_stop and not self._time_left.is_counting_down:
+            must_stop = self._flag.request is not None
         request = Request.NONE
         if must_stop:
             request |= Request.STOP
-        if is_late:
+        if self._world.is_chief and not self._saves_no_more and self._is_save_late:
             request |= Request.SAVE
         return request
 
     @property
-    def _is_end_near(self) -> bool:
-        return any(
-            deadline is not None and deadline.is_near
-            for deadline in (self.deadline, self._countdown)
-        )
-
-    @property
-    def _is_too_late(self) -> bool:
-        """Whether a save seems not to fit into the time left: it is tried, and not waited for."""
-        return any(
-            deadline is not None and not deadline.can_save
-            for deadline in (self.deadline, self._countdown)
-        )
-
-    @property
-    def _needs_measure(self) -> bool:
-        """Whether to save now in order to measure the cost of a save before the deadline."""
-        is_unmeasured = self.deadline is not None and self.deadline.needs_measure
-        return is_unmeasured and self.step > self._manager.saved_step
+    def _is_save_late(self) -> bool:
+        """Whether a save is due by time, or to measure its cost."""
+        if self._saves.is_late(self.step):
+            return True
+        return self._time_left.needs_measure and self.step > self._manager.saved_step
 
     def poll(self, *args: Any, **kwargs: Any) -> None:
         """Act on stop and save requests between two steps; for loops in which nothing else polls.
@@ -484,30 +430,11 @@ class PreemptionCheckpointHandler:
         """
         if self._can_poll:
             self._leave_after_training()
-            self._polls_itself = True
-            if self._loop.is_training and not self._loop.is_complete:  # gradients are accumulated
-                self._n_skipped_polls += 1
+            if not self._guard.admits_poll():
                 self.note_unsafe_point()
                 return
             self._loop.note_safe_point()
         self.poll_between_batches(*args, **kwargs)
-
-    def _require_steps(self) -> None:
-        """Refuse a program whose backwards no optimizer steps.
-
-        Raises:
-            UsageError: on all ranks.
-        """
-        n_points = self._n_skipped_polls + self._loop.n_rejected
-        has_steps = self._world.step_flags.n_steps > self._n_steps_at_begin
-        if n_points >= _MAX_POINTS_WITHOUT_STEP and self._loop.has_begun and not has_steps:
-            raise agreed(
-                UsageError(
-                    f"PreemptionCheckpointHandler: expected steps of the optimizers of the Checkpoint, got none at "
-                    f"{n_points} draws or polls after a backward; call optimizer.step(), or "
-                    f"save_checkpoint_if_preempted() after each step."
-                )
-            )
 
     @property
     def _can_poll(self) -> bool:
@@ -523,11 +450,11 @@ class PreemptionCheckpointHandler:
             return
         if self._loop.is_after_pass:
             self._state_at_end = self._manager.checkpoint.digest_beside_tensors()
-        self._n_skipped_polls = 0
-        has_stepped = self._measure()
+        self._guard.note_safe_point()
+        has_stepped = self._pace.arrive(self.step)
         # steps of the program's own
-        if has_stepped and self._world.step_flags.n_steps == self._n_steps_at_begin:
-            self._note_versions()
+        if has_stepped and not self._steps.has_optimizer_steps:
+            self._last_values.note()
         if self._times is not None:
             self._times.arrive(self.step)
         self._is_polled = True
@@ -548,7 +475,7 @@ class PreemptionCheckpointHandler:
                     self._saves.copy(self.step)
         if self._times is not None:
             self._log_pace(self._times.leave())
-        self._polled_at = self._clock()
+        self._pace.leave()
 
     def poll_after_pass(self) -> None:
         """Act on a stop between a pass and the next one, such as in a validation, if the end of the pass can be saved.
@@ -558,7 +485,7 @@ class PreemptionCheckpointHandler:
         """
         if not self._can_poll:
             return
-        self._polled_at = self._clock()
+        self._pace.leave()
         requests = self._agreement.poll(at_once=self._is_long_since)
         if Request.STOP not in requests and not self._stop_waits:
             return
@@ -581,54 +508,27 @@ class PreemptionCheckpointHandler:
         Raises:
             UsageError: on all ranks.
         """
-        loop = self._loop
-        if loop.n_steps != self._n_steps_seen:  # called after a step, and not at a draw
-            self._n_steps_seen = loop.n_steps
-            self._note_versions()
+        self._last_values.note_after(self._loop.n_steps)
         if not self._can_poll:
             return
-        self._require_steps()
-        if loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and not self._saves_no_more:
-            self._refuse_unsafe_loop()
+        self._guard.require_steps()
+        if not self._saves_no_more:
+            self._guard.require_safe_points()
         if not self._world.step_flags.is_in_round:  # which ends at a point between two iterations
             self._leave_if_overdue()
 
-    def _refuse_unsafe_loop(self) -> None:
-        """Refuse a program that made many steps without a point between two iterations, unless it may come to one.
-
-        Raises:
-            UsageError: on all ranks.
-        """
-        loop = self._loop
-        if self._n_skipped_polls >= _MAX_UNSAFE_STEPS:
-            raise agreed(
-                UsageError(
-                    f"poll: expected calls after optimizer.step(), got {self._n_skipped_polls} while gradients waited "
-                    f"for a step, at which nothing can be saved; call handler.poll() at the end of each iteration."
-                )
-            )
-        is_lost = loop.n_parts == 0 or loop.n_rejected > 1 or loop.has_lost_position
-        if is_lost and not (self._polls_itself or loop.forget_idle_optimizers()):
-            raise agreed(_unsafe_loop_error(loop))
-
-    def _note_versions(self) -> None:
-        """Record the versions of the parameters, which a step has just changed."""
-        self._versions_at_step = [parameter._version for parameter in self._watched_parameters]
-
     def _leave_if_overdue(self) -> None:
         """Leave without a save if a stop request finds no point between two iterations, although steps are made."""
-        reason = self._flag.reason
-        if reason is None and self._is_end_near:
-            reason = "deadline"
-        if reason is None or self._is_counting_down:
+        request = self._flag.request
+        if request is None and self._time_left.is_near:
+            request = _END_OF_TIME
+        if request is None or self._time_left.is_counting_down:
             return
-        if self._stop_seen is None:
-            self._stop_seen = self._loop.n_steps
-        n_steps = self._loop.n_steps - self._stop_seen
-        grace_s = self._config.grace_period or STOP_GRACE_S
-        is_overdue = self._flag.since is None or time.monotonic() - self._flag.since > grace_s
-        if n_steps >= _MIN_STOP_STEPS and is_overdue:
-            self.leave_at_once(reason)
+        if self._stop_seen_at is None:
+            self._stop_seen_at = self._loop.n_steps
+        n_steps = self._loop.n_steps - self._stop_seen_at
+        if n_steps >= _MIN_STOP_STEPS and self._is_overdue(request):
+            self.leave_at_once(request)
 
     def _log_pace(self, pace: str | None) -> None:
         """Log where the time goes, on the chief; nothing if `pace` is None."""
@@ -651,14 +551,6 @@ class PreemptionCheckpointHandler:
                 self._attempt.record_desync(error)
             raise
 
-    def _measure(self) -> bool:
-        """Return whether a step was made since the last poll, and record its duration."""
-        has_stepped = self.step > self._step_at_poll
-        self._step_at_poll = self.step
-        if has_stepped:
-            self._step_times.add(self._clock() - self._polled_at)
-        return has_stepped
-
     def _leave_after_training(self) -> None:
         """On an evaluator, leave once the chief has left; at the second poll, so that its last checkpoint is seen."""
         if self._world.task.type in ("chief", "worker"):
@@ -676,63 +568,76 @@ class PreemptionCheckpointHandler:
         """Save and leave, or save and count down to the end of the grace period."""
         self._agreement.require_same_step(self.step)
         self._agreement.require_same_positions(self._loop.describe_positions())
-        is_end_near = self.deadline is not None and self.deadline.is_near
-        local_reason = self._flag.reason
-        if local_reason is None and is_end_near:
-            local_reason = "deadline"
-        reason = self._agreement.first_reason(local_reason) or "deadline"
+        is_end_near = self._time_left.is_job_end_near
+        local_request = self._flag.request
+        if local_request is None and is_end_near:
+            local_request = _END_OF_TIME
+        request = self._agreement.first_request(local_request) or _END_OF_TIME
         is_urgent = self._agreement.any_rank(is_end_near)
-        if self._config.grace_period and not self._is_counting_down and not is_urgent:
+        grace_s = self._config.grace_period
+        if grace_s and not self._time_left.is_counting_down and not is_urgent:
             self._log(
-                f"{reason}: saving at step {self.step}; training continues within the grace period of "
-                f"{self._config.grace_period:g} s"
+                f"{request.reason}: saving at step {self.step}; training continues within the grace period of "
+                f"{grace_s:g} s"
             )
             self._saves.save(self.step, False, *args, **kwargs)
-            self._count_down(self._config.grace_period)
+            since_s = None if local_request is None else local_request.since_s
+            self._time_left.count_down(grace_s, since_s)
             return
         self._is_done = True
         # the chief knows what a save costs
-        is_too_late = self._agreement.any_rank(self._is_too_late)
-        last_step = self._manager.saved_step
-        is_tried = (
-            is_too_late
-            and not self._saves_no_more
-            and not self._agreement.any_rank(self._manager.is_saving)
-        )
-        if is_tried:
-            is_tried = self._saves.try_to_save(self.step, *args, **kwargs)
-        elif not is_too_late and not self._saves_no_more:
-            self._saves.save(self.step, True, *args, **kwargs)
-            last_step = self.step
+        is_too_late = self._agreement.any_rank(self._time_left.is_too_late)
+        last_save = self._save_last(is_too_late, args, kwargs)
         # looked at now: a person may have written the stop file while the job saved
         if self._agreement.any_rank(self._flag.is_for_good()):
-            reason = _for_good(reason)
+            request = replace(request, is_for_good=True)
         self._remove_stop_file()
         # preempted: not at the deadline, nor at a person's request
-        is_excused = reason.startswith("SIGTERM ") and not is_urgent
-        code, why = self._attempt.stopped(reason, last_step, is_excused, is_too_late)
-        saved = "saved"
-        if is_tried:
-            saved = f"too late for a save, which it tries; the last one is step {last_step}"
-        elif is_too_late:
-            saved = f"too late for a save; the last one is step {last_step}"
-        self._log(f"{reason}: stopped after step {self.step}, {saved} in {self._manager.directory}")
-        self._log_restart(reason, code, why)
+        is_excused = request.is_preemption and not is_urgent
+        code, why = self._attempt.stopped(request, last_save.step, is_excused, is_too_late)
+        self._log(
+            f"{request.reason}: stopped after step {self.step}, {last_save.how} in {self._manager.directory}"
+        )
+        self._log_restart(request, code, why)
         if self._config.exit_fn is not None:
             self._config.exit_fn()
         else:
             self._flag.ignore_signals()
             sys.exit(int(code))
 
-    def _log_restart(self, reason: str, code: ExitCode, why: str) -> None:
+    def _save_last(
+        self, is_too_late: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "_LastSave":
+        """Save before a stop, if there is time; try to, if there may be too little. Collective over the role.
+
+        Args:
+            is_too_late: whether a save seems not to fit into the time left, on any rank.
+            args: positional arguments for `save_fn`, or for `manager.save`, after the step.
+            kwargs: keyword arguments for `save_fn` or `manager.save`.
+        """
+        saved_step = self._manager.saved_step
+        if not is_too_late:
+            if not self._saves_no_more:
+                self._saves.save(self.step, True, *args, **kwargs)
+                saved_step = self.step
+            return _LastSave(saved_step, "saved")
+        has_begun = False
+        if not self._saves_no_more and not self._agreement.any_rank(self._manager.is_saving):
+            has_begun = self._saves.try_to_save(self.step, *args, **kwargs)
+        how = "too late for a save"
+        if has_begun:
+            how = "too late for a save, which it tries"
+        return _LastSave(saved_step, f"{how}; the last one is step {saved_step}")
+
+    def _log_restart(self, request: StopRequest, code: ExitCode, why: str) -> None:
         """Log why the job is not run again, unless it is.
 
         Args:
-            reason: reason of the stop.
+            request: the stop request.
             code: exit code of the job.
             why: reason of the exit code.
         """
-        if reason.endswith(FOR_GOOD):
+        if request.is_for_good:
             self._log(
                 "it is not run again, as a person has asked for; the same command, started again, goes on"
             )
@@ -740,12 +645,6 @@ class PreemptionCheckpointHandler:
             self._log(
                 f"do not run again: {why}; allow time for a save, or look at what takes so long"
             )
-
-    def _count_down(self, grace_s: float) -> None:
-        self._is_counting_down = True
-        if self._flag.since is not None:
-            since_s = time.monotonic() - self._flag.since
-            self._countdown = self._deadline_at(self._clock() + grace_s - since_s)
 
     def _remove_stop_file(self) -> None:
         """Remove the stop file, so that the next attempt runs."""
@@ -790,8 +689,7 @@ class PreemptionCheckpointHandler:
                 f"{steps}, as parameter servers have left: write `with handler:` around the loop"
             )
             return
-        versions = [parameter._version for parameter in self._watched_parameters]
-        if self._agreement.any_rank(versions != self._versions_at_step):
+        if self._agreement.any_rank(self._last_values.have_changed()):
             self._log(
                 f"{steps}, as parameters have changed since the last one: write `with handler:` around the loop"
             )
@@ -807,7 +705,7 @@ class PreemptionCheckpointHandler:
     def close(self) -> None:
         """Stop acting on requests, and reinstall the earlier signal handlers. Not collective."""
         self._flag.close()
-        self._clock.stop()
+        self._time_left.stop()
         self._world.step_flags.detach(self)
         if self._times is not None:
             self._times.arrive(self.step)  # of a loop that has not polled since its last step
@@ -839,45 +737,6 @@ class PreemptionCheckpointHandler:
                 call_when_done(None)
         finally:
             self.close()
-
-
-def _unsafe_loop_error(loop: LoopState) -> UsageError:
-    """Return the error of a program that cannot be saved, with the lines that cure it."""
-    n_steps = loop.n_steps_since_safe_point
-    if loop.has_lost_position:
-        return UsageError(
-            f"PreemptionCheckpointHandler: expected the position in the data to be in the Checkpoint, got {n_steps} "
-            f"steps on a DataLoader that is not; write batches = "
-            f"strategy.experimental_distribute_dataset(loader), iterate over that and give Checkpoint(data=batches), "
-            f"or use hpcdist.DistributedSampler, give Checkpoint(data=sampler), and begin with for epoch in "
-            f"range(sampler.epoch, n_epochs)."
-        )
-    if loop.was_ambiguous:
-        return UsageError(
-            f"PreemptionCheckpointHandler: expected to know which batches were trained on, got {n_steps} steps of a "
-            f"loop that draws ahead and copies or casts what it draws; give the model the tensors as they were drawn, "
-            f"or draw each batch when the last one is trained on."
-        )
-    if loop.n_parts > 0:
-        return UsageError(
-            f"PreemptionCheckpointHandler: expected a point between two iterations, where it may save and stop, got "
-            f"none in {n_steps} steps of a loop that draws while gradients or batches wait for a step; draw a batch "
-            f"when the last one is trained on, step all optimizers of the Checkpoint for it, or call handler.poll() "
-            f"at the end of each iteration."
-        )
-    return UsageError(
-        f"PreemptionCheckpointHandler: expected batches of a distributed dataset, or calls of handler.poll(), got "
-        f"neither in {n_steps} steps: nothing is saved; call handler.poll() at the end of each iteration (once before "
-        f"the loop, if it polls less often), and begin it at handler.step, or train on "
-        f"strategy.experimental_distribute_dataset(loader)."
-    )
-
-
-def _for_good(reason: str) -> str:
-    """Return the reason of a stop after which the job is not run again."""
-    if reason.endswith(FOR_GOOD):
-        return reason
-    return f"{reason}{FOR_GOOD}"
 
 
 def _note_uncaught(

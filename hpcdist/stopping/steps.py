@@ -1,7 +1,8 @@
-"""Counting the steps of a job, for each way to write its training loop."""
+"""The steps of a job: their number, for each way to write a training loop, and what the last one has left."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from hpcdist.runtime.step_flags import StepFlags
 
@@ -21,6 +22,7 @@ class StepCount:
     def __init__(self, flags: StepFlags, base: int) -> None:
         self._flags = flags
         self._counted = base
+        self._n_at_begin = flags.n_steps
         self._seen = flags.n_steps
         self._is_inside = False
         self._is_reported = False
@@ -31,6 +33,11 @@ class StepCount:
         if self._is_inside or self._is_reported:
             return self._counted
         return self._counted + self._flags.n_steps - self._seen
+
+    @property
+    def has_optimizer_steps(self) -> bool:
+        """Whether an optimizer has stepped in this attempt."""
+        return self._flags.n_steps > self._n_at_begin
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -69,3 +76,38 @@ class StepCount:
         self._counted = max(self._counted + 1, saved)
         self._seen = self._flags.n_steps
         self._is_reported = True
+
+
+class LastStepValues:
+    """Tells whether parameters have changed since the last step, as when a program loads its best weights.
+
+    Args:
+        parameters: the parameters that are looked at.
+        n_steps: number of steps so far.
+    """
+
+    def __init__(self, parameters: Sequence[Any], n_steps: int) -> None:
+        self._parameters = parameters
+        self._n_steps = n_steps
+        self._versions: list[int] = []
+
+    def note(self) -> None:
+        """Note the parameters, which a step has just changed."""
+        self._versions = self._versions_now()
+
+    def note_after(self, n_steps: int) -> None:
+        """Note the parameters if steps were made since the last call.
+
+        Args:
+            n_steps: number of steps so far.
+        """
+        if n_steps != self._n_steps:
+            self._n_steps = n_steps
+            self.note()
+
+    def have_changed(self) -> bool:
+        """Return whether parameters have changed since the last note."""
+        return self._versions_now() != self._versions
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]

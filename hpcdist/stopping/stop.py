@@ -20,7 +20,7 @@ from hpcdist.checkpoint.durable import Disk
 from hpcdist.child_processes import STOP_SIGNALS, obey_only
 from hpcdist.errors import UsageError
 from hpcdist.forks import make_lock
-from hpcdist.run.decision import FOR_GOOD
+from hpcdist.run.stop_request import StopRequest
 
 logger = logging.getLogger("hpcdist")
 
@@ -68,7 +68,7 @@ def wrapper_of(pid: int) -> str | None:
 
 
 class StopFlag:
-    """Whether this rank has a stop request, and its reason. A request is never withdrawn.
+    """Whether this rank has a stop request. The first one counts, and is never withdrawn.
 
     Not collective.
 
@@ -78,9 +78,6 @@ class StopFlag:
         watcher: returns whether the job is about to be ended; it must not block.
         clock: monotonic seconds.
         disk: file system calls, which tests replace.
-
-    Attributes:
-        since: time of the request, by `clock`: when a signal arrived, not when it was seen; None without one.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class StopFlag:
         self._watcher = watcher
         self._clock = clock
         self._disk = disk or Disk()
-        self._reason: str | None = None
+        self._request: StopRequest | None = None
         self._signals = SignalFlag(clock)
         self._file_looked_at = -float("inf")
         self._watcher_looked_at = -float("inf")
@@ -104,7 +101,6 @@ class StopFlag:
         self._look: Future[str | None] | None = None
         self._looking = make_lock()
         self._has_warned = False
-        self.since: float | None = None
 
     def watch_signals(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
         """Treat these signals as stop requests until `close`.
@@ -124,35 +120,34 @@ class StopFlag:
 
     def ask(self, reason: str) -> None:
         """Request a stop; from any thread."""
-        if self.reason is None:
-            self._set_reason(f"{reason} on {self._place}")
+        if self.request is None:
+            self._request = self._request_from(f"{reason} on {self._place}")
 
     @property
-    def reason(self) -> str | None:
-        """The reason for the stop request, such as "SIGTERM on rank 3"; None without one."""
-        if self.find_reason() is None and self._is_watcher_alarmed():
-            self._set_reason(f"termination_watcher_fn on {self._place}")
-        return self._reason
+    def request(self) -> StopRequest | None:
+        """The stop request; None without one."""
+        if self.find_request() is None and self._is_watcher_alarmed():
+            self._request = self._request_from(f"termination_watcher_fn on {self._place}")
+        return self._request
 
-    def find_reason(self) -> str | None:
-        """Return the reason for a stop request, from any thread: it does not call the user's function."""
+    def find_request(self) -> StopRequest | None:
+        """Return the stop request, from any thread: it does not call the user's function."""
+        if self._request is not None:
+            return self._request
         received = self._signals.received
-        if self._reason is None and received is not None:
-            self._set_reason(f"{received.name} on {self._place}")
-            self.since = self._signals.received_at
-        elif self._reason is None:
-            request = self._request_in_file()
-            if request == STOP_FOR_GOOD:
-                self._set_reason(f"stop file {self._file}{FOR_GOOD}")
-            elif request is not None:
-                self._set_reason(f"stop file {self._file}")
-        return self._reason
+        if received is not None:  # since it arrived, and not since it was seen
+            source = f"{received.name} on {self._place}"
+            self._request = StopRequest(source, since_s=self._signals.received_at)
+            return self._request
+        text = self._text_in_file()
+        if text is not None:
+            self._request = self._request_from(f"stop file {self._file}", text == STOP_FOR_GOOD)
+        return self._request
 
-    def _set_reason(self, reason: str) -> None:
-        self._reason = reason
-        self.since = self._clock()
+    def _request_from(self, source: str, is_for_good: bool = False) -> StopRequest:
+        return StopRequest(source, is_for_good, self._clock())
 
-    def _request_in_file(self) -> str | None:
+    def _text_in_file(self) -> str | None:
         """Return the text of the stop file at the last look, None without a file; start the next look, if it is time.
 
         A file server that hangs stops the thread that looks, and not training.

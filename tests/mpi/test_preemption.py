@@ -19,6 +19,7 @@ from hpcdist.checkpoint.read import CheckpointFile
 from hpcdist.checkpoint.store import Store
 from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import CheckpointMismatch, DesyncError, ExitCode, NoProgressError, UsageError
+from hpcdist.run.stop_request import StopRequest
 from hpcdist.runtime.step_flags import Request
 from hpcdist.stopping import preemption
 from hpcdist.stopping import stop as stop_module
@@ -390,7 +391,7 @@ def advance(monkeypatch):
     def ahead(end_s, step, save, clock, **options):
         return Deadline(end_s, step, save, lambda: clock() + ahead_s[0], **options)
 
-    monkeypatch.setattr("hpcdist.stopping.preemption.Deadline", ahead)
+    monkeypatch.setattr("hpcdist.stopping.time_left.Deadline", ahead)
     return move
 
 
@@ -624,7 +625,7 @@ def test_a_stop_without_a_save_waits_for_no_file_server(comm, shared_path, make_
     comm.Barrier()
     started = time.monotonic()
     with pytest.raises(SystemExit) as leaving:
-        job.handler.leave_at_once("SIGTERM on rank 0")
+        job.handler.leave_at_once(StopRequest("SIGTERM on rank 0"))
     assert time.monotonic() - started < 30
     assert leaving.value.code == (76 if is_there and comm.rank == 0 else 75)  # the chief looks for the file
     answer.set()

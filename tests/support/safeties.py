@@ -136,7 +136,7 @@ ON_DISK = [
 ]
 
 STOPS = [
-    Mutant("a signal requests a stop", "StopFlag.find_reason", "received is not None", "False", STOP),
+    Mutant("a signal requests a stop", "StopFlag.find_request", "received is not None", "False", STOP),
     Mutant("handlers of others are called", "SignalFlag._receive", "callable(earlier)", "False", STOP),
     Mutant("forked children can be ended", "_reset", "flag.reset()", "pass", STOP),
     Mutant("a failing stat is no stop file", "StopFlag._look_for_file", "functools.partial(...)", "file.stat", STOP),

@@ -206,11 +206,8 @@ class Dispatcher:
                 self._time_out(worker, limit_s)
         self._require_worker(limit_s)
         requester = self._world.step_flags.requester
-        if requester is None or not self.queue.has_running:
-            return
-        reason = requester.overdue_stop(self._now - self._ended_at)
-        if reason is not None:
-            requester.leave_at_once(reason)
+        if requester is not None and self.queue.has_running:
+            requester.leave_if_overdue(self._now - self._ended_at)
 
     def _require_worker(self, limit_s: float | None) -> None:
         """Cancel waiting closures if all workers have been stuck, or silent, for the longest time of a function."""

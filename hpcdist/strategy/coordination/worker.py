@@ -218,13 +218,8 @@ class _Heart:
     def poll_after_pass(self) -> None:
         """Do nothing: the coordinator acts between functions."""
 
-    def overdue_stop(self, quiet_s: float) -> str | None:
-        """Return None: the coordinator acts on stop requests."""
-        return None
-
-    def leave_at_once(self, reason: str) -> None:
-        """Ask the coordinator to stop the job."""
-        self._reasons.put(reason)
+    def leave_if_overdue(self, quiet_s: float) -> None:
+        """Do nothing: the coordinator acts on stop requests."""
 
     def _beat(self) -> None:
         worker = self._worker

@@ -42,8 +42,16 @@ STOPPED = {"end": "stopped", "reason": "deadline"}
         ([DIES, DIES, {"committed_step": 5}], "requeue", None),
         ([STOPPED], "requeue", 75),
         ([STOPPED, DIES, STOPPED], "stop", 76),
-        ([{"end": "stopped", "reason": "stop file /r/stop, for good", "committed_step": 1}], "stop", 76),
-        ([{"end": "stopped", "reason": "stop file /r/stop, for good"}, {"committed_step": 1}], "requeue", None),
+        (
+            [{"end": "stopped", "reason": "stop file /r/stop, for good", "is_for_good": True, "committed_step": 1}],
+            "stop",
+            76,
+        ),
+        (
+            [{"end": "stopped", "reason": "stop file /r/stop, for good", "is_for_good": True}, {"committed_step": 1}],
+            "requeue",
+            None,
+        ),
         ([STOPPED, STOPPED, {**STOPPED, "committed_step": 1}], "requeue", 75),
         ([{"end": "finished", "reason": "done"}], "finished", 0),
         ([DIES, DIES, {"end": "finished", "reason": "done"}, DIES, DIES], "requeue", None),

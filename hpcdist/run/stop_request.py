@@ -1,0 +1,39 @@
+"""StopRequest: what is known of a request to save and stop, from its source to the ledger."""
+
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A request to save the job and stop it.
+
+    Attributes:
+        source: where it comes from, such as "SIGTERM on rank 3", "deadline" or "stop file runs/a/stop".
+        is_for_good: whether a person asked that the job is not run again.
+        since_s: time of the request, by time.monotonic on the rank that it came to; None on other ranks.
+    """
+
+    source: str
+    is_for_good: bool = False
+    since_s: float | None = None
+
+    @property
+    def reason(self) -> str:
+        """The reason of the stop, for people."""
+        return f"{self.source}, for good" if self.is_for_good else self.source
+
+    @property
+    def is_preemption(self) -> bool:
+        """Whether it may come from the batch system, which then chose the time."""
+        return self.source.startswith("SIGTERM ")
+
+    def to_text(self) -> str:
+        """Return the request as a text for other ranks."""
+        return json.dumps([self.source, self.is_for_good])
+
+    @classmethod
+    def from_text(cls, text: str) -> "StopRequest":
+        """Return the request of another rank."""
+        source, is_for_good = json.loads(text)
+        return cls(source, is_for_good)
