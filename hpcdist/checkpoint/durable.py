@@ -366,6 +366,19 @@ def replace_text(disk: Disk, path: Path, text: str) -> None:
     replace_file(disk, path, blocks, len(data))
 
 
+def write_all(disk: Disk, descriptor: int, content: bytes, offset: int) -> None:
+    """Write content at an offset in a file, in as many writes as it takes.
+
+    Raises:
+        OSError: if the file system refuses; a part may be written.
+    """
+    unwritten = memoryview(content)
+    while unwritten:
+        n_written = disk.write(descriptor, unwritten, offset)
+        unwritten = unwritten[n_written:]
+        offset = offset + n_written
+
+
 def append_line(disk: Disk, path: Path, line: str) -> None:
     """Append a line to a file, and make it durable. A crash may leave a part of it.
 
@@ -382,11 +395,7 @@ def append_line(disk: Disk, path: Path, line: str) -> None:
         content = line.encode() + b"\n"
         if is_torn:
             content = b"\n" + content
-        data = memoryview(content)
-        while data:
-            done = disk.write(descriptor, data, offset)
-            data = data[done:]
-            offset = offset + done
+        write_all(disk, descriptor, content, offset)
         disk.sync(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is raised

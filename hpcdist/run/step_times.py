@@ -6,27 +6,18 @@ file of a day is hardly larger than that of an hour.
 """
 
 import atexit
-import contextlib
 import functools
-import json
-import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from hpcdist.background import BackgroundThread
-from hpcdist.checkpoint import durable
-from hpcdist.checkpoint.durable import Disk
 from hpcdist.cluster.environment import read_environment, trace_mode
+from hpcdist.run.record_file import RecordFile
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.time_spent import Span, TimeSpent, time_spent
 from hpcdist.runtime.world import World
-
-logger = logging.getLogger("hpcdist")
 
 #: Least length of a window, in seconds and as a part of the attempt so far.
 WINDOW_S = 1.0
@@ -39,8 +30,6 @@ _WAITS = ("input_s", "communication_s", "save_s", "between_s")
 N_FIRST = 32
 #: Writes a second of all ranks together, roughly: a file server has other work too.
 WRITES_PER_S = 20
-#: Records that wait for a disk that hangs; later ones are dropped.
-MAX_WAITING = 20_000
 #: A poll that takes less has done nothing.
 _NOTHING_S = 2e-5
 #: Longest wait at the exit for records that are not written yet.
@@ -182,7 +171,7 @@ class StepTimes:
 
     def __init__(
         self,
-        file: "RecordFile",
+        file: RecordFile,
         header: dict[str, Any],
         step: int,
         records_all: bool = False,
@@ -288,114 +277,6 @@ class StepTimes:
         self.arrive(self._step)
         self._close(self._clock())
         self._file.flush(_EXIT_S)
-
-
-class RecordFile:
-    """Appends records of JSON to a file, in a background thread. A failure is logged once, and ends the recording.
-
-    Nothing waits for the file: records that cannot be written are lost, and training continues. A rank that does not
-    see the run folder records nothing: only the chief needs the folder.
-
-    Args:
-        path: path of the file, `RUN_DIR/trace/0002/rank-00003.jsonl`; its folders in the run folder are made.
-        every_s: least seconds between two appends.
-        first_s: seconds before the first append, so that ranks do not all write at once.
-        disk: file system calls, which tests replace.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        every_s: float,
-        first_s: float = 0.0,
-        disk: Disk | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._path = path.absolute()
-        self._every_s = every_s
-        self._disk = disk or Disk()
-        self._clock = clock
-        self._thread = BackgroundThread("hpcdist-trace")
-        self._lines: list[str] = []
-        self._next_s = clock() + first_s
-        self._pid = os.getpid()
-        self._file: int | None = None
-        self._is_over = False
-        self._is_behind = False
-        self._appending: Future[None] | None = None
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Queue a record for the thread."""
-        if self._is_over:
-            return
-        if len(self._lines) >= MAX_WAITING:
-            self._start()
-        if len(self._lines) < MAX_WAITING:
-            self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
-        elif not self._is_behind:
-            self._is_behind = True
-            logger.warning(
-                "trace: expected %s to take records, got no answer; records are lost.", self._path
-            )
-        if self._clock() >= self._next_s:
-            self._start()
-
-    def _start(self) -> None:
-        """Let the thread append the queued records, unless it is still busy with earlier records."""
-        if self._lines and (self._appending is None or self._appending.done()):
-            lines = self._lines
-            self._lines = []
-            self._next_s = self._clock() + self._every_s
-            self._appending = self._thread.submit(lambda: self._append("".join(lines).encode()))
-
-    def flush(self, for_s: float) -> None:
-        """Write the queued records: wait up to `for_s` seconds for the last append, and `for_s` for these records."""
-        if os.getpid() != self._pid or self._is_over:  # a forked child does not have the thread
-            return
-        if self._appending is not None:
-            wait([self._appending], for_s)
-        self._start()
-        if self._appending is not None:
-            wait([self._appending], for_s)
-
-    # -- in the thread --------------------------------------------------------------------------------------------
-
-    def _append(self, content: bytes) -> None:
-        if self._is_over or not self._path.parents[2].is_dir():
-            self._is_over = True
-            return
-        try:
-            if self._file is None:
-                self._file = self._open()
-            end = os.fstat(self._file).st_size
-            durable.patiently(lambda: self._write(content, end))
-        except OSError as error:
-            self._is_over = True
-            logger.warning(
-                "trace: expected to write %s, got %s; training continues without records of its steps there.",
-                self._path,
-                error.strerror,
-            )
-
-    def _write(self, content: bytes, end: int) -> None:
-        assert self._file is not None, "it was opened"
-        unwritten = memoryview(content)
-        while unwritten:
-            done = self._disk.write(self._file, unwritten, end)
-            unwritten = unwritten[done:]
-            end = end + done
-
-    def _open(self) -> int:
-        """Open the file. No name is made durable: records may be lost."""
-        for folder in (self._path.parents[1], self._path.parent):
-            with contextlib.suppress(FileExistsError):
-                self._disk.make_folder(folder)
-        with contextlib.suppress(FileExistsError):  # an earlier handler of this attempt has made it
-            self._disk.make_new(self._path)
-        file = self._disk.open_end(self._path)
-        weakref.finalize(self, os.close, file).atexit = False
-        return file
 
 
 def begin_step_times(world: World, run_folder: Path, attempt: int, step: int) -> StepTimes | None:

@@ -231,19 +231,21 @@ COPIES_AND_METRICS = [
         "from memory to the disk", "CheckpointManager.restore_or_initialize", "restored.is_in_memory", "False", MEMORY
     ),
     Mutant("memory of a later attempt", "FastTier.remove", "self._store.check_current()", "pass", MEMORY),
-    Mutant("metrics after the checkpoint are cut", "MetricsFile._cut", "record[1] <= last_step", "True", METRICS),
-    Mutant("damaged metrics are set aside", "MetricsFile._set_aside", "self._replace(...)", "pass", METRICS),
+    Mutant("metrics after the checkpoint are cut", "MetricsOnDisk._cut", "record[1] <= last_step", "True", METRICS),
+    Mutant("damaged metrics are set aside", "MetricsOnDisk._set_aside", "self._replace(...)", "pass", METRICS),
     Mutant(
         "half a record is cut off",
-        "MetricsFile._append",
+        "MetricsOnDisk._append",
         "self._is_durable = self._is_cut = False",
         "self._is_durable = False",
         METRICS,
     ),
-    Mutant("the end waits for metrics", "MetricsFile._start_to_append", "atexit.register(...)", "pass", METRICS),
-    Mutant("a durable file has all metrics", "MetricsFile._sync", "self._append_queued()", "pass", METRICS),
-    Mutant("what a failed sync may have lost", "MetricsFile._sync", "self._forget_file()", "pass", METRICS),
-    Mutant("metrics are durable", "MetricsFile._sync", "self._disk.sync(...)", "pass", METRICS),
+    Mutant("the end waits for metrics", "AppendLog._start", "atexit.register(...)", "pass", METRICS),
+    Mutant(
+        "a durable file has all metrics", "MetricsFile._append_and_sync", "self._log.append_waiting()", "pass", METRICS
+    ),
+    Mutant("what a failed sync may have lost", "MetricsOnDisk.sync", "self._forget_file()", "pass", METRICS),
+    Mutant("metrics are durable", "MetricsOnDisk.sync", "self._disk.sync(...)", "pass", METRICS),
 ]
 
 IN_RECIPES = [

@@ -23,6 +23,7 @@ from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode, UsageEr
 from hpcdist.retries import Retries
 from hpcdist.run import metrics_file
 from hpcdist.run.metrics_file import MetricsFile as QueuedFile
+from hpcdist.run.metrics_on_disk import MetricsOnDisk
 
 
 class OneRank:
@@ -313,10 +314,10 @@ def test_records_that_cannot_be_written_are_kept_and_tried_again_with_growing_pa
     now_s = [0.0]
     disk = FullForRecords()
     file = QueuedFile(path, OneRank(), disk=disk)
-    file.retries = Retries("metrics", lambda: now_s[0])
+    file._log.retries = Retries("metrics", lambda: now_s[0])
     tries = []
-    append = QueuedFile._append
-    monkeypatch.setattr(QueuedFile, "_append", lambda *args: tries.append(now_s[0]) or append(*args))
+    append = MetricsOnDisk._append
+    monkeypatch.setattr(MetricsOnDisk, "_append", lambda *args: tries.append(now_s[0]) or append(*args))
     for step in range(1, 201):
         file.write(step)
         wait_for_thread(file)
@@ -361,7 +362,7 @@ def test_records_that_are_dropped_during_an_append_take_no_others_with_them(path
     file = QueuedFile(path, OneRank(), disk=disk)
     for step in range(1, 100):
         file.write(step)
-    n_kept = len(file._queue)
+    n_kept = file._log.n_waiting
     disk.answers.set()
     file.flush()
     steps = [record["step"] for record in records(path)]
@@ -370,7 +371,7 @@ def test_records_that_are_dropped_during_an_append_take_no_others_with_them(path
 
 def wait_for_thread(file):
     """Wait until the thread has done what it was given."""
-    wait([file._thread.submit(lambda: None)], 30)
+    wait([file._log.call(lambda: None)], 30)
 
 
 def test_of_many_records_that_cannot_be_written_the_oldest_are_lost(path, monkeypatch, caplog):
@@ -379,7 +380,7 @@ def test_of_many_records_that_cannot_be_written_the_oldest_are_lost(path, monkey
     file = QueuedFile(path, OneRank(), disk=disk)
     for step in range(1, 1001):
         file.write(step)
-    assert len(file._queue) <= 101
+    assert file._log.n_waiting <= 101
     assert "records that" in caplog.text
     disk.is_full = False
     file.flush()
@@ -467,7 +468,7 @@ def test_a_file_server_that_hangs_stops_no_training(path, monkeypatch):
     assert time.monotonic() - started < 10
     assert file.retries.failure.endswith("metrics.jsonl: no answer for 0.2 s")
     disk.answers.set()
-    while file._queue and time.monotonic() - started < 30:
+    while file._log.n_waiting and time.monotonic() - started < 30:
         time.sleep(0.01)
     file.make_durable()
     assert [record["step"] for record in records(path)] == [*range(1, 1001)]
