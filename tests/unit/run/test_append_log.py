@@ -9,7 +9,7 @@ from hpcdist.run.append_log import AppendLog, Line
 
 
 class SlowFile:
-    """Takes lines once it may; where a checkpoint was restored, lines replace those of their steps and of later ones."""
+    """Takes lines once it may. After a restore they replace those of their steps and of later ones."""
 
     def __init__(self):
         self.may_go_on = threading.Event()
