@@ -8,8 +8,8 @@ number of ranks.
 
 The launcher's exit code does not suffice: a killed job has none, and mpirun was seen to exit 0 after its ranks were
 killed. So at any time `decision.json` in the run folder states what to do if the program dies now: "requeue" (run it
-again), "stop" (attempts made no progress, ranks differ, or the checkpoint is of another model) or "finished". hpcdist
-writes it; this program only reads it.
+again), "stop" (attempts made no progress, ranks differ, the checkpoint is of another model, or a person stopped the job
+for good) or "finished". hpcdist writes it; this program only reads it.
 
 It needs nothing but the standard library, and starts in about 20 ms.
 """

@@ -1,6 +1,6 @@
-"""The one rule of restarts: what follows the end of a launch. job.py and `hpcdist run` obey it; nobody else decides.
+"""The rule of restarts, from a launch's decision and exit code to what follows. job.py and `hpcdist run` obey it.
 
-The first row that fits counts. "Died" is a launch that neither stopped on request nor ended with its own error.
+The first row that fits counts. "Died" is a launch that left no word of its end: killed, or ended by an error.
 
 | decision of the launch | exit code | besides | then | exit code afterwards |
 |---|---|---|---|---|
@@ -75,7 +75,7 @@ class Launch(NamedTuple):
 
     @property
     def has_died(self) -> bool:
-        """Whether the launch died: it neither stopped on request nor ended with its own error."""
+        """Whether the launch died: it left no word of its end, as it was killed, or an error ended it."""
         if self.code in (*FINAL_CODES, CHECKPOINT_IO, RUN_AGAIN):
             return False
         if self.decision == "requeue":

@@ -1,4 +1,4 @@
-"""Durable changes of files and folders: every operation that modifies a disk goes through a `Disk`.
+"""Durable changes of files and folders: all that a checkpoint or a record relies on goes through a `Disk`.
 
 Replacing a file atomically takes four steps: write a temporary file, fsync it, rename it, fsync the folder.
 (T. Pillai et al., All File Systems Are Not Created Equal, OSDI 2014.)

@@ -529,7 +529,7 @@ class Store:
                 f"Earlier checkpoints are untouched."
             )
 
-    def prune(self, newest: Saved, retention: Retention) -> None:
+    def verify_and_prune(self, newest: Saved, retention: Retention) -> None:
         """Verify the newest checkpoint, then remove those that are not kept, and renew the links for people.
 
         A failed removal or link is only logged, as the newest checkpoint is safe.

@@ -81,8 +81,9 @@ def status(run: str | None, is_json: bool) -> None:
 def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     """Ask the job of a run folder, or of a job's number, to save after its step, and to end with exit code 75.
 
-    Makes the file `stop` there, which the job removes when it has ended. A batch job of a recipe is requeued then, and
-    resumes later; with --for-good it ends with exit code 76, and is not. The same command, submitted again, goes on.
+    Makes the file `stop` there, which the job removes once its end is recorded. A batch job of a recipe is requeued
+    then, and resumes later; with --for-good it ends with exit code 76, and is not. The same command, submitted again,
+    goes on.
 
     \b
     hpcdist stop runs/train --wait 60

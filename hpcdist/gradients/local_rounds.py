@@ -99,9 +99,9 @@ class LocalRounds:
             self._reducer.group.comm,
             lambda chiefs: _explain(lines, chiefs.splitlines()),
         )
-        flags = np.array(self._world.step_flags.own_numbers())
+        flags = np.array(self._world.step_flags.request_numbers())
         self._reducer.sum_array(flags, "flags of a round")
-        self._world.step_flags.record(flags.tolist())
+        self._world.step_flags.record_requests(flags.tolist())
         tensors_by_dtype: dict[str, list[Tensor]] = {}
         for _, tensor in named_tensors:
             dtype = SUM_DTYPES[dtype_name(tensor)]

@@ -195,7 +195,7 @@ class GradientSums:
         self._contributions.append(contribution)
         self.last_weight = weight.rows
         facts = encode_facts(contribution, self.n_sums, self._state_digest())
-        counts = [*contribution.counts(), *facts, *self._step_flags.own_numbers()]
+        counts = [*contribution.counts(), *facts, *self._step_flags.request_numbers()]
         if self._local_sums is not None:
             self._local_sums.add(replica, counts)
         return counts
@@ -290,7 +290,7 @@ class GradientSums:
         self._require_same_backward(facts)
         if not facts.is_same_state(self.n_replicas):
             self._report_drift()
-        self._step_flags.record(flags_in(totals))
+        self._step_flags.record_requests(flags_in(totals))
         is_entered = facts.n_entered == self.n_replicas
         key = facts.key if self.weights.are_named else None
         self._step_flags.loop.share(is_entered, facts.n_peeked > 0, key, MODULI)

@@ -250,7 +250,7 @@ class ServedParameters:
         if requester is not None:
             request = requester.requested()
         due = self._push(optimizer, parameters, request)
-        self._world.step_flags.record(encode(due))
+        self._world.step_flags.record_requests(encode(due))
         self._hidden = gradients
         for parameter in parameters:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""The one rule of restarts: from the ledger to the next action of the launcher.
+"""The verdict on a run: from the ledger to `decision.json`, by which the launcher acts.
 
 | this attempt                                             | decision | exit code |
 |----------------------------------------------------------|----------|-----------|
@@ -151,7 +151,7 @@ def _differ(first: Attempt, second: Attempt) -> bool:
 
 
 class DecisionFile:
-    """`decision.json` in a run folder, replaced atomically, for the launcher. hpcdist only looks whether it is there.
+    """`decision.json` in a run folder, replaced atomically, for the launcher. Training only looks whether it is there.
 
     Args:
         folder: the run folder.

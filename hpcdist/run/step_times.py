@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.cluster.environment import read_environment, trace_mode
-from hpcdist.run.record_file import RecordFile
+from hpcdist.run.trace_file import TraceFile
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.time_spent import Span, TimeSpent, time_spent
 from hpcdist.runtime.world import World
@@ -171,7 +171,7 @@ class StepTimes:
 
     def __init__(
         self,
-        file: RecordFile,
+        file: TraceFile,
         header: dict[str, Any],
         step: int,
         records_all: bool = False,
@@ -296,7 +296,7 @@ def begin_step_times(world: World, run_folder: Path, attempt: int, step: int) ->
         return None
     path = trace_folder(run_folder, number) / f"rank-{world.rank:05d}.jsonl"
     every_s = max(WINDOW_S, world.role_comm.size / WRITES_PER_S)
-    file = RecordFile(path, every_s, first_s=world.role_comm.rank / WRITES_PER_S)
+    file = TraceFile(path, every_s, first_s=world.role_comm.rank / WRITES_PER_S)
     header = {
         "attempt": number,
         "rank": world.rank,

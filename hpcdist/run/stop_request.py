@@ -11,12 +11,12 @@ class StopRequest:
     Attributes:
         source: where it comes from, such as "SIGTERM on rank 3", "deadline" or "stop file runs/a/stop".
         is_for_good: whether a person asked that the job is not run again.
-        since_s: time of the request, by time.monotonic on the rank that it came to; None on other ranks.
+        asked_at: time of the request, by time.monotonic on the rank that it came to; None on other ranks.
     """
 
     source: str
     is_for_good: bool = False
-    since_s: float | None = None
+    asked_at: float | None = None
 
     @property
     def reason(self) -> str:
@@ -24,7 +24,7 @@ class StopRequest:
         return f"{self.source}, for good" if self.is_for_good else self.source
 
     @property
-    def is_preemption(self) -> bool:
+    def may_be_preemption(self) -> bool:
         """Whether it may come from the batch system, which then chose the time."""
         return self.source.startswith("SIGTERM ")
 

@@ -1,8 +1,8 @@
 """Requests to stop or to save, piggybacked on the gradient all-reduce, so that they cost no extra message.
 
 Two numbers are summed along with the gradients: how many replicas request a stop, and how many a save. All ranks learn
-the same after the same step. The code that sums gradients calls `own_numbers` and `record`; the handler of stops
-attaches itself as the requester.
+the same after the same step. The code that sums gradients calls `request_numbers` and `record_requests`; the handler of
+stops attaches itself as the requester.
 """
 
 import enum
@@ -20,7 +20,7 @@ _NOTHING = (0.0, 0.0)
 
 
 class Request(enum.IntFlag):
-    """A rank's request to all ranks at the end of the step. Where only one fits a message, the largest wins."""
+    """A rank's request to all ranks at the end of a backward. Where only one fits a message, the largest wins."""
 
     NONE = 0
     SAVE = 1
@@ -121,15 +121,20 @@ class StepFlags:
         """Note that replicas are equal again."""
         self.is_in_round = False
 
-    def own_numbers(self) -> tuple[float, float]:
+    def request_numbers(self) -> tuple[float, float]:
         """Return the numbers that this rank adds to a sum."""
         return _NOTHING if self.requester is None else encode(self.requester.requested())
 
-    def record(self, totals: Sequence[float]) -> None:
+    def record_requests(self, totals: Sequence[float]) -> None:
         """Record the sums over all replicas."""
         self.n_sums += 1
         if any(totals):
             self._received |= decode(totals)
+
+    @property
+    def is_stop_known(self) -> bool:
+        """Whether a request to stop has come with a sum, and was not taken yet."""
+        return Request.STOP in self._received
 
     def take(self) -> Request:
         """Return the requests since the last call; equal on all ranks."""

@@ -32,8 +32,8 @@ logger = logging.getLogger("hpcdist")
 class RunAttempt:
     """Records in the ledger how the attempt ends, and writes the decision that follows to `decision.json`.
 
-    The chief decides and writes. All methods but `refused`, `record_desync` and `record_end` are collective: chief and
-    workers.
+    The chief decides and writes. All methods but `refused`, `record_desync`, `record_stop` and `record_end` are
+    collective: chief and workers.
 
     Args:
         world: the ranks of the job.
@@ -165,7 +165,7 @@ class RunAttempt:
         code = ExitCode.RUN_AGAIN
         reason = request.reason
         if decision is not None:  # on the chief
-            code = decision.exit_code or code
+            code = code if decision.exit_code is None else decision.exit_code
             reason = decision.reason
         text = f"{code.value} {reason}"
         text = self._world.broadcast_text(text, 0, self._world.role_comm)
@@ -207,7 +207,7 @@ class RunAttempt:
     def record_stop(self, request: StopRequest) -> None:
         """Record that the attempt was asked to stop, and did so without a save. Not collective. Failures are logged."""
         if self._world.is_chief:
-            is_excused = request.is_preemption and self._launch.job is not None
+            is_excused = request.may_be_preemption and self._launch.job is not None
             with self._logging_failures():
                 self._manager.ledger.end_stopped(request, is_excused)
 

@@ -130,7 +130,7 @@ class FastTier:
             self._store.path_of(step)  # raises if the step is not a later one
             self._store.commit(step, image)
             saved = Saved(self._store.attempt, step)
-            self._store.prune(saved, Retention(max_to_keep=1))
+            self._store.verify_and_prune(saved, Retention(max_to_keep=1))
 
     def require_memory(self, nbytes: int) -> None:
         """Raise CheckpointError unless two copies of `nbytes` fit into memory: a new one is made beside the old one."""

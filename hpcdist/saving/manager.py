@@ -15,6 +15,7 @@ from typing import Any
 from hpcdist.checkpoint.available_memory import available_bytes
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Saved, Store
+from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.cluster.environment import job_id, read_environment
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import DesyncError, UsageError
@@ -237,23 +238,15 @@ class CheckpointManager:
         Cost: one copy of the arrays on the chief; with `blocking`, also the time to write them. The other ranks read
             parameters and optimizers once, while the chief copies.
         """
-        step = operator.index(step)
-        if not 0 <= step < 1 << 63:
-            raise UsageError(
-                f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps."
-            )
-        if (
-            check_interval
-            and self.latest_path is not None
-            and 0 <= step - self.saved_step < self._interval
-        ):
+        step = _checked_step(step)
+        if check_interval and self._is_too_soon(step):
             return None
         group = group_of(self._comm, None, self._world)
         with group.recorded("save", None):  # the watchdog names ranks that do not come
             group.wait([group.comm.Ibarrier()])
         with self._world.agreed(self._comm):
             numbers = None if metrics is None else _numbers_of(metrics)
-        self._require_drivers()
+        self._require_optimizer_drivers()
         self._begin_to_save()
         self.wait()
         self.checkpoint.make_equal()
@@ -264,19 +257,15 @@ class CheckpointManager:
         try:
             with self._world.agreed(self._comm):
                 if self._is_writer:
-                    state, arrays = self.checkpoint.collect(gathered)
-                    parts = self.checkpoint.trained_parts(state["objects"])
-                    comparison = None
-                    if self._comm.size > 1:
-                        comparison = Comparison(parts, arrays, self._comm.size, expected)
+                    collected = self.checkpoint.collect(gathered)
                     saved = self._saver.save(
                         step,
-                        (state, arrays),
+                        collected,
                         self._written(),
                         numbers,
                         if_changed=if_changed,
                         in_memory=in_memory,
-                        comparison=comparison,
+                        comparison=self._comparison_of(*collected, expected),
                     )
                     path = str(saved or self.latest_path)
                 elif in_memory and self._saver.keeps_copies:
@@ -288,10 +277,30 @@ class CheckpointManager:
                 expected.set_exception(error)
             raise
         if blocking:
-            self._wait(until_durable=True)
+            self._wait(only_durable=True)
         self.latest_path = self._world.broadcast_text(path, 0, self._comm)
         self.note_saved(step)
         return self.latest_path
+
+    def _is_too_soon(self, step: int) -> bool:
+        """Return whether a step is within `checkpoint_interval` steps of the last save or restore."""
+        is_first = self.latest_path is None
+        return not is_first and 0 <= step - self.saved_step < self._interval
+
+    def _comparison_of(
+        self, state: Any, arrays: list[NamedArray], expected: "Future[int]"
+    ) -> Comparison | None:
+        """Return how the chief's thread compares its state with that of other ranks; None without other ranks.
+
+        Args:
+            state: state of the objects.
+            arrays: arrays that the state refers to.
+            expected: digest that the other ranks hold.
+        """
+        if self._comm.size == 1:
+            return None
+        parts = self.checkpoint.trained_parts(state["objects"])
+        return Comparison(parts, arrays, self._comm.size, expected)
 
     def _compare_others(self, expected: "Future[int]") -> None:
         """Give the chief's thread the digest that all other ranks hold, or raise as they differ among themselves.
@@ -307,7 +316,7 @@ class CheckpointManager:
             local_digest = self._digest_of_trained()
         digests = gather_digests(local_digest, self._world)
         expected.set_exception(difference(digests))
-        self._wait(until_durable=True)  # raises that error on all ranks
+        self._wait(only_durable=True)  # raises that error on all ranks
 
     def _digest_of_trained(self) -> int:
         nodes, arrays = self.checkpoint.collect_equal()
@@ -367,18 +376,18 @@ class CheckpointManager:
         is being written is waited for.
         """
         self.wait()
-        self._require_drivers()
+        self._require_optimizer_drivers()
         self.checkpoint.unsaved_state.note_copies()
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer or self._saver.keeps_copies:
                 self._saver.reserve(self.checkpoint.collect(gathered))
 
-    def _require_drivers(self) -> None:
+    def _require_optimizer_drivers(self) -> None:
         with self._world.agreed(self._comm):
             self.checkpoint.unsaved_state.look()
 
-    def require_copies(self) -> None:
+    def require_model_copies(self) -> None:
         """Raise UsageError on all ranks if a copy of a model, which changes at each step, is not in the Checkpoint.
 
         To be called one step after `reserve`. Collective over chief and workers.
@@ -461,9 +470,9 @@ class CheckpointManager:
         """
         self._wait()
 
-    def _wait(self, until_durable: bool = False) -> None:
+    def _wait(self, only_durable: bool = False) -> None:
         with self._forgetting_copies():
-            self._saver.wait(until_durable)
+            self._saver.wait(only_durable)
 
     @contextlib.contextmanager
     def _forgetting_copies(self) -> Iterator[None]:
@@ -628,6 +637,21 @@ class CheckpointManager:
 
     def _written(self) -> dict[str, Any]:
         return describe(self._world, self.checkpoint.describe_sums())
+
+
+def _checked_step(step: int) -> int:
+    """Return a number of steps as an int.
+
+    Raises:
+        UsageError: if it is not from 0 to 2**63 - 1.
+        TypeError: if it is not an integer.
+    """
+    step = operator.index(step)
+    if not 0 <= step < 1 << 63:
+        raise UsageError(
+            f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps."
+        )
+    return step
 
 
 def _numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:

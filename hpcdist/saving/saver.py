@@ -114,7 +114,7 @@ class Saver:
         in_memory: bool = False,
         comparison: Comparison | None = None,
     ) -> Path | None:
-        """Copy a state, and write it and prune older checkpoints in the background; return the path of its file.
+        """Copy a state; write it, read it back and prune older checkpoints in the background. Return its file's path.
 
         The previous file is complete: call `wait` first.
 
@@ -148,8 +148,8 @@ class Saver:
             self._start_copy(step)
         commit = functools.partial(self._commit, step, check)
         self._durable = self._thread.submit(commit)
-        tidy = functools.partial(self._tidy, self._durable, since)
-        self._done = self._thread.submit(tidy)
+        complete = functools.partial(self._complete, self._durable, since)
+        self._done = self._thread.submit(complete)
         return path
 
     def _lay_out(
@@ -172,12 +172,12 @@ class Saver:
         self._prepare()
         return self.store.commit(step, self._image)
 
-    def _tidy(self, durable: "Future[Index]", since: float) -> None:
+    def _complete(self, durable: "Future[Index]", since: float) -> None:
         """Read the committed file back, remove the checkpoints that it replaces, and note it in the ledger."""
         if durable.exception() is None:
             self.last = durable.result()
             saved = Saved(self.store.attempt, self.last.step)
-            self.store.prune(saved, self._retention)
+            self.store.verify_and_prune(saved, self._retention)
             facts = {
                 "nbytes": self._image.nbytes,
                 "took_s": round(time.monotonic() - since, 6),
@@ -274,13 +274,13 @@ class Saver:
         """Whether a save on disk is not yet durable and read back."""
         return self._is_under_way(0, self._durable, self._done)
 
-    def wait(self, until_durable: bool = False) -> None:
+    def wait(self, only_durable: bool = False) -> None:
         """Wait until no rank writes: saves are durable and were read back, and copies in memory are complete.
 
         Collective over the ranks of the role.
 
         Args:
-            until_durable: whether to wait for the chief's file to be durable only.
+            only_durable: whether to wait for the chief's file to be durable only.
 
         Raises:
             CheckpointError: if it could not be written, raised once, or if the disk takes or gives no block within the
@@ -289,12 +289,12 @@ class Saver:
         """
         self._start_to_wait()
         awaited: list[Future[Any] | None] = [self._durable]
-        if not until_durable:
+        if not only_durable:
             awaited += [self._done, self._copied]
         while self._is_any_rank_busy(awaited):
             pass
         with self._world.agreed(self._world.role_comm):
-            self._raise_failure(until_durable)
+            self._raise_failure(only_durable)
 
     def _is_any_rank_busy(self, awaited: "list[Future[Any] | None]") -> bool:
         """Wait for at most `BEAT_S` seconds; return whether a rank still writes.
@@ -315,7 +315,7 @@ class Saver:
         futures = [future for future in awaited if future is not None]
         return len(wait(futures, for_s).not_done) > 0
 
-    def _raise_failure(self, until_durable: bool = False) -> None:
+    def _raise_failure(self, only_durable: bool = False) -> None:
         """Raise the error of the last save, once; its parts are done."""
         durable = self._durable
         self._durable = None
@@ -323,7 +323,7 @@ class Saver:
             atexit.unregister(self._wait_at_exit)  # it is reported now
             durable.result()
         done = None
-        if not until_durable:
+        if not only_durable:
             done = self._done
             self._done = None
         # nothing is left to wait for at the program's exit, which would keep this object

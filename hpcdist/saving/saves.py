@@ -94,7 +94,7 @@ class AttemptSaves:
         if self._n_checks == 1 and self._save_fn is None:
             self._manager.reserve()
         elif self._n_checks == 2 and self._save_fn is None:
-            self._manager.require_copies()
+            self._manager.require_model_copies()
         if is_crossed(self._schedule.compare_every_steps, step, last):
             self._compare(step)
         return is_crossed(self._schedule.in_memory_every_steps, step, last)
@@ -173,7 +173,7 @@ class AttemptSaves:
         return True
 
     def save(
-        self, step: int, is_last: bool, *args: Any, in_memory: bool = False, **kwargs: Any
+        self, step: int, *args: Any, is_last: bool, in_memory: bool = False, **kwargs: Any
     ) -> None:
         """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.
 
@@ -183,9 +183,9 @@ class AttemptSaves:
 
         Args:
             step: steps so far.
-            is_last: whether to wait for the disk.
-            in_memory: whether a copy in memory is due as well.
             args: positional arguments for `save_fn`, or for `manager.save`, after the step.
+            is_last: whether the program stops or ends after it: it waits for the disk then, too.
+            in_memory: whether a copy in memory is due as well.
             kwargs: keyword arguments for `save_fn` or `manager.save`.
 
         Raises:

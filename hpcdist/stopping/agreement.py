@@ -49,7 +49,9 @@ class Agreement:
         self.n_messages = 0
 
     def poll(self, at_once: bool = False, may_ask: bool = True) -> Request:
-        """Return the strongest request of any rank; equal on all ranks. Collective over the ranks of the role.
+        """Return the requests of all ranks; equal on all ranks. Collective over the ranks of the role.
+
+        Those that came with gradients are complete. Of an all-reduce of its own it knows the strongest one.
 
         Args:
             at_once: all-reduce now unless gradients have carried the requests; must be equal on all ranks.

@@ -1,4 +1,4 @@
-"""PreemptionCheckpointHandler: on a stop request the job saves and exits with code 75; run again, it resumes."""
+"""PreemptionCheckpointHandler: on a stop request the job saves and exits with 75, or 76 if it must not run again."""
 
 import contextlib
 import functools
@@ -51,9 +51,11 @@ from hpcdist.stopping.time_left import TimeLeft
 STOP_GRACE_S = 20.0
 #: Time that a launcher needs to print a line: the end of the job discards lines that it has not printed.
 _PRINT_S = 0.5
-#: Least number of steps that a stop request waits for that point: the ranks agree on a request a step later, however
-#: long a step takes.
+#: Least number of steps that a stop waits for a point between two iterations: the ranks agree on a request a step
+#: later, however long a step takes.
 _MIN_STOP_STEPS = 3
+#: Steps by which the chief leaves before other ranks, which may learn of a request a step earlier.
+_STEPS_AFTER_CHIEF = 2
 #: Longest wait for the record of a stop without a save.
 _RECORD_S = 10.0
 #: The request of a job that nobody has asked to stop.
@@ -75,8 +77,9 @@ class _LastSave(NamedTuple):
 class PreemptionCheckpointHandler:
     """Saves and exits on a stop request to any rank, after the same step on all ranks.
 
-    A stop request is SIGTERM, SIGUSR1, SIGUSR2 or a first Ctrl-C (SIGINT) on any rank, the end of the batch job or of
-    `time_limit_s`, a file named `stop` in the run folder (the parent of the checkpoints' folder), or a call of `stop`.
+    A stop request is SIGTERM, SIGUSR1, SIGUSR2, SIGHUP or a first Ctrl-C (SIGINT) on any rank, the end of the batch job
+    or of `time_limit_s`, a file named `stop` in the run folder (the parent of the checkpoints' folder), or a call of
+    `stop`.
     It takes effect between two iterations of the loop: when a distributed dataset is asked for its next batch, when
     `run` is called with no batch taken since the last step, and in `poll`; docs/stopping.md has the rules. All ranks
     must reach these points equally often. If the time left seems too short for a save, one is tried, and the end is
@@ -152,11 +155,12 @@ class PreemptionCheckpointHandler:
         self._saves_no_more = False
         self._knows_of_end = False
         self._stop_seen_at: int | None = None
+        self._remote_request: StopRequest | None = None
         self._stop_waits = False
         self._state_at_end = ""
         # state of the polls
         self._is_polled = False
-        self._is_long_since = False
+        self._asks_at_once = False
         self._attempt.begin()
         if isinstance(self._world.step_flags.requester, PreemptionCheckpointHandler):
             self._world.step_flags.requester.close()
@@ -283,7 +287,7 @@ class PreemptionCheckpointHandler:
         with self._steps.evaluation(), self._busy():
             result = fn(*args, **kwargs)
         self._pace.note_call(self.step)
-        self._is_long_since = True
+        self._asks_at_once = True
         self._is_polled = False
         return result
 
@@ -314,7 +318,7 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
-        """Ignore requests inside the block."""
+        """Put off requests until the block has ended."""
         was_busy = self._is_busy
         self._is_busy = True
         try:
@@ -344,7 +348,7 @@ class PreemptionCheckpointHandler:
         Args:
             quiet_s: seconds since the last work was done.
         """
-        request = self._flag.find_request()
+        request = self._flag.find_request_in_any_thread()
         if self._is_done or self._is_busy or request is None:
             return
         if quiet_s > self._grace_s and self._is_overdue(request):
@@ -354,9 +358,11 @@ class PreemptionCheckpointHandler:
     def _grace_s(self) -> float:
         return self._config.grace_period or STOP_GRACE_S
 
-    def _is_overdue(self, request: StopRequest) -> bool:
-        """Return whether the grace period of a request is over."""
-        return request.since_s is None or time.monotonic() - request.since_s > self._grace_s
+    def _is_overdue(self, request: StopRequest, wait_s: float = 0.0) -> bool:
+        """Return whether the grace period of a request is over, and `wait_s` seconds more."""
+        if request.asked_at is None:
+            return True
+        return time.monotonic() - request.asked_at > self._grace_s + wait_s
 
     def leave_at_once(self, request: StopRequest) -> NoReturn:
         """Record that the job was stopped, save nothing, and end all ranks with code 75 or 76. From any thread.
@@ -384,15 +390,18 @@ class PreemptionCheckpointHandler:
         """
         if self._flag.is_for_good():
             request = replace(request, is_for_good=True)
+        self._attempt.record_stop(request)
         with contextlib.suppress(OSError):  # the next attempt stops at once, and says why
             self._flag.remove_file()
-        self._attempt.record_stop(request)
         return request
 
     # -- between steps --------------------------------------------------------------------------------------------
 
     def requested(self) -> Request:
-        """Return this rank's request to all ranks after the step. Not collective."""
+        """Return this rank's request to all ranks, which travels with the sum of a backward. Not collective.
+
+        It looks at all sources of stop requests, so it calls the user's function, and follows the batch job's end.
+        """
         if self._is_done:
             return Request.NONE
         if self._world.is_chief:
@@ -401,7 +410,7 @@ class PreemptionCheckpointHandler:
                 self._log(line)
         must_stop = self._time_left.is_near
         if not must_stop and not self._time_left.is_counting_down:
-            must_stop = self._flag.request is not None
+            must_stop = self._flag.find_request() is not None
         request = Request.NONE
         if must_stop:
             request |= Request.STOP
@@ -419,8 +428,8 @@ class PreemptionCheckpointHandler:
     def poll(self, *args: Any, **kwargs: Any) -> None:
         """Act on stop and save requests between two steps; for loops in which nothing else polls.
 
-        Collective over chief and workers, which must call it equally often. It does nothing inside `run`, and while
-        gradients wait for an optimizer's step.
+        Collective over chief and workers, which must call it equally often. It does nothing inside `run`. While
+        gradients wait for an optimizer's step it does not save, but refuses a program in which that never changes.
 
         Args:
             args: positional arguments for `save_fn`, or for `manager.save`, after the step.
@@ -445,7 +454,7 @@ class PreemptionCheckpointHandler:
         )
 
     def poll_between_batches(self, *args: Any, **kwargs: Any) -> None:
-        """Poll like `poll`, but do not end an evaluator, whose evaluation is not over. Datasets call it."""
+        """Poll like `poll`, but do not end an evaluator, whose evaluation is not over. `StepFlags.poll` calls it."""
         if not self._can_poll or self._world.step_flags.is_in_round:
             return
         if self._loop.is_after_pass:
@@ -458,10 +467,10 @@ class PreemptionCheckpointHandler:
         if self._times is not None:
             self._times.arrive(self.step)
         self._is_polled = True
-        is_long_since = self._is_long_since
+        is_long_since = self._asks_at_once
         may_ask = self._loop.is_shared_point or is_long_since
         requests = self._agreement.poll(at_once=is_long_since, may_ask=may_ask)
-        self._is_long_since = False
+        self._asks_at_once = False
         with self._recording_desync(), self._busy():
             if Request.STOP in requests or self._stop_waits:
                 self._stop_waits = False
@@ -470,7 +479,7 @@ class PreemptionCheckpointHandler:
                 self._saves.note_saved()
                 in_memory = self._saves.check(self.step)
                 if Request.SAVE in requests or self._saves.is_due(self.step):
-                    self._saves.save(self.step, False, *args, in_memory=in_memory, **kwargs)
+                    self._saves.save(self.step, *args, is_last=False, in_memory=in_memory, **kwargs)
                 elif in_memory:
                     self._saves.copy(self.step)
         if self._times is not None:
@@ -486,10 +495,10 @@ class PreemptionCheckpointHandler:
         if not self._can_poll:
             return
         self._pace.leave()
-        requests = self._agreement.poll(at_once=self._is_long_since)
+        requests = self._agreement.poll(at_once=self._asks_at_once)
         if Request.STOP not in requests and not self._stop_waits:
             return
-        self._is_long_since = False
+        self._asks_at_once = False
         self._stop_waits = True
         is_changed = self._manager.checkpoint.digest_beside_tensors() != self._state_at_end
         if self._agreement.any_rank(is_changed):
@@ -518,17 +527,34 @@ class PreemptionCheckpointHandler:
             self._leave_if_overdue()
 
     def _leave_if_overdue(self) -> None:
-        """Leave without a save if a stop request finds no point between two iterations, although steps are made."""
-        request = self._flag.request
-        if request is None and self._time_left.is_near:
-            request = _END_OF_TIME
+        """Leave without a save if a stop request finds no point between two iterations, although steps are made.
+
+        The chief comes first, as it alone can record the stop. It knows of the requests of other ranks by the sums.
+        """
+        request = self._find_pressing_request()
         if request is None or self._time_left.is_counting_down:
             return
         if self._stop_seen_at is None:
             self._stop_seen_at = self._loop.n_steps
         n_steps = self._loop.n_steps - self._stop_seen_at
-        if n_steps >= _MIN_STOP_STEPS and self._is_overdue(request):
+        is_chief = self._world.is_chief
+        least_steps = _MIN_STOP_STEPS if is_chief else _MIN_STOP_STEPS + _STEPS_AFTER_CHIEF
+        wait_s = 0.0 if is_chief else _RECORD_S
+        if n_steps >= least_steps and self._is_overdue(request, wait_s):
             self.leave_at_once(request)
+
+    def _find_pressing_request(self) -> StopRequest | None:
+        """Return why to stop, as far as this rank knows; None if nothing asks for it."""
+        request = self._flag.find_request()
+        if request is not None:
+            return request
+        if self._time_left.is_near:
+            return _END_OF_TIME
+        if self._remote_request is None and self._world.step_flags.is_stop_known:
+            self._remote_request = StopRequest(
+                "a stop request on another rank", asked_at=time.monotonic()
+            )
+        return self._remote_request
 
     def _log_pace(self, pace: str | None) -> None:
         """Log where the time goes, on the chief; nothing if `pace` is None."""
@@ -569,7 +595,7 @@ class PreemptionCheckpointHandler:
         self._agreement.require_same_step(self.step)
         self._agreement.require_same_positions(self._loop.describe_positions())
         is_end_near = self._time_left.is_job_end_near
-        local_request = self._flag.request
+        local_request = self._flag.find_request()
         if local_request is None and is_end_near:
             local_request = _END_OF_TIME
         request = self._agreement.first_request(local_request) or _END_OF_TIME
@@ -580,9 +606,9 @@ class PreemptionCheckpointHandler:
                 f"{request.reason}: saving at step {self.step}; training continues within the grace period of "
                 f"{grace_s:g} s"
             )
-            self._saves.save(self.step, False, *args, **kwargs)
-            since_s = None if local_request is None else local_request.since_s
-            self._time_left.count_down(grace_s, since_s)
+            self._saves.save(self.step, *args, is_last=False, **kwargs)
+            asked_at = None if local_request is None else local_request.asked_at
+            self._time_left.count_down(grace_s, asked_at)
             return
         self._is_done = True
         # the chief knows what a save costs
@@ -591,10 +617,10 @@ class PreemptionCheckpointHandler:
         # looked at now: a person may have written the stop file while the job saved
         if self._agreement.any_rank(self._flag.is_for_good()):
             request = replace(request, is_for_good=True)
-        self._remove_stop_file()
-        # preempted: not at the deadline, nor at a person's request
-        is_excused = request.is_preemption and not is_urgent
+        # the batch system chose the time, as far as a SIGTERM tells: not at the deadline
+        is_excused = request.may_be_preemption and not is_urgent
         code, why = self._attempt.stopped(request, last_save.step, is_excused, is_too_late)
+        self._remove_stop_file()  # people wait for that: the decision is there by now
         self._log(
             f"{request.reason}: stopped after step {self.step}, {last_save.how} in {self._manager.directory}"
         )
@@ -618,7 +644,7 @@ class PreemptionCheckpointHandler:
         saved_step = self._manager.saved_step
         if not is_too_late:
             if not self._saves_no_more:
-                self._saves.save(self.step, True, *args, **kwargs)
+                self._saves.save(self.step, *args, is_last=True, **kwargs)
                 saved_step = self.step
             return _LastSave(saved_step, "saved")
         has_begun = False

@@ -120,24 +120,23 @@ class StopFlag:
 
     def ask(self, reason: str) -> None:
         """Request a stop; from any thread."""
-        if self.request is None:
+        if self.find_request() is None:
             self._request = self._request_from(f"{reason} on {self._place}")
 
-    @property
-    def request(self) -> StopRequest | None:
-        """The stop request; None without one."""
-        if self.find_request() is None and self._is_watcher_alarmed():
+    def find_request(self) -> StopRequest | None:
+        """Return the stop request, None without one, after a look at all sources. It calls the user's function."""
+        if self.find_request_in_any_thread() is None and self._is_watcher_alarmed():
             self._request = self._request_from(f"termination_watcher_fn on {self._place}")
         return self._request
 
-    def find_request(self) -> StopRequest | None:
-        """Return the stop request, from any thread: it does not call the user's function."""
+    def find_request_in_any_thread(self) -> StopRequest | None:
+        """Return the stop request, None without one. It does not call the user's function."""
         if self._request is not None:
             return self._request
         received = self._signals.received
         if received is not None:  # since it arrived, and not since it was seen
             source = f"{received.name} on {self._place}"
-            self._request = StopRequest(source, since_s=self._signals.received_at)
+            self._request = StopRequest(source, asked_at=self._signals.received_at)
             return self._request
         text = self._text_in_file()
         if text is not None:

@@ -13,7 +13,8 @@ class TerminationConfig:
         termination_watcher_fn: returns whether the job is about to be ended; called at most once a second on each
             rank, between steps and while gradients are summed; it must not block. Signals, stop file and deadline
             stay in effect.
-        exit_fn: called on all ranks after the last save; default: `sys.exit(75)`, "saved, run me again".
+        exit_fn: called on all ranks after the last save; default: `sys.exit` with 75, "run me again",
+            or 76, "do not".
         grace_period: seconds from the stop request to the end. The job saves at once, keeps training, and saves again
             shortly before the end. Default: stop at once.
         save_fn: saves in place of `manager.save(step)`; called on all ranks. Progress is then unknown: the job is

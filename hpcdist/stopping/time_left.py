@@ -103,16 +103,16 @@ class TimeLeft:
         self.deadline.end = end_s
         return f"the job was suspended, or the clock was set: {self.deadline.describe()}"
 
-    def count_down(self, grace_s: float, since_s: float | None) -> None:
+    def count_down(self, grace_s: float, asked_at: float | None) -> None:
         """Begin the grace period of a stop request.
 
         Args:
             grace_s: length of the period, in seconds.
-            since_s: time of the request, by time.monotonic; None if it came to another rank.
+            asked_at: time of the request, by time.monotonic; None if it came to another rank.
         """
         self.is_counting_down = True
-        if since_s is not None:
-            waited_s = time.monotonic() - since_s
+        if asked_at is not None:
+            waited_s = time.monotonic() - asked_at
             self._grace_end = self._deadline_at(self._clock() + grace_s - waited_s)
 
     @property

@@ -101,6 +101,41 @@ def test_the_stop_file(launch, tmp_path, unbroken):
     assert not (tmp_path / "run" / "stop").exists()
 
 
+UNSAFE_LOOP = """
+import os, signal, sys, time
+import torch
+import hpcdist
+
+strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(model=model, optimizer=optimizer), sys.argv[1])
+ending = hpcdist.TerminationConfig(grace_period=0.5)
+handler = hpcdist.PreemptionCheckpointHandler(None, manager, termination_config=ending)
+for step in range(1, 20):
+    time.sleep(0.1)
+    optimizer.zero_grad()
+    loss = model(torch.rand(3, 2)).mean()
+    loss.backward()
+    optimizer.step()
+    if step == 3 and strategy.rank == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGTERM)
+print("came to the end")
+"""
+
+
+@pytest.mark.parametrize(("rank", "reason"), [(0, "SIGTERM on rank 0"), (1, "a stop request on another rank")])
+def test_a_stop_that_finds_no_place_to_save_is_recorded_whichever_rank_is_asked(start, tmp_path, rank, reason):
+    """The chief alone can record it."""
+    outcome = start(2, "-c", UNSAFE_LOOP, tmp_path / "run" / "checkpoints", rank).wait(60)
+    assert outcome.code == 75, outcome.output
+    assert "came to the end" not in outcome.output
+    assert f"{reason}: stopped without a save" in outcome.output
+    told = json.loads((tmp_path / "run" / "decision.json").read_text())
+    assert (told["decision"], told["reason"]) == ("requeue", reason)
+
+
 @pytest.mark.feature("checkpoints.stop-before-the-time-limit", "complaints.time-limit-known")
 def test_the_end_of_the_batch_job(launch, tmp_path):
     end = int(time.time()) + 30
@@ -170,7 +205,7 @@ WITHOUT_WITH = """
 import os, signal, sys, time
 import torch, hpcdist
 
-strategy = hpcdist.MultiWorkerMirroredStrategy()
+strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
 with strategy.scope():
     model = torch.nn.Linear(2, 1)
 checkpoint = hpcdist.Checkpoint(model=model, strategy=strategy)

@@ -630,8 +630,9 @@ def test_a_stop_without_a_save_waits_for_no_file_server(comm, shared_path, make_
     assert leaving.value.code == (76 if is_there and comm.rank == 0 else 75)  # the chief looks for the file
     answer.set()
     deadline = time.monotonic() + 30
-    while told_of(shared_path)["decision"] != "stop" and time.monotonic() < deadline:
+    while (shared_path / "run" / "stop").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert told_of(shared_path)["decision"] == "stop"
     assert told_of(shared_path)["reason"] == "SIGTERM on rank 0, for good"
     assert not (shared_path / "run" / "stop").exists()
 

@@ -77,7 +77,7 @@ ON_DISK = [
     Mutant("replaced during a write", "Store.commit", "FileNotFoundError", "ZeroDivisionError", STORE),
     Mutant("lines of the ledger are durable", "append_line", "disk.sync(...)", "pass", STORE),
     Mutant("torn lines of the ledger", "append_line", "is_torn", "False", STORE),
-    Mutant("verify before prune", "Store.prune", "file.verify(...)", "None", STORE),
+    Mutant("verify before prune", "Store.verify_and_prune", "file.verify(...)", "None", STORE),
     Mutant("a read error is not damage", "read_patiently", "number in _NO_FILE", "True", STORE),
     Mutant(
         "list again if a file is missing", "Store.use_latest", "isinstance(error, CheckpointMissing)", "False", STORE
@@ -136,7 +136,7 @@ ON_DISK = [
 ]
 
 STOPS = [
-    Mutant("a signal requests a stop", "StopFlag.find_request", "received is not None", "False", STOP),
+    Mutant("a signal requests a stop", "StopFlag.find_request_in_any_thread", "received is not None", "False", STOP),
     Mutant("handlers of others are called", "SignalFlag._receive", "callable(earlier)", "False", STOP),
     Mutant("forked children can be ended", "_reset", "flag.reset()", "pass", STOP),
     Mutant("a failing stat is no stop file", "StopFlag._look_for_file", "functools.partial(...)", "file.stat", STOP),
@@ -196,7 +196,7 @@ STOPS = [
     Mutant(
         "requests are looked for after an evaluation",
         "PreemptionCheckpointHandler.poll_between_batches",
-        "self._is_long_since",
+        "self._asks_at_once",
         "False",
         HANDLER,
     ),

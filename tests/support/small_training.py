@@ -95,7 +95,7 @@ class Training:
         self.store.commit(self.step, self.image)
         self.tell(newest)
         if prunes:
-            self.store.prune(newest, self.retention)
+            self.store.verify_and_prune(newest, self.retention)
         self.store.note("commit", step=self.step)
 
 

@@ -79,7 +79,7 @@ def commit(folder, step, max_to_keep=1):
     facts = {"step": step, "time_s": 0.0, "metrics": {}, "written": {}}
     lay_out(image, facts, {}, [NamedArray("w", "float64", np.full(9, step, float))])
     folder.commit(step, image)
-    folder.prune(Saved(folder.attempt, step), Retention(max_to_keep))
+    folder.verify_and_prune(Saved(folder.attempt, step), Retention(max_to_keep))
 
 
 @pytest.mark.parametrize("max_to_keep", [1, 2])

@@ -72,7 +72,7 @@ def commit(folder, step, n_elements=100, time_s=0.0, metrics=None):
 
 
 def prune(folder, *options, **named):
-    folder.prune(folder.saved()[-1], Retention(*options, **named))
+    folder.verify_and_prune(folder.saved()[-1], Retention(*options, **named))
 
 
 def steps(folder):

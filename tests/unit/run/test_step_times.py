@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.run import record_file
-from hpcdist.run.record_file import RecordFile
+from hpcdist.run import trace_file
 from hpcdist.run.step_times import StepTimes, is_recorded, pace_of, trace_folder
+from hpcdist.run.trace_file import TraceFile
 from hpcdist.runtime.time_spent import TimeSpent
 
 HEADER = {"attempt": 1, "rank": 0}
@@ -215,7 +215,7 @@ def path_in(tmp_path):
 
 
 def test_a_file_of_records(tmp_path):
-    file = RecordFile(path_in(tmp_path), every_s=0.0)
+    file = TraceFile(path_in(tmp_path), every_s=0.0)
     for number in range(100):
         file.add({"number": number})
     file.flush(10)
@@ -224,7 +224,7 @@ def test_a_file_of_records(tmp_path):
 
 def test_a_second_handler_of_an_attempt_appends(tmp_path):
     for number in range(2):
-        file = RecordFile(path_in(tmp_path), every_s=0.0)
+        file = TraceFile(path_in(tmp_path), every_s=0.0)
         file.add({"number": number})
         file.flush(10)
     assert path_in(tmp_path).read_text() == '{"number":0}\n{"number":1}\n'
@@ -240,7 +240,7 @@ def test_writes_are_rare(tmp_path):
             writes.append(len(data))
             return super().write(descriptor, data, offset)
 
-    file = RecordFile(path_in(tmp_path), 50.0, disk=Counting(), clock=lambda: now[0])
+    file = TraceFile(path_in(tmp_path), 50.0, disk=Counting(), clock=lambda: now[0])
     for _ in range(500):
         now[0] += 1.0
         file.add({"a": 1})
@@ -250,7 +250,7 @@ def test_writes_are_rare(tmp_path):
 
 def test_ranks_begin_to_write_one_after_the_other(tmp_path):
     now = [0.0]
-    file = RecordFile(path_in(tmp_path), 50.0, 3.0, clock=lambda: now[0])
+    file = TraceFile(path_in(tmp_path), 50.0, 3.0, clock=lambda: now[0])
     for _ in range(3):
         file.add({"a": 1})
         now[0] += 1.0
@@ -266,7 +266,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
         def write(self, descriptor, data, offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    file = RecordFile(path_in(tmp_path), 0.0, disk=Full())
+    file = TraceFile(path_in(tmp_path), 0.0, disk=Full())
     for _ in range(3):
         file.add({"a": 1})
         file.flush(10)
@@ -277,7 +277,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
 
 
 def test_a_rank_that_does_not_see_the_run_folder_makes_none(tmp_path, caplog):
-    file = RecordFile(path_in(tmp_path / "elsewhere"), 0.0)
+    file = TraceFile(path_in(tmp_path / "elsewhere"), 0.0)
     file.add({"a": 1})
     file.flush(10)
     assert caplog.text == "", "it is no failure: only the chief needs the folder"
@@ -295,7 +295,7 @@ def test_a_disk_that_fails_for_a_moment(tmp_path):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return super().write(descriptor, data, offset)
 
-    file = RecordFile(path_in(tmp_path), 0.0, disk=Failing())
+    file = TraceFile(path_in(tmp_path), 0.0, disk=Failing())
     file.add({"number": 1})
     file.flush(10)
     assert path_in(tmp_path).read_text() == '{"number":1}\n'
@@ -309,8 +309,8 @@ def test_a_disk_that_hangs_is_not_waited_for(tmp_path, caplog, monkeypatch):
             is_over.wait(30)
             super().make_folder(path, mode)
 
-    monkeypatch.setattr(record_file, "MAX_WAITING", 10)
-    file = RecordFile(path_in(tmp_path), 0.0, disk=Hanging())
+    monkeypatch.setattr(trace_file, "MAX_WAITING", 10)
+    file = TraceFile(path_in(tmp_path), 0.0, disk=Hanging())
     for number in range(21):
         file.add({"number": number})
     file.flush(0.1)
@@ -328,8 +328,8 @@ def test_a_disk_that_hangs_is_not_waited_for(tmp_path, caplog, monkeypatch):
 
 def test_many_records_between_two_writes(tmp_path, monkeypatch, caplog):
     """Writes are rare on many ranks, and each step is recorded: it writes when there are too many to keep."""
-    monkeypatch.setattr(record_file, "MAX_WAITING", 10)
-    file = RecordFile(path_in(tmp_path), 1000.0, 1000.0, clock=lambda: 0.0)
+    monkeypatch.setattr(trace_file, "MAX_WAITING", 10)
+    file = TraceFile(path_in(tmp_path), 1000.0, 1000.0, clock=lambda: 0.0)
     for _ in range(100):
         file.add({"a": 1})
         file._log.wait(10)

@@ -30,14 +30,14 @@ def test_one_of_many_replicas_is_heard_in_float32(n_replicas, many, lone):
 def test_without_a_requester_nothing_is_sent_and_polls_do_nothing():
     flags = StepFlags()
     flags.poll()
-    assert flags.own_numbers() == (0.0, 0.0)
+    assert flags.request_numbers() == (0.0, 0.0)
 
 
 def test_what_was_received_is_taken_once():
     flags = StepFlags()
-    flags.record(encode(Request.SAVE))
-    flags.record([3 * component for component in encode(Request.STOP)])
-    flags.record((0.0, 0.0))
+    flags.record_requests(encode(Request.SAVE))
+    flags.record_requests([3 * component for component in encode(Request.STOP)])
+    flags.record_requests((0.0, 0.0))
     assert flags.n_sums == 3
     assert flags.take() == Request.STOP | Request.SAVE
     assert flags.take() == Request.NONE

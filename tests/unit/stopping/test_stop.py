@@ -50,9 +50,9 @@ def earlier():
 def test_a_signal_raises_the_flag_and_calls_the_earlier_handler(earlier, number):
     flag = StopFlag("rank 3")
     flag.watch_signals()
-    assert flag.request is None
+    assert flag.find_request() is None
     signal.raise_signal(number)
-    assert flag.request.reason == f"{number.name} on rank 3"
+    assert flag.find_request().reason == f"{number.name} on rank 3"
     assert earlier == [number]
     flag.close()
 
@@ -63,8 +63,8 @@ def test_the_first_reason_stays(earlier):
     signal.raise_signal(signal.SIGUSR2)
     signal.raise_signal(signal.SIGTERM)
     flag.ask("stop()")
-    assert flag.request.reason == "SIGUSR2 on rank 0"
-    assert flag.request.since_s == 100.0
+    assert flag.find_request().reason == "SIGUSR2 on rank 0"
+    assert flag.find_request().asked_at == 100.0
     flag.close()
 
 
@@ -78,7 +78,7 @@ def test_closing_gives_the_signals_back(earlier):
     assert signal.getsignal(signal.SIGUSR1) is before
     assert signal.getsignal(signal.SIGTERM) is later_handler, "it was installed later, and is not ours to take away"
     signal.raise_signal(signal.SIGUSR1)
-    assert flag.request is None
+    assert flag.find_request() is None
     assert earlier == [signal.SIGUSR1]
 
 
@@ -101,15 +101,15 @@ def test_only_the_main_thread_can_watch_signals():
 def test_the_file_is_looked_for_at_most_every_two_seconds(tmp_path):
     clock = Clock()
     flag = StopFlag("rank 0", file=tmp_path / "stop", clock=clock)
-    assert flag.request is None
+    assert flag.find_request() is None
     (tmp_path / "stop").touch()
     clock.now += 1.9
-    assert flag.request is None
+    assert flag.find_request() is None
     clock.now += 0.2
-    assert flag.request.reason == f"stop file {tmp_path / 'stop'}"
+    assert flag.find_request().reason == f"stop file {tmp_path / 'stop'}"
     flag.remove_file()
     assert not (tmp_path / "stop").exists()
-    assert StopFlag("rank 0", file=tmp_path / "stop", clock=clock).request is None
+    assert StopFlag("rank 0", file=tmp_path / "stop", clock=clock).find_request() is None
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_file_is_looked_for_at_most_every_two_seconds(tmp_path):
 def test_what_the_file_says(tmp_path, text, suffix):
     path = tmp_path / "stop"
     path.write_text(text, errors="surrogateescape")
-    assert StopFlag("rank 0", file=path, clock=Clock()).request.reason == f"stop file {path}{suffix}"
+    assert StopFlag("rank 0", file=path, clock=Clock()).find_request().reason == f"stop file {path}{suffix}"
 
 
 @pytest.mark.parametrize("is_ignored", [False, True], ids=["a terminal that is gone", "under nohup"])
@@ -136,9 +136,9 @@ def test_the_end_of_a_terminal_is_a_request(is_ignored):
         flag.watch_signals()
         os.kill(os.getpid(), signal.SIGHUP)
         if is_ignored:
-            assert flag.request is None
+            assert flag.find_request() is None
         else:
-            assert flag.request.reason == "SIGHUP on rank 2"
+            assert flag.find_request().reason == "SIGHUP on rank 2"
     finally:
         flag.close()
         signal.signal(signal.SIGHUP, before)
@@ -162,18 +162,18 @@ def test_a_file_server_that_hangs_does_not_stop_training(tmp_path, monkeypatch, 
         patch.setattr(os.path, "exists", hang)
         started = time.monotonic()
         for _ in range(100):
-            assert flag.request is None
+            assert flag.find_request() is None
             clock.now += 1.0
         assert time.monotonic() - started < 30, "training waited for the answer"
         assert check_started.wait(30)
-        assert flag.request is None
+        assert flag.find_request() is None
         assert len(calls) == 1
         assert caplog.text.count(f"expected {tmp_path} to answer, got none for 60 s; training goes on") == 1
         answer.set()
         deadline = time.monotonic() + 30
-        while flag.request is None and time.monotonic() < deadline:
+        while flag.find_request() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert flag.request.reason == f"stop file {tmp_path / 'stop'}"
+    assert flag.find_request().reason == f"stop file {tmp_path / 'stop'}"
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES], ids=lambda code: errno.errorcode[code])
@@ -187,10 +187,10 @@ def test_a_file_system_that_cannot_tell_ends_no_job(tmp_path, monkeypatch, code)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fail)
-        assert flag.request is None
+        assert flag.find_request() is None
     (tmp_path / "stop").touch()
     clock.now += 2.1
-    assert flag.request.reason == f"stop file {tmp_path / 'stop'}"
+    assert flag.find_request().reason == f"stop file {tmp_path / 'stop'}"
 
 
 def test_a_stop_file_that_cannot_be_removed_is_reported(tmp_path):
@@ -214,10 +214,10 @@ def test_the_users_function_is_called_at_most_every_second():
 
     flag = StopFlag("rank 1", watcher=watch, clock=clock)
     for _ in range(5):
-        assert flag.request is None
+        assert flag.find_request() is None
     assert calls == [100.0]
     clock.now += 1.0
-    assert flag.request.reason == "termination_watcher_fn on rank 1"
+    assert flag.find_request().reason == "termination_watcher_fn on rank 1"
 
 
 def test_a_call_from_any_thread():
@@ -225,7 +225,7 @@ def test_a_call_from_any_thread():
     thread = threading.Thread(target=flag.ask, args=("loss is not finite",))
     thread.start()
     thread.join()
-    assert flag.request.reason == "loss is not finite on rank 2"
+    assert flag.find_request().reason == "loss is not finite on rank 2"
 
 
 FORK = """
@@ -238,12 +238,12 @@ signal.raise_signal(signal.SIGUSR2)
 pid = os.fork()
 if pid == 0:
     is_default = [signal.getsignal(number) == signal.SIG_DFL for number in (15, 10, 12)]
-    if not all(is_default) or flag.request is not None:
+    if not all(is_default) or flag.find_request() is not None:
         os._exit(3)
     signal.raise_signal(signal.SIGTERM)
     os._exit(4)
 _, status = os.waitpid(pid, 0)
-assert flag.request.reason == "SIGUSR2 on rank 0", flag.request.reason
+assert flag.find_request().reason == "SIGUSR2 on rank 0", flag.find_request().reason
 assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 print(os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status))
 """
@@ -284,8 +284,8 @@ def test_the_grace_counts_from_the_signal_not_from_the_next_look(earlier):
     clock.now = 105.0
     signal.raise_signal(signal.SIGTERM)
     clock.now = 130.0  # a long step
-    assert flag.request.reason == "SIGTERM on rank 0"
-    assert flag.request.since_s == 105.0
+    assert flag.find_request().reason == "SIGTERM on rank 0"
+    assert flag.find_request().asked_at == 105.0
     flag.close()
 
 
@@ -294,7 +294,7 @@ def test_a_job_in_the_background_keeps_ignoring_ctrl_c(earlier):
     flag = StopFlag("rank 0")
     flag.watch_signals()
     signal.raise_signal(signal.SIGINT)
-    assert flag.request is None
+    assert flag.find_request() is None
     flag.close()
 
 
@@ -304,9 +304,9 @@ from hpcdist.stopping.stop import StopFlag, wrapper_of
 flag = StopFlag("rank 0")
 flag.watch_signals()
 print("ready", flush=True)
-while flag.request is None:
+while flag.find_request() is None:
     time.sleep(0.01)
-print(flag.request.reason, flush=True)
+print(flag.find_request().reason, flush=True)
 time.sleep(60)
 """
 

@@ -1,4 +1,4 @@
-"""RecordFile: records of JSON beside training, written soon, and lost rather than waited for."""
+"""TraceFile: records of JSON beside training, written soon, and lost rather than waited for."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ logger = logging.getLogger("hpcdist")
 MAX_WAITING = 20_000
 
 
-class RecordFile:
+class TraceFile:
     """Appends records to a file, in a background thread. A failure is logged once, and ends the recording.
 
     Nothing waits for the file: records that cannot be written are lost, and training continues. A rank that does not
