@@ -12,7 +12,7 @@ from pathlib import Path
 
 #: A file is thinned when it is longer.
 LIMIT_BYTES = 256 << 10
-#: Ledgers of old attempts that are longer lose their commits.
+#: Ledgers of old attempts that are longer lose all commits but the last.
 SHORT_BYTES = 16 << 10
 #: Commits at the end of a file that are kept when it is thinned.
 N_LATEST = 500
@@ -44,11 +44,13 @@ class FollowedFile:
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(self._path, flags)
         except FileNotFoundError:
-            return self._restart(0), iter(())
+            self._restart(0)
+            return True, iter(())
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
-            return self._restart(0), iter(())
+            self._restart(0)
+            return True, iter(())
         has_other_inode = status.st_ino != self._inode
         is_shorter = status.st_size < self._offset
         is_other = has_other_inode or is_shorter
@@ -56,11 +58,10 @@ class FollowedFile:
             self._restart(status.st_ino)
         return is_other, self._lines(descriptor)
 
-    def _restart(self, inode: int) -> bool:
-        """Begin at the start of a file; return True."""
+    def _restart(self, inode: int) -> None:
+        """Begin at the start of a file."""
         self._inode = inode
         self._offset = 0
-        return True
 
     def _lines(self, descriptor: int) -> Iterator[str]:
         tail = b""
@@ -92,7 +93,7 @@ def thinned(lines: Sequence[str]) -> list[str]:
 
 
 def with_last_commit(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a ledger, oldest first, without its commits but the last."""
+    """Return the lines of a ledger, oldest first, with only the last of its commits."""
     commits = _commits_in(lines)
     return _without(lines, commits[:-1])
 

@@ -35,7 +35,7 @@ def _boot() -> str:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new name, beside a file, for its content while that is written."""
+    """Return a new name, beside `path`, under which its content is written before it is renamed to `path`."""
     suffix = f"tmp-{_boot()}-{secrets.token_hex(8)}"
     return path.with_name(f".{path.name}.{suffix}")
 

@@ -101,7 +101,8 @@ def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     process, _, launch = environ.get("HPCDIST_RANK_PROCESS", "").partition(" ")
     if not process.isdecimal() or int(process) == os.getpid():
         return False
-    if _launch_of(environ) in (launch, ""):
+    has_launch = any(map(_names_launch, environ))
+    if not has_launch or _launch_of(environ) in (launch, ""):
         return True
     return _connection_of(environ) == _CLOSED
 
@@ -125,7 +126,7 @@ def without_launch() -> Iterator[None]:
 
 
 def _names_launch(name: str) -> bool:
-    """Return whether a variable belongs to one launch. Variables such as OMPI_PREFIX tell where a library is."""
+    """Return whether a variable belongs to one launch. Variables such as PMIX_PREFIX tell where a library is."""
     if name in _LAUNCH_NAMES:
         return True
     return name.startswith(_LAUNCH_PREFIXES) and not name.endswith("_PREFIX")
@@ -138,7 +139,7 @@ _CLOSED = "closed"
 
 
 def _launch_of(environ: Mapping[str, str]) -> str:
-    """Return text that identifies the launch of which this process is a rank; empty without a launcher's variables."""
+    """Return text that identifies the launch of which this process is a rank, within its batch job if there is one."""
     names = [
         "PMI_RANK",
         "PMI_SIZE",
@@ -249,7 +250,7 @@ def timeout_s(environ: Mapping[str, str]) -> float:
     Raises:
         ConfigurationError: if it is not a positive number.
     """
-    text = environ.get("HPCDIST_TIMEOUT_S", "600")
+    text = environ.get("HPCDIST_TIMEOUT_S") or "600"
     try:
         value = float(text)
     except ValueError:
@@ -309,7 +310,7 @@ def logs_json(environ: Mapping[str, str]) -> bool:
     Raises:
         ConfigurationError: if the value is neither json nor text.
     """
-    text = environ.get("HPCDIST_LOG", "text").strip().lower()
+    text = environ.get("HPCDIST_LOG", "").strip().lower() or "text"
     if text not in ("json", "text"):
         raise ConfigurationError(
             f"environment: expected HPCDIST_LOG as json or text, got {text!r}; write one of them, or unset it."

@@ -69,7 +69,7 @@ class DistributedStream(CountedSteps):
     ) -> None:
         if loader.batch_size is None:
             raise DataError(
-                f"experimental_distribute_dataset: expected a DataLoader with a batch_size over "
+                f"experimental_distribute_dataset: expected a batch_size of the DataLoader over "
                 f"{type(loader.dataset).__name__}, got none; let the dataset yield rows, or use num_workers=0."
             )
         super().__init__(replicas, n_replicas, loader.drop_last, delivery, options)
@@ -132,10 +132,12 @@ class DistributedStream(CountedSteps):
         self._n_read_steps += 1
         if not self._has_compared:
             # until each worker has sent a part
-            n_steps_of_all = -(-self._shares.n_workers // self._n_local)
-            n_steps_of_rows = n_steps_of_all * -(-N_FIRST_ROWS // self._rows_of_part)
-            self._has_compared = parts is None or self._n_read_steps >= n_steps_of_rows
-            if self._has_compared or self._n_read_steps == n_steps_of_all:
+            n_steps_until_all_sent = -(-self._shares.n_workers // self._n_local)
+            n_steps_until_rows_came = n_steps_until_all_sent * -(
+                -N_FIRST_ROWS // self._rows_of_part
+            )
+            self._has_compared = parts is None or self._n_read_steps >= n_steps_until_rows_came
+            if self._has_compared or self._n_read_steps == n_steps_until_all_sent:
                 self._compare_first_rows()
         return parts
 
@@ -148,7 +150,7 @@ class DistributedStream(CountedSteps):
     def _part_without_rows(self, local_replica: int) -> Nest:
         return self._reader.part_without_rows()
 
-    # -- whether rows are cut rightly -----------------------------------------------------------------------------
+    # -- whether rows are cut correctly -----------------------------------------------------------------------------
 
     def _compare_first_rows(self) -> None:
         """Raise DataError on all ranks if workers begin with equal rows that must differ, or the other way round.

@@ -274,7 +274,7 @@ class Delivery:
 
     Attributes:
         flags: step flags of the world; their requester looks for requests when a batch is asked for, before anything is
-            read. None outside of a strategy.
+            read. None for a dataset of no strategy.
         owner: number of the owner whose gradients are made of the parts. None for any owner.
         on_batch: function that is called with the rows of each local part of a batch that is yielded; with None once no
             step is expected to be made of the last batch.

@@ -7,6 +7,7 @@ import functools
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class EmptyPart:
 
     @classmethod
     def made_of(cls, join: Callable[[list[Any]], Nest], item: Any) -> "EmptyPart":
-        """Return the part of no items, as of one item."""
+        """Return the part of no items, in the form that `join` gives to one item."""
         try:
             return cls(part_without_rows(join, item))
         except DataError as error:
@@ -131,7 +132,7 @@ def join_items(
     """Return items joined, with random numbers that are seeded for them.
 
     Args:
-        join: function that makes a part of a list of items.
+        join: function that joins a list of items into a part.
         read: items, and the request for them.
         numbers: caller of the functions that may draw random numbers.
     """
@@ -142,7 +143,7 @@ class JoinInWorker:
     """Joins items in a worker process.
 
     Args:
-        join: function that makes a part of a list of items.
+        join: function that joins a list of items into a part.
         numbers: caller of the functions that may draw random numbers.
     """
 
@@ -175,8 +176,9 @@ class Progress:
         self._keys.share_memory_()  # type: ignore[no-untyped-call]
 
     def note(self, worker: int, key: Any) -> None:
-        """Note that a worker begins to read an item; of keys that are no whole numbers, nothing is known."""
-        self._keys[worker] = key if isinstance(key, int) else -1
+        """Note that a worker begins to read an item; of keys that are no row numbers, nothing is known."""
+        is_row_number = isinstance(key, Integral) and 0 <= int(key) < 1 << 63
+        self._keys[worker] = int(key) if is_row_number else -1
 
     def describe(self, worker: int) -> str:
         """Return the name of the item that a worker has begun to read last."""
@@ -202,7 +204,8 @@ def read_items(
         items: dataset of the program.
         request: request for the items.
         numbers: caller of the functions that may draw random numbers.
-        note: function that is called with the key of each item that is about to be read.
+        note: function that is called with the key of each item that is about to be read; with the first key of items
+            that are read at once.
     """
     if hasattr(items, "__getitems__"):
         note(request.keys[0])
@@ -302,8 +305,9 @@ def _formed_as(item: Any, joined: Any) -> Any:
     """Return joined items with the dicts and tuples of an item in place of torch's dicts and lists."""
     if isinstance(item, dict):
         return {key: _formed_as(item[key], joined[key]) for key in item}
-    if isinstance(item, tuple) and not hasattr(item, "_fields"):
-        return tuple(_formed_as(*pair) for pair in zip(item, joined, strict=True))
+    if isinstance(item, (list, tuple)) and not hasattr(item, "_fields"):
+        parts = [_formed_as(*pair) for pair in zip(item, joined, strict=True)]
+        return tuple(parts) if isinstance(item, tuple) else parts
     return joined
 
 

@@ -19,7 +19,7 @@ from hpcdist.data.loader_worker import EmptyPart, Joined, Progress, collate_of
 from hpcdist.errors import DataError
 from hpcdist.runtime.worker_start import worker_context
 
-#: Share of HPCDIST_TIMEOUT_S that a batch may take: this rank must report its worker before other ranks report it.
+#: Share of HPCDIST_TIMEOUT_S that a batch may take: this rank must name its slow worker before others name this rank.
 _TIMEOUT_SHARE = 0.8
 #: How long a worker whose connection has ended may take to end, too.
 _EXIT_S = 0.5
@@ -234,19 +234,19 @@ def _ended_worker(batches: Any, error: Exception) -> tuple[int, str, str]:
             process.join(_EXIT_S)
         if process.exitcode == -signal.SIGKILL:
             what_happened = (
-                f"process {process.pid} killed by signal 9, as where a host runs out of memory"
+                f"process {process.pid} killed by signal 9, as when the host runs out of memory"
             )
             return worker, what_happened, "use fewer workers, or a smaller prefetch_factor"
         if process.exitcode:
             what_happened = f"process {process.pid} ended with exit code {process.exitcode}"
-            return worker, what_happened, "look at its lines above"
+            return worker, what_happened, "look at what it printed above"
     return 0, "", ""
 
 
 def _text_of_worker(error: DataError) -> str:
-    """Return the text of an error that torch has sent from a worker, behind the worker's traceback."""
-    last_line = str(error).rstrip().splitlines()[-1]
-    return last_line.removeprefix(f"{DataError.__module__}.{DataError.__qualname__}: ")
+    """Return the text of an error that torch has sent from a worker, which follows the worker's traceback."""
+    _, _, text = str(error).rpartition(f"{DataError.__module__}.{DataError.__qualname__}: ")
+    return text.rstrip()
 
 
 def _awaited_worker(batches: Any) -> int:

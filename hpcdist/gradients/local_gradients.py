@@ -156,7 +156,7 @@ class LocalGradients:
 
     @torch.no_grad()
     def end_run(self, final_gradients: Mapping[int, Mapping[Slot, Tensor | None]]) -> None:
-        """Forget gradients that replicas have dropped in the run, and note the gradients that the last one leaves.
+        """Forget gradients that replicas have dropped in the run, and note the gradients that the last replica leaves.
 
         Where only other replicas have accumulated, `parameter.grad` becomes zeros, so that the program can drop it
         after the run.

@@ -149,6 +149,6 @@ def _explain(lines: Sequence[str], chiefs_lines: Sequence[str]) -> DesyncError:
     first = differing[0] if differing else "another order"
     return DesyncError(
         f"local steps: expected the chief's {len(chiefs_lines) - 1} tensors to average, got {len(lines) - 1}, first "
-        f"difference {first!r}; make as many steps on every rank, give every parameter a gradient on all replicas, or "
-        f"sum gradients at every step."
+        f"difference {first!r}; make the same number of steps on every rank, give every parameter a gradient on all "
+        f"replicas, or sum gradients at every step."
     )

@@ -59,9 +59,9 @@ class SparseSlot(Slot):
         if gradient is not None:
             self.require_kind(gradient)
             host_gradient = gradient.detach().to("cpu", self.sum_dtype)
-            self.contribution = self._weighed(host_gradient, scale)
+            self.contribution = self._weighted(host_gradient, scale)
 
-    def _weighed(self, gradient: Tensor, scale: float) -> Tensor:
+    def _weighted(self, gradient: Tensor, scale: float) -> Tensor:
         if scale == 1:
             return gradient
         if scale:

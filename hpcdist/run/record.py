@@ -1,4 +1,4 @@
-"""What a run records of itself: `decision.json`, written from its ledger."""
+"""RunRecord: ends an attempt in the ledger, and writes `decision.json` from it."""
 
 import logging
 
@@ -21,7 +21,9 @@ logger = logging.getLogger("hpcdist")
 
 
 class RunRecord:
-    """Writes `decision.json` of a run from its ledger. It holds no model, buffer or thread. Chief only.
+    """Ends an attempt in its ledger, and writes `decision.json` from that. Chief only.
+
+    It holds no model, buffer or thread.
 
     Args:
         store: the folder of the checkpoints, with this attempt's number once it has begun.

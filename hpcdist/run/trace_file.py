@@ -1,4 +1,4 @@
-"""TraceFile: records of JSON beside training, written soon, and lost rather than waited for."""
+"""TraceFile: a file of JSON records, written by a background thread; records are lost rather than waited for."""
 
 import contextlib
 import json
@@ -27,7 +27,8 @@ class TraceFile:
     see the run folder records nothing: only the chief needs the folder.
 
     Args:
-        path: path of the file, `RUN_DIR/trace/0002/rank-00003.jsonl`; its folders in the run folder are made.
+        path: path of the file, two folders below the run folder, such as `RUN_DIR/trace/0002/rank-00003.jsonl`; those
+            two folders are made.
         every_s: least seconds between two appends.
         first_s: seconds before the first append, so that ranks do not all write at once.
         disk: file system calls, which tests replace.
@@ -85,7 +86,7 @@ class TraceFile:
         except OSError as error:
             self._is_over = True
             logger.warning(
-                "trace: expected to write %s, got %s; training continues without records of its steps there.",
+                "trace: expected to write %s, got %s; training continues, and no more steps are recorded in this file.",
                 self._path,
                 error.strerror,
             )

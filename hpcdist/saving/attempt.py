@@ -80,12 +80,12 @@ class RunAttempt:
 
     def _require_progress(self) -> None:
         attempts = self._manager.ledger.attempts()
-        if not self._manager.is_in_progress:
+        if not self._manager.is_attempt_in_progress:
             attempts.append(self._launch.attempt(0))  # this one, as it would begin
         decision = decide(attempts, self._is_counted)
         if decision.exit_code is not None:
             # an earlier restore has begun this attempt, which must not count
-            if self._manager.is_in_progress:
+            if self._manager.is_attempt_in_progress:
                 self._manager.ledger.end("refused", decision.reason)
             raise NoProgressError(
                 f"PreemptionCheckpointHandler: expected attempts that make progress, got {decision.reason}; fix what "

@@ -14,9 +14,9 @@ from hpcdist.program.drift import odd_ranks
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.world import World
 
-#: Most ranks that an error lists.
+#: Largest number of ranks that an error lists.
 _MAX_NAMED = 8
-#: Larger than any digest.
+#: At least as large as any digest.
 _NO_DIGEST = (1 << 63) - 1
 #: The bytes of an array.
 Content = memoryview
@@ -37,7 +37,8 @@ def digest_of(
     """Return a 63-bit digest of parts of a state.
 
     Args:
-        parts: nodes of JSON, as `tree.encode` returns them. The numbers of arrays in them do not change the digest.
+        parts: nodes of JSON, as `tree.encode` returns them. The indexes by which
+            they refer to arrays do not change the digest.
         arrays: arrays that the nodes refer to.
         contents: the bytes of each array.
 
@@ -53,14 +54,14 @@ def digest_of(
             for part in node:
                 add(part)
         else:
-            ((kind, content),) = node.items()  # a node of a state has one key
+            ((kind, value),) = node.items()  # a node of a state has one key
             digest.update(kind.encode())
             if kind in ("tensor", "array"):
-                array = arrays[content]
+                array = arrays[value]
                 digest.update(f"{array.dtype} {array.values.shape}".encode())
-                digest.update(contents[content])
+                digest.update(contents[value])
             else:
-                add(content)
+                add(value)
 
     for name, node in parts.items():
         digest.update(name.encode())
@@ -72,8 +73,8 @@ def digest_of(
 class Comparison:
     """The state that the chief is about to save, to be compared with the state of the other ranks.
 
-    The chief lays its state out while the other ranks compute their digests. It computes its digest from the copy, in
-    the background; `expected` is set in between.
+    While the other ranks compute their digests, the chief copies its state. `expected` is set next; then a background
+    thread of the chief computes the chief's digest from the copy.
 
     Attributes:
         parts: nodes of the state that are equal on all ranks.
@@ -106,7 +107,7 @@ def digest_of_others(local_digest: int | None, world: World) -> int | None:
 
     Cost: two all-reduces of 8 bytes.
     """
-    # the chief adds numbers that neither the maximum nor the minimum can be
+    # the chief contributes the least number to the maximum and the largest to the minimum, so it decides neither
     lower_bound = -1
     upper_bound = _NO_DIGEST
     if local_digest is not None:
@@ -125,7 +126,8 @@ def require_equal(digest: int, world: World) -> None:
     Collective over chief and workers; bounded by the timeout.
 
     Raises:
-        DesyncError: names the ranks that differ from the majority; "do not requeue", as a restart would not help.
+        DesyncError: names the ranks without the most frequent digest. Its exit code means "do not requeue", as a
+            restart would not help.
 
     Cost: two all-reduces of 8 bytes, and one all-gather if digests differ.
     """

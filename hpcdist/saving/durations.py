@@ -9,7 +9,7 @@ N_REMEMBERED = 500
 
 
 class Durations:
-    """The last few durations of one kind, in seconds."""
+    """The last `N_REMEMBERED` durations of one kind, in seconds."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque()

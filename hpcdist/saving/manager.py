@@ -73,13 +73,13 @@ class CheckpointManager:
     Attributes:
         checkpoint: the objects that are saved.
         latest_path: path of the last saved or restored checkpoint; None before the first.
-        saved_step: step of the last save or restore; before the first, the step of the Checkpoint, which other managers
-            may save too.
+        saved_step: step of the last save or restore; before the first, the step of the Checkpoint, which another
+            manager may have saved or restored.
         saved_at: time of the last save or restore, by `time.monotonic`.
         ledger: the attempts of the run. Valid on the chief only.
     """
 
-    def __init__(  # noqa: PLR0913  all but two say what is kept
+    def __init__(  # noqa: PLR0913  most say what is kept
         self,
         checkpoint: Checkpoint,
         directory: str | os.PathLike[str],
@@ -109,7 +109,7 @@ class CheckpointManager:
         if fast_directory is not None:
             self._fast_directory = Path(fast_directory).absolute()
         self._has_begun = False
-        self._is_behind = False
+        self._were_records_late = False
         self.latest_path: str | None = None
         self.saved_step = checkpoint.step
         self.saved_at = time.monotonic()
@@ -232,8 +232,9 @@ class CheckpointManager:
                 ranks.
             CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
                 untouched.
-            DesyncError: if ranks differ in parameters or optimizers, which a chief finds out in the background: raised
-                by this call with `blocking`, else by the next save or `wait`. On all ranks; nothing is written.
+            DesyncError: if ranks differ in parameters or optimizers: raised by this call with `blocking`, or if ranks
+                other than the chief differ among themselves; else by the next save or `wait`. On all ranks; no file is
+                written, and copies in memory are removed.
 
         Cost: one copy of the arrays on the chief; with `blocking`, also the time to write them. The other ranks read
             parameters and optimizers once, while the chief copies.
@@ -303,7 +304,7 @@ class CheckpointManager:
         return Comparison(parts, arrays, self._comm.size, expected)
 
     def _compare_others(self, expected: "Future[int]") -> None:
-        """Give the chief's thread the digest that all other ranks hold, or raise as they differ among themselves.
+        """Give the chief's thread the digest that all other ranks hold, or raise DesyncError if they hold several.
 
         Collective over chief and workers. The chief has laid out its state meanwhile.
         """
@@ -323,7 +324,7 @@ class CheckpointManager:
         return digest_of(self.checkpoint.trained_parts(nodes), arrays, contents_of(arrays))
 
     def _begin_to_save(self) -> str | None:
-        """Begin an attempt if there is none; return the path of the checkpoint that a person chose since the last call.
+        """Begin an attempt if there is none; return the path that `Checkpoint.restore` loaded since the last call.
 
         Progress counts from there, and any later step can be saved. An attempt that has saved a later step gives way to
         another one.
@@ -445,9 +446,9 @@ class CheckpointManager:
         can_copy = True
         if self._is_writer:
             # a file server that hangs delays one copy only
-            for_s = 0 if self._is_behind else _PATIENCE_S
+            for_s = 0 if self._were_records_late else _PATIENCE_S
             can_copy = all(file.is_written(for_s) for file in self.checkpoint.files())
-            self._is_behind = not can_copy
+            self._were_records_late = not can_copy
         return self._world.all_reduce_int(int(can_copy), MPI.MIN, self._comm) == 1
 
     def remove_all(self) -> None:
@@ -562,7 +563,7 @@ class CheckpointManager:
         self._has_begun = False
 
     @property
-    def is_in_progress(self) -> bool:
+    def is_attempt_in_progress(self) -> bool:
         """Whether an attempt of this manager has begun and has not ended."""
         return self._has_begun
 

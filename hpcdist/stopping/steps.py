@@ -1,4 +1,4 @@
-"""The steps of a job: their number, for each way to write a training loop, and what the last one has left."""
+"""The steps of a job: counts them, however the loop is written, and tells if parameters changed since the last one."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from hpcdist.runtime.step_flags import StepFlags
 class StepCount:
     """Counts calls of `run`, and optimizer steps outside of them; steps in an evaluation do not count.
 
-    Once the program reports its steps, they alone count.
+    Once the program reports its steps, optimizer steps outside of `run` count no longer.
 
     Not collective; equal on all ranks that make equal steps and calls.
 
@@ -25,6 +25,7 @@ class StepCount:
         self._n_at_begin = flags.n_steps
         self._seen = flags.n_steps
         self._is_inside = False
+        self._is_evaluating = False
         self._is_reported = False
 
     @property
@@ -42,6 +43,9 @@ class StepCount:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Count the block as one step; if it raises, only if the optimizer has stepped in it."""
+        if self._is_evaluating:
+            yield
+            return
         with self._inside():
             n_before = self._flags.n_steps
             is_whole = False
@@ -54,25 +58,34 @@ class StepCount:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Count nothing that happens in the block."""
-        with self._inside():
-            yield
+        was_evaluating = self._is_evaluating
+        self._is_evaluating = True
+        try:
+            with self._inside():
+                yield
+        finally:
+            self._is_evaluating = was_evaluating
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
+        was_inside = self._is_inside
         self._counted = self.value
         self._is_inside = True
         try:
             yield
         finally:
             self._seen = self._flags.n_steps
-            self._is_inside = False
+            self._is_inside = was_inside
 
     def count_reported(self, saved: int) -> None:
-        """Count a step that the program reports.
+        """Count a step that the program reports, unless it does so in an evaluation.
 
         Args:
-            saved: the last saved step; before the first report, it may have been counted by an optimizer's steps.
+            saved: step of the last save. The count never falls below it: a save before the first report was numbered
+                by optimizer steps, which may be more.
         """
+        if self._is_evaluating:
+            return
         self._counted = max(self._counted + 1, saved)
         self._seen = self._flags.n_steps
         self._is_reported = True

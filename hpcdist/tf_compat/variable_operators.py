@@ -66,7 +66,7 @@ class Readable(ABC):
     """
 
     name: str
-    __array_priority__ = 100  # array + variable is the variable's to add
+    __array_priority__ = 100  # numpy leaves `array + variable` to `__radd__`
 
     @abstractmethod
     def read_value(self) -> Tensor:
@@ -120,6 +120,9 @@ class Readable(ABC):
     __imod__ = _refusing("%=", "assign(variable % value)")
     __ipow__ = _refusing("**=", "assign(variable ** value)")
     __imatmul__ = _refusing("@=", "assign(variable @ value)")
+    __iand__ = _refusing("&=", "assign(variable & value)")
+    __ior__ = _refusing("|=", "assign(variable | value)")
+    __ixor__ = _refusing("^=", "assign(variable ^ value)")
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.read_value())

@@ -45,7 +45,7 @@ _BITWISE = (_RedOp.BAND, _RedOp.BOR, _RedOp.BXOR)
 #: The kinds of reductions that bools have in place of sums and products, as True + True is True.
 _OF_BOOLS = {_RedOp.SUM: _RedOp.MAX, _RedOp.PRODUCT: _RedOp.MIN}
 _HALF = (torch.float16, torch.bfloat16)
-_REDUCED = {
+_REDUCIBLE_DTYPES = {
     torch.bool,
     torch.uint8,
     torch.int8,
@@ -129,7 +129,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
         Raises:
             CollectiveError: for tensors off the host, before anything is sent.
-            DesyncError: for a fault that the library finds; on this rank.
+            DesyncError: for a fault that the MPI library finds; on this rank.
         """
         _require_host(name, *tensors)
         with self._ranks.recorded(name, recorded):
@@ -144,10 +144,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def _require_all(self, call: str, is_right: bool, *facts: Any) -> None:
         """Raise DesyncError on every rank unless sizes are right on all ranks. Collective over the group."""
-        number = 0
-        if not is_right:
-            number = 1 + self.rank()  # ranks that are all wrong differ, too
-        if not self._ranks.have_same(number) or not is_right:
+        are_same = self._ranks.have_same(int(is_right))
+        if not are_same or not is_right:
             raise _differ(call, ", ".join(map(str, facts)))
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -184,6 +182,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Replace root's tensor by the reduction over all ranks."""
         (tensor,) = tensors
         kind, factor = _reduction("reduce", opts, tensor)
+        self._require_same("reduce", f"root {opts.rootRank}")
         if self.rank() != opts.rootRank:
             tensor = tensor.clone()
         _reduce(self._ranks, "reduce", tensor, kind, factor)
@@ -195,7 +194,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         inputs: list[list[Tensor]],
         opts: Any,
     ) -> Work:
-        """Put the reduction of this rank's tensor of each rank's list into the output."""
+        """Reduce the tensors that all ranks' lists hold for this rank into the output."""
         (output,) = outputs
         (parts,) = inputs
         self._require("reduce_scatter", parts, output)
@@ -205,7 +204,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             raise mismatch("reduce_scatter", expected, local_part.shape)
         joined = torch.cat([part.reshape(-1) for part in parts])
         counts = [part.numel() for part in parts]
-        return self._reduce_rows(output, joined, counts, opts, outputs)
+        return self._reduce_parts(output, joined, counts, opts, outputs)
 
     def reduce_scatter_single(
         self,
@@ -213,7 +212,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         input_tensor: Tensor,
         opts: Any,
     ) -> Work:
-        """Put this rank's part of the reduction of a tensor that is as large as all outputs into the output."""
+        """Reduce inputs as large as all ranks' outputs together, and put this rank's part into the output."""
         n_elements = output.numel() * self.size()
         if input_tensor.numel() != n_elements or input_tensor.dtype != output.dtype:
             raise mismatch(
@@ -224,7 +223,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             )
         flat_input = input_tensor.reshape(-1)
         counts = [output.numel()] * self.size()
-        return self._reduce_rows(output, flat_input, counts, opts, [output])
+        return self._reduce_parts(output, flat_input, counts, opts, [output])
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -241,7 +240,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_rows(
+    def _reduce_parts(
         self,
         output: Tensor,
         joined: Tensor,
@@ -428,7 +427,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         inputs: list[Tensor],
         opts: Any = None,
     ) -> Work:
-        """Put each rank's tensor for this one into its place of the list."""
+        """Put the tensor that each rank sends to this rank into that rank's place of the list."""
         self._require("all_to_all", inputs)
         self._require("all_to_all", outputs)
         sent = [_bytes_of(input_tensor) for input_tensor in inputs]
@@ -475,10 +474,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
                     tensor.shape,
                     list(splits),
                 )
-        rows_out = list(output_splits) or [len(output) // self.size()] * self.size()
-        rows_in = list(input_splits) or [len(input_tensor) // self.size()] * self.size()
+        output_rows = list(output_splits) or [len(output) // self.size()] * self.size()
+        input_rows = list(input_splits) or [len(input_tensor) // self.size()] * self.size()
         with _contiguous(output) as whole:
-            self.alltoall(list(whole.split(rows_out)), list(input_tensor.split(rows_in)))
+            self.alltoall(list(whole.split(output_rows)), list(input_tensor.split(input_rows)))
         return _done([output])
 
     alltoall_base = all_to_all_single
@@ -571,7 +570,7 @@ def _reduction(call: str, opts: Any, tensor: Tensor) -> tuple[Any, Any]:
     known_kinds = (*_OPS, _RedOp.PREMUL_SUM)
     kind = next((candidate for candidate in known_kinds if op == candidate), None)
     _require_host(call, tensor)
-    if kind is None or tensor.dtype not in _REDUCED:
+    if kind is None or tensor.dtype not in _REDUCIBLE_DTYPES:
         raise mismatch(
             call,
             "a reduction of bools, integers, floats or complex numbers",
@@ -604,8 +603,9 @@ def _require_host(call: str, *tensors: Tensor) -> None:
 
 def _differ(call: str, facts: str) -> DesyncError:
     """Return the error of calls that differ between ranks, for all of them."""
+    here = facts or "this call"
     error = DesyncError(
-        f"{call}: expected the same call and sizes that fit on every rank, got {facts} here and others elsewhere; "
+        f"{call}: expected the same call and sizes that fit on every rank, got {here} here and others elsewhere; "
         f"let all ranks make the same calls in the same order."
     )
     error.is_agreed = True

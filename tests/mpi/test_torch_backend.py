@@ -434,6 +434,7 @@ DIFFERING = {
     "reduce_scatter": lambda comm: dist.reduce_scatter_single(
         torch.ones(n_elements(comm)), torch.ones(n_elements(comm) * comm.size)
     ),
+    "reduce, root": lambda comm: dist.reduce(torch.ones(4), min(comm.rank, 1)),
     "broadcast": lambda comm: dist.broadcast(torch.ones(n_elements(comm)), 0),
     "broadcast, root": lambda comm: dist.broadcast(torch.ones(4), min(comm.rank, 1)),
     "all_gather": lambda comm: dist.all_gather(
@@ -457,6 +458,19 @@ def test_sizes_that_differ_are_an_error_on_every_rank(comm, gloo, call):
         pytest.skip("nothing differs on one rank")
     with pytest.raises(DesyncError, match=f"{call.partition(',')[0]}: expected the same call and sizes that fit"):
         DIFFERING[call](comm)
+    dist.barrier()
+
+
+def test_a_barrier_that_meets_another_call_is_named(comm, gloo):
+    if comm.size == 1:
+        pytest.skip("nothing differs on one rank")
+    call = dist.barrier if comm.rank == 0 else lambda: dist.all_reduce(torch.ones(4))
+    with pytest.raises(DesyncError) as caught:
+        call()
+    if comm.rank == 0:
+        assert str(caught.value).startswith(
+            "barrier: expected the same call and sizes that fit on every rank, got this"
+        )
     dist.barrier()
 
 

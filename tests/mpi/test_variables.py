@@ -232,7 +232,7 @@ def test_an_expression_reads_what_the_caller_sees(strategy):
 
 
 @pytest.mark.feature("tf.operators-torch-s")
-@pytest.mark.parametrize("sign", ["+=", "-=", "*=", "/=", "//=", "%=", "**=", "@="])
+@pytest.mark.parametrize("sign", ["+=", "-=", "*=", "/=", "//=", "%=", "**=", "@=", "&=", "|=", "^="])
 def test_in_place_it_is_refused(strategy, sign):
     names = {"variable": make(strategy, VALUES)}
     with pytest.raises(

@@ -134,6 +134,15 @@ def test_a_connection_to_the_launcher_tells_ranks_from_children(monkeypatch):
         assert is_child_of_rank({**closed, "HPCDIST_RANK_PROCESS": mark}), "as after subprocess.run"
 
 
+@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, {"PBS_JOBID": "7"}])
+def test_a_child_without_the_launcher_s_variables_is_a_child_in_a_batch_job_too(monkeypatch, job):
+    """As the workers of a fork server, which is started without them."""
+    mark = of_another_process(marked(monkeypatch, {**HYDRA, **job}))
+    assert is_child_of_rank({**job, "HPCDIST_RANK_PROCESS": mark})
+    peer = {"PMI_RANK": "1", "PMI_SIZE": "2", **job}
+    assert not is_child_of_rank({**peer, "HPCDIST_RANK_PROCESS": mark}), "another launch in the job"
+
+
 def test_a_mark_that_nobody_can_read_is_none():
     assert not is_child_of_rank({**PMIX, "HPCDIST_RANK_PROCESS": "no number"})
 

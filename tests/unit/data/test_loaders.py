@@ -19,9 +19,10 @@ from torch.utils.data import (
 import hpcdist
 from hpcdist.data.batches import batch_sizes
 from hpcdist.data.loader_reader import LoaderReader
+from hpcdist.data.loader_worker import Progress, collate
 from hpcdist.data.parts_without_rows import part_without_rows
 from hpcdist.data.sampler_order import SamplerOrder, drawn_seed
-from hpcdist.data.worker_reader import _failure_of
+from hpcdist.data.worker_reader import _failure_of, _text_of_worker
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import SampleOrder
 from hpcdist.runtime import worker_start
@@ -49,6 +50,8 @@ class ByLength(Sampler):
             yield [first + draws[type(self.generator)]() for _ in range(size)]
 
 
+#: What torch writes before the text of an error that it sends from a worker.
+SENT = "hpcdist.errors.DataError: "
 GENERATORS = {
     "torch": torch.Generator,
     "python": random.Random,
@@ -219,6 +222,34 @@ class Alive:
 
 class Iterator:
     _workers = (Alive(), Alive())
+
+
+def test_the_text_of_a_worker_s_error_has_all_its_lines():
+    text = "DataLoader: expected worker_init_fn to return, got ValueError: two\nlines; look at its traceback above."
+    error = DataError(f"Caught DataError in worker 1.\nTraceback\n  hpcdist.errors.DataError: no\n{SENT}{text}\n")
+    assert _text_of_worker(error) == text
+
+
+@pytest.mark.parametrize("key", [7, np.int64(7), np.uint8(7)])
+def test_a_worker_tells_which_item_it_reads(key):
+    progress = Progress(2, "item {}")
+    progress.note(1, key)
+    assert (progress.describe(0), progress.describe(1)) == ("item of unknown number", "item 7")
+
+
+@pytest.mark.parametrize("key", [-1, 1 << 63, "seven", 7.0])
+def test_of_other_keys_nothing_is_known(key):
+    progress = Progress(1, "item {}")
+    progress.note(0, key)
+    assert progress.describe(0) == "item of unknown number"
+
+
+def test_items_are_joined_in_their_form():
+    item = ({"a": [1.0, (2.0, 3.0)]}, 4.0)
+    joined = collate([item, item])
+    assert isinstance(joined, tuple)
+    assert isinstance(joined[0]["a"], list)
+    assert isinstance(joined[0]["a"][1], tuple)
 
 
 def test_an_error_of_an_item_waits_for_no_worker():

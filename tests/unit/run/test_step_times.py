@@ -271,8 +271,8 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
         file.add({"a": 1})
         file.flush(10)
     assert [record.getMessage() for record in caplog.records] == [
-        f"trace: expected to write {path_in(tmp_path)}, got No space left on device; training continues without "
-        "records of its steps there."
+        f"trace: expected to write {path_in(tmp_path)}, got No space left on device; training continues, and no more "
+        "steps are recorded in this file."
     ]
 
 

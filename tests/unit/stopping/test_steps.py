@@ -86,6 +86,36 @@ def values_after(events, *args, **kwargs):
     return [values[end - 1] for end in itertools.accumulate(map(len, events))]
 
 
+@pytest.mark.parametrize("calls", [["call"], ["call", "call"], ["count_reported", "call"], ["evaluation", "call"]])
+def test_nothing_in_an_evaluation_counts(calls):
+    """As where a function that trains is called to evaluate."""
+    flags = StepFlags()
+    steps = StepCount(flags, 10)
+    with steps.evaluation():
+        for name in calls:
+            if name == "count_reported":
+                steps.count_reported(0)
+                continue
+            with getattr(steps, name)():
+                flags.count_step()
+            flags.count_step()
+        assert steps.value == 10
+    assert steps.value == 10
+    flags.count_step()
+    assert steps.value == 11
+
+
+def test_an_optimizer_step_after_an_inner_call_belongs_to_the_outer_one():
+    flags = StepFlags()
+    steps = StepCount(flags, 0)
+    with steps.call():
+        with steps.call():
+            flags.count_step()
+        flags.count_step()
+        assert steps.value == 1
+    assert steps.value == 2
+
+
 def test_what_was_saved_is_not_gone_back_behind():
     assert count([STEP, STEP, STEP, TELL, TELL], saved=2) == [1, 2, 3, 2, 3]
 
