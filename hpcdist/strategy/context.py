@@ -35,11 +35,14 @@ class Entry:
     updated: int | None = None
 
 
+#: The blocks around the caller. A context variable, as each replica runs in a thread of its own.
 _entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar(
     "hpcdist_entries", default=()
 )
-#: The scope that all code of the process is in, in every thread; see `experimental_set_strategy`.
+#: The scope that all code is in. It counts in every thread, which a context variable would not; see
+#: `experimental_set_strategy`.
 _everywhere: Entry | None = None
+#: Ends what `_everywhere` has begun. Kept apart from it, as it is closed at exit, too.
 _watching = ExitStack()
 # now, while modules are there: Python itself would leave the scope after it has cleared them
 atexit.register(_watching.close)

@@ -169,6 +169,7 @@ class OnlyReplica(ReplicaContext):
         return self.strategy.run(run)
 
 
+#: The replica of code outside all strategies: one object, as nothing enters or leaves it.
 _only_replica = OnlyReplica(pass_through, context.Replica(0, 0))
 
 
