@@ -32,7 +32,12 @@ class Partitioner:
         counts[axis % len(shape)] = n_shards
         return counts
 
-    def _count_shards(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+    def _count_shards(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        axis: int,
+    ) -> int:
         """Return the number of shards along `axis`: the part in which the partitioners of this module differ."""
         raise NotImplementedError(
             f"{type(self).__name__}: expected __call__(shape, dtype, axis=0); define it."
@@ -49,7 +54,12 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = _positive("num_shards", num_shards)
 
-    def _count_shards(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+    def _count_shards(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        axis: int,
+    ) -> int:
         return min(self._num_shards, shape[axis])
 
 
@@ -75,7 +85,12 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = _positive("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def _count_shards(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+    def _count_shards(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        axis: int,
+    ) -> int:
         nbytes = math.prod(shape) * _itemsize(dtype, self._bytes_per_string)
         n_of_min_size = math.ceil(nbytes / self._min_shard_bytes)
         n_shards = min(shape[axis], self._max_shards, n_of_min_size)
@@ -109,7 +124,12 @@ class MaxSizePartitioner(Partitioner):
             _positive("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def _count_shards(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+    def _count_shards(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        axis: int,
+    ) -> int:
         if math.prod(shape) == 0:
             raise UsageError(
                 f"MaxSizePartitioner: expected a variable with elements, got the shape {tuple(shape)}; leave it whole."

@@ -52,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
                 replicas. ValueError: for another shape, or in training for one value per channel in all.
         """
         self._check_input_dim(input)
-        strategy = self._sharing_strategy() if self.training else None
+        strategy = self._sharing_strategy()
         if strategy is None:
             return super().forward(input)
         mean, variance, count = self._moments(input, strategy)
@@ -67,7 +67,9 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _sharing_strategy(self) -> Strategy | None:
-        """Return the strategy whose replicas combine statistics. None if this replica has its statistics alone."""
+        """Return the strategy whose replicas combine statistics. None in evaluation, or for a replica on its own."""
+        if not self.training:
+            return None
         entry = context.current()
         strategy = self._owner.strategy
         # workers of parameter servers are at different steps
