@@ -83,7 +83,6 @@ from hpcdist.stopping.termination import TerminationConfig as TerminationConfig
 from hpcdist.strategy.base import Strategy as Strategy
 from hpcdist.strategy.base import ValueContext as ValueContext
 from hpcdist.strategy.base import experimental_set_strategy as experimental_set_strategy
-from hpcdist.strategy.base import get_replica_context as get_replica_context
 from hpcdist.strategy.base import get_strategy as get_strategy
 from hpcdist.strategy.base import has_strategy as has_strategy
 from hpcdist.strategy.base import in_cross_replica_context as in_cross_replica_context
@@ -106,6 +105,7 @@ from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWo
 from hpcdist.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
+from hpcdist.strategy.replica_context import get_replica_context as get_replica_context
 from hpcdist.strategy.values import DistributedValues as DistributedValues
 from hpcdist.strategy.values import Mirrored as Mirrored
 from hpcdist.strategy.values import PerReplica as PerReplica

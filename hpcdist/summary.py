@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcdist.errors import UsageError
 from hpcdist.runtime.process import make_world
-from hpcdist.strategy.base import get_replica_context
+from hpcdist.strategy.replica_context import get_replica_context
 from hpcdist.strategy.values import DistributedValues
 from hpcdist.tf_compat.variables import as_tensor
 from hpcdist.training.event_file import EventWriter, open_writer

@@ -130,48 +130,36 @@ class ReductionToOneDevice(CrossDeviceOps):
         comm.Bcast(array, self._root)
 
 
-class HierarchicalCopyAllReduce(CrossDeviceOps):
-    """Shared memory in each host, lanes between hosts, as AUTO chooses for gradients.
+class BuiltInOps(CrossDeviceOps):
+    """The name of a built-in implementation, `stands_for`, in tf.distribute.
 
     Args:
         num_packs: accepted for compatibility; bucket sizes are `CommunicationOptions.bytes_per_pack`.
     """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = num_packs
+
+    def all_reduce(
+        self,
+        array: Array,
+        comm: MPI.Comm,
+        op: MPI.Op = MPI.SUM,
+    ) -> None:
+        """Replace `array`, for NCCL a device buffer, by its reduction."""
+        all_reduce(array, _name_of(op), self.stands_for, comm)
+
+
+class HierarchicalCopyAllReduce(BuiltInOps):
+    """Shared memory in each host, lanes between hosts, as AUTO chooses for gradients."""
 
     stands_for = Implementation.AUTO
 
-    def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = num_packs
 
-    def all_reduce(
-        self,
-        array: Array,
-        comm: MPI.Comm,
-        op: MPI.Op = MPI.SUM,
-    ) -> None:
-        """Replace `array` by its reduction."""
-        all_reduce(array, _name_of(op), comm=comm)
-
-
-class NcclAllReduce(CrossDeviceOps):
-    """NCCL, one GPU per rank. Buckets stay in device memory.
-
-    Args:
-        num_packs: accepted for compatibility; bucket sizes are `CommunicationOptions.bytes_per_pack`.
-    """
+class NcclAllReduce(BuiltInOps):
+    """NCCL, one GPU per rank. Buckets stay in device memory."""
 
     stands_for = Implementation.NCCL
-
-    def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = num_packs
-
-    def all_reduce(
-        self,
-        array: Array,
-        comm: MPI.Comm,
-        op: MPI.Op = MPI.SUM,
-    ) -> None:
-        """Replace `array`, a device buffer, by its reduction."""
-        all_reduce(array, _name_of(op), Implementation.NCCL, comm)
 
 
 def _name_of(op: MPI.Op) -> str:

@@ -27,6 +27,18 @@ class Partitioner:
             dtype: dtype of the variable, of numpy or torch.
             axis: dimension that is split.
         """
+        n_shards = self._count_shards(shape, dtype, axis)
+        counts = [1] * len(shape)
+        counts[axis % len(shape)] = n_shards
+        return counts
+
+    def _count_shards(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        axis: int,
+    ) -> int:
+        """Return the number of shards along `axis`: the part in which the partitioners of this module differ."""
         raise NotImplementedError(
             f"{type(self).__name__}: expected __call__(shape, dtype, axis=0); define it."
         )
@@ -42,14 +54,13 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = _positive("num_shards", num_shards)
 
-    def __call__(
+    def _count_shards(
         self,
         shape: Sequence[int],
         dtype: Any,
-        axis: int = 0,
-    ) -> list[int]:
-        """Return the number of shards along each dimension."""
-        return _along(shape, axis, min(self._num_shards, shape[axis]))
+        axis: int,
+    ) -> int:
+        return min(self._num_shards, shape[axis])
 
 
 class MinSizePartitioner(Partitioner):
@@ -74,17 +85,16 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = _positive("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def __call__(
+    def _count_shards(
         self,
         shape: Sequence[int],
         dtype: Any,
-        axis: int = 0,
-    ) -> list[int]:
-        """Return the number of shards along each dimension."""
+        axis: int,
+    ) -> int:
         nbytes = math.prod(shape) * _itemsize(dtype, self._bytes_per_string)
         n_of_min_size = math.ceil(nbytes / self._min_shard_bytes)
         n_shards = min(shape[axis], self._max_shards, n_of_min_size)
-        return _along(shape, axis, max(1, n_shards))
+        return max(1, n_shards)
 
 
 class MaxSizePartitioner(Partitioner):
@@ -97,6 +107,9 @@ class MaxSizePartitioner(Partitioner):
         max_shard_bytes: most bytes of a shard.
         max_shards: most shards of a variable, even if they are larger then. None allows any number.
         bytes_per_string: estimated bytes of an element of a variable of texts.
+
+    Raises:
+        UsageError: when it is called for a variable without elements.
     """
 
     def __init__(
@@ -111,17 +124,12 @@ class MaxSizePartitioner(Partitioner):
             _positive("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def __call__(
+    def _count_shards(
         self,
         shape: Sequence[int],
         dtype: Any,
-        axis: int = 0,
-    ) -> list[int]:
-        """Return the number of shards along each dimension.
-
-        Raises:
-            UsageError: for a variable without elements.
-        """
+        axis: int,
+    ) -> int:
         if math.prod(shape) == 0:
             raise UsageError(
                 f"MaxSizePartitioner: expected a variable with elements, got the shape {tuple(shape)}; leave it whole."
@@ -132,7 +140,7 @@ class MaxSizePartitioner(Partitioner):
         n_shards = math.ceil(n_rows / shard_rows)
         if self._max_shards is not None:
             n_shards = min(n_shards, self._max_shards)
-        return _along(shape, axis, n_shards)
+        return n_shards
 
 
 @dataclass(frozen=True)
@@ -249,17 +257,6 @@ def _n_rows(variable: VariableSpec) -> int:
     if not variable.shape:
         return 1
     return variable.shape[0]
-
-
-def _along(
-    shape: Sequence[int],
-    axis: int,
-    n_shards: int,
-) -> list[int]:
-    """Return the number of shards along each dimension, if one dimension is split."""
-    counts = [1] * len(shape)
-    counts[axis % len(shape)] = n_shards
-    return counts
 
 
 def _itemsize(dtype: Any, bytes_per_string: int) -> int:

@@ -1,17 +1,13 @@
-"""The interface of every strategy, and the strategy of a single replica: scope, run, values and inputs."""
+"""The interface of every strategy, and the strategy of a single replica: scope, run and inputs."""
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.collectives.ops import ReduceOp
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction
@@ -19,37 +15,14 @@ from hpcdist.data.options import InputOptions
 from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients.comm_hook import CommHook
-from hpcdist.nest import Nest, form_of, leaves, with_leaves
+from hpcdist.nest import Nest
 from hpcdist.program import owners, torch_hooks
 from hpcdist.program.owners import Stepper
-from hpcdist.replicas.scheduler import ReplicaScheduler
 from hpcdist.strategy import context
+from hpcdist.strategy.cross_replica_context import CrossReplicaContext
 from hpcdist.strategy.extended import StrategyExtended
-from hpcdist.strategy.inputs import Inputs, OneInput
 from hpcdist.strategy.own_gradients import GradientsAndParameters, apply_gradients, offer
-from hpcdist.strategy.ranks import Ranks
-from hpcdist.strategy.reduce import Axis, check_axis, gather_values, reduce_over_axis, reduce_values
-from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
-from hpcdist.strategy.replicas import OneReplica, Replicas
-from hpcdist.strategy.sums import NoSums, Sums
-from hpcdist.strategy.values import DistributedValues, local_values, regroup, select
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts that a strategy is made of. The default parts serve a single replica that nobody watches.
-
-    Attributes:
-        replicas: numbers of the replicas, and the operations that combine their values.
-        sums: treatment of models and gradients.
-        inputs: division of datasets.
-        device: device of the tensors and modules that are made in scope and run. None if the caller's code decides.
-    """
-
-    replicas: Replicas = field(default_factory=OneReplica)
-    sums: Sums = field(default_factory=NoSums)
-    inputs: Inputs = field(default_factory=lambda: OneInput(takes_unbatched=True))
-    device: torch.device | None = None
+from hpcdist.strategy.values import regroup, select
 
 
 @dataclass(frozen=True)
@@ -60,7 +33,7 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
-class Strategy(Ranks):
+class Strategy(CrossReplicaContext):
     """What tf.distribute.Strategy offers; a process holds one replica unless it asks for more.
 
     A strategy is the choice of its parts. This class alone is the pass-through strategy: one replica, nothing to
@@ -73,32 +46,8 @@ class Strategy(Ranks):
         replicas, sums, inputs: the strategy's parts, for diagnosis.
     """
 
-    def __init__(self, parts: Parts | None = None) -> None:
-        chosen = Parts() if parts is None else parts
-        self.replicas = chosen.replicas
-        self.sums = chosen.sums
-        self.inputs = chosen.inputs
-        self._placed = chosen.device
-        self._is_pass_through = parts is None
-        self._variable_numbers = itertools.count(1)
-
     def __str__(self) -> str:
         return f"{type(self).__name__}: 1 replica on {self.device}"
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas whose gradients are summed: num_replicas, or by default one per chief or worker rank."""
-        return self.replicas.n_replicas
-
-    @property
-    def n_replicas(self) -> int:
-        """Number of replicas whose values `reduce`, variables and metrics combine, and that share a global batch."""
-        return self.replicas.n_replicas
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process prints, logs and saves for the job."""
-        return True
 
     @property
     def cluster_resolver(self) -> Any:
@@ -134,57 +83,7 @@ class Strategy(Ranks):
         ):
             yield
 
-    @property
-    def own_replicas(self) -> range:
-        """Numbers of the replicas of this process."""
-        return self.replicas.local
-
-    @property
-    def scheduler(self) -> ReplicaScheduler:
-        """Runs the replicas of this process."""
-        return self.replicas.scheduler
-
-    def sum_over_replicas(self, rows: list[Any]) -> Any:
-        """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them.
-
-        Collective over the ranks of the role.
-        """
-        return self.replicas.add(rows)
-
-    def gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
-        """Return the joined (rows, ...) host arrays of all ranks, and where this rank's begins; or raise on all.
-
-        Collective over the ranks of the role.
-        """
-        return self.replicas.append_rows(rows, error)
-
-    def _placing(self) -> AbstractContextManager[Any]:
-        """Make tensors of the block on this replica's device; free where that is the default device."""
-        device = self._placed_on
-        if device is None or device == torch.get_default_device():
-            return nullcontext()
-        return device
-
-    @property
-    def _placed_on(self) -> torch.device | None:
-        """The device of tensors and modules made in scope and run. None if the caller's code decides."""
-        return self._placed
-
-    @property
-    def device(self) -> torch.device:
-        """The device that this process computes on."""
-        return torch.get_default_device() if self._placed is None else self._placed
-
-    @property
-    def _parameter_device(self) -> torch.device:
-        """The device that the variables are on."""
-        return self.device
-
     # -- objects ----------------------------------------------------------------------------------------------------
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter made in this scope, or a buffer of a module built in it."""
-        return self.sums.owns(tensor)
 
     def prepare(self, objects: Iterable[Any]) -> None:
         """Make the models of this strategy among some objects equal on all ranks, as their first use does.
@@ -255,9 +154,9 @@ class Strategy(Ranks):
         self.sums.prepare_run(args)
         calls = [
             functools.partial(
-                self._call, ReplicaContext(self, replica, local_index), fn, args, kwargs or {}
+                self._call, context.Replica(number, local_index), fn, args, kwargs or {}
             )
-            for local_index, replica in enumerate(self.own_replicas)
+            for local_index, number in enumerate(self.own_replicas)
         ]
         try:
             return self.replicas.regroup(self.scheduler.run(calls))
@@ -267,7 +166,7 @@ class Strategy(Ranks):
 
     def _call(
         self,
-        replica: ReplicaContext,
+        replica: context.Replica,
         fn: Callable[..., Any],
         args: Any,
         kwargs: dict[str, Any],
@@ -308,7 +207,7 @@ class Strategy(Ranks):
         """
         entry = context.current()
         if entry is not None and entry.replica is not None:
-            apply_gradients(entry.replica, optimizer, grads_and_params)
+            apply_gradients(get_strategy(), optimizer, grads_and_params)
         elif self.replicas.is_fixed:
             raise RuntimeError(
                 "apply_gradients: expected a call inside strategy.run, got one outside; run the step."
@@ -316,13 +215,8 @@ class Strategy(Ranks):
         else:
             self.run(self.apply_gradients, args=(optimizer, grads_and_params))
 
-    def number_variable(self) -> int:
-        """Return the number of the next variable: variables are made in the same order on all ranks."""
-        return next(self._variable_numbers)
-
     def _merge_call(
         self,
-        replica: ReplicaContext,
         merge_fn: Callable[..., Any],
         args: Any,
         kwargs: dict[str, Any],
@@ -334,126 +228,6 @@ class Strategy(Ranks):
             return [select(local_index, result) for local_index in range(len(contributed))]
 
         return self.scheduler.merge("a merge_call", (tuple(args), kwargs), combine)
-
-    # -- values of all replicas -------------------------------------------------------------------------------------
-
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
-        """Return `value` reduced over all replicas and, first, over `axis` inside each.
-
-        Collective over the ranks of the role. Same dtype required on every replica: yes; same shape: yes, but for
-        reduced axes.
-
-        Args:
-            reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
-                of different length are weighted by their length.
-            value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
-                With several replicas in this process, or where num_replicas above 1 was given, a plain value counts for
-                each replica; its SUM with axis None is refused, as in tf.distribute. With axis None also a sparse COO
-                tensor, whose entries are joined, and a nest of such values.
-            axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
-
-        Returns:
-            The same kind of value, on the host, equal on every rank.
-
-        Raises, on every rank alike:
-            ValueError: for an axis out of range, values of different shape or an unknown op.
-            TypeError: for an axis of another type. RuntimeError: inside `run`.
-        """
-        self.require_cross_replica("reduce", "return the value from run and reduce it")
-        op = ReduceOp.parse(reduce_op)
-        check_axis(axis)
-        if axis is None:
-            return with_leaves(value, self.reduce_all(op, leaves(value), form_of(value)))
-        values, error = self._values_of("reduce", value, is_everyones=True)
-        return reduce_over_axis(self, op, values, axis, error)
-
-    def reduce_all(self, op: ReduceOp, values: Sequence[Any], form: str = "") -> list[Any]:
-        """Return several values, each reduced over all replicas; one sum for each dtype.
-
-        Collective over the ranks of the role.
-
-        Args:
-            op: SUM or MEAN.
-            values: values to reduce, as for `reduce`.
-            form: form of the nest whose leaves they are, as text.
-        """
-        if not values:
-            return []
-        local_by_value: list[list[Any]] = []
-        error: UsageError | None = None
-        for value in values:
-            values_of_replicas, refusal = self._values_of(
-                "reduce", value, is_everyones=op is ReduceOp.MEAN
-            )
-            local_by_value.append(values_of_replicas)
-            error = error or refusal
-        by_replica: list[list[Any]] = []
-        if error is None:
-            by_replica = [list(column) for column in zip(*local_by_value, strict=True)]
-        return reduce_values(self, op, by_replica, [form] * len(by_replica), error)
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """Return the values of all replicas joined along `axis`, in the order of replicas, on every rank.
-
-        Collective over the ranks of the role. Same dtype and dimensions required on every replica: yes, but for `axis`.
-
-        Args:
-            value: PerReplica, or, with one replica in this process, its value: torch tensor or numpy array.
-            axis: dimension along which the values are joined; a negative number counts from the end.
-
-        Raises:
-            ValueError: for numbers, an axis out of range, or shapes that do not fit.
-            RuntimeError: inside `run`, where ReplicaContext.all_gather is meant.
-        """
-        self.require_cross_replica("gather", "use get_replica_context().all_gather there")
-        values, error = self._values_of("gather", value)
-        return gather_values(self, values, axis, error)[0]
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this process's replicas as a tuple; a plain value becomes a tuple of one."""
-        return local_values(value)
-
-    def _values_of(
-        self,
-        call: str,
-        value: Any,
-        is_everyones: bool = False,
-    ) -> tuple[list[Any], UsageError | None]:
-        """Return the values of this process's replicas, or the error that says why there are none.
-
-        Args:
-            call: name of the caller, for messages.
-            value: DistributedValues, a variable, or a plain value.
-            is_everyones: whether a plain value counts for every replica, as in tf.distribute. Otherwise it is the
-                value of the process's only replica, and refused where num_replicas above 1 was given.
-        """
-        values = local_values(value)
-        n_local = len(self.own_replicas)
-        is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
-        if is_plain and is_everyones:
-            return [value] * n_local, None
-        is_refused = is_plain and self.replicas.is_fixed and self.num_replicas_in_sync > 1
-        if not is_refused and len(values) == n_local:
-            return list(values), None
-        return [], UsageError(
-            f"{call}: expected a PerReplica value of this rank's {n_local} replicas, got {len(values)} "
-            f"({type(value).__name__}); pass what strategy.run returned."
-        )
-
-    def require_cross_replica(self, call: str, advice: str) -> None:
-        """Raise RuntimeError inside `run` and inside `extended.update`."""
-        entry = context.current()
-        if entry is None:
-            return
-        if entry.replica is not None:
-            where = "replica context, inside it"
-        elif entry.updated is not None:
-            where = "update context, inside extended.update"
-        else:
-            return
-        raise RuntimeError(
-            f"{call}: expected cross-replica context, outside strategy.run, got {where}; {advice}."
-        )
 
     def experimental_distribute_values_from_function(
         self,
@@ -609,14 +383,8 @@ class Strategy(Ranks):
         self.sums.load_state_dict(state)
 
 
-_default = Strategy()
-_only_replica = OnlyReplica(_default, 0, 0)
-
-
-def get_replica_context() -> ReplicaContext | None:
-    """Return the caller's replica: the only one outside all strategies; None in a scope or a merge_call."""
-    entry = context.current()
-    return _only_replica if entry is None else entry.replica
+#: The strategy of code outside all scopes.
+pass_through = Strategy()
 
 
 def in_cross_replica_context() -> bool:
@@ -627,19 +395,23 @@ def in_cross_replica_context() -> bool:
 
 def has_strategy() -> bool:
     """Return whether the caller is inside a strategy other than the pass-through one."""
-    return get_strategy() is not _default
+    return get_strategy() is not pass_through
 
 
 def get_strategy() -> Strategy:
     """Return the strategy whose scope or run the caller is in; outside all, the pass-through strategy."""
     entry = context.current()
-    return entry.strategy if entry else _default
+    if entry is None:
+        return pass_through
+    assert isinstance(entry.strategy, Strategy), "only strategies are entered"
+    return entry.strategy
 
 
 def strategies_of_losses() -> list[Strategy]:
     """Return the strategies that a loss may belong to: the current one, else all that are alive."""
-    entry = context.current()
-    return [entry.strategy] if entry else live_strategies() or [_default]
+    if context.current() is not None:
+        return [get_strategy()]
+    return live_strategies() or [pass_through]
 
 
 def live_strategies() -> list[Strategy]:

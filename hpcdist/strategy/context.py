@@ -5,11 +5,19 @@ import contextvars
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hpcdist.strategy.base import Strategy
-    from hpcdist.strategy.replica_context import ReplicaContext
+
+@dataclass(frozen=True, eq=False)
+class Replica:
+    """One replica of a process in one call of `run`, which makes a new object for each.
+
+    Attributes:
+        number: number of the replica among all replicas of the job.
+        local_index: index of the replica among the replicas of this process.
+    """
+
+    number: int
+    local_index: int
 
 
 @dataclass(frozen=True)
@@ -17,21 +25,24 @@ class Entry:
     """One scope(), run(), merge_call() or extended.update() around the caller.
 
     Attributes:
-        strategy: the strategy that is current in the block.
+        strategy: the strategy that is current in the block. Only its identity and its class's name matter here.
         replica: the replica that the caller is in; None outside run, and in a merge_call.
         updated: in extended.update, index of the copy that is updated among this process's copies; None elsewhere.
     """
 
-    strategy: "Strategy"
-    replica: "ReplicaContext | None"
+    strategy: object
+    replica: Replica | None
     updated: int | None = None
 
 
+#: The blocks around the caller. A context variable, as each replica runs in a thread of its own.
 _entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar(
     "hpcdist_entries", default=()
 )
-#: The scope that all code of the process is in, in every thread; see `experimental_set_strategy`.
+#: The scope that all code is in. It counts in every thread, which a context variable would not; see
+#: `experimental_set_strategy`.
 _everywhere: Entry | None = None
+#: Ends what `_everywhere` has begun. Kept apart from it, as it is closed at exit, too.
 _watching = ExitStack()
 # now, while modules are there: Python itself would leave the scope after it has cleared them
 atexit.register(_watching.close)
@@ -48,7 +59,7 @@ def is_inside() -> bool:
     return bool(_entries.get())
 
 
-def enter_everywhere(strategy: "Strategy | None", watching: AbstractContextManager[None]) -> None:
+def enter_everywhere(strategy: object | None, watching: AbstractContextManager[None]) -> None:
     """Leave the scope that all code is in, and enter the scope of another strategy, unless it is None."""
     global _everywhere
     _watching.close()
@@ -64,8 +75,8 @@ def updated_copy() -> int | None:
 
 @contextmanager
 def entered(
-    strategy: "Strategy",
-    replica: "ReplicaContext | None" = None,
+    strategy: object,
+    replica: Replica | None = None,
     updated: int | None = None,
 ) -> Iterator[None]:
     """Make `strategy` the current one in the block.

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +13,9 @@ from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.nest import leaves
 from hpcdist.strategy import context
+from hpcdist.strategy.cross_replica_context import CrossReplicaContext
 from hpcdist.strategy.devices import parse_device
 from hpcdist.strategy.values import DistributedValues, local_values, regroup, select
-
-if TYPE_CHECKING:
-    from hpcdist.strategy.base import Strategy
 
 
 class StrategyExtended:
@@ -27,7 +25,7 @@ class StrategyExtended:
         strategy: the strategy that this belongs to.
     """
 
-    def __init__(self, strategy: "Strategy") -> None:
+    def __init__(self, strategy: CrossReplicaContext) -> None:
         self._strategy = strategy
 
     @property

@@ -24,7 +24,8 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 from hpcdist.storage.storage import PrivateStorage, Storage
-from hpcdist.strategy.base import Parts, Strategy, get_strategy
+from hpcdist.strategy.base import Strategy, get_strategy
+from hpcdist.strategy.cross_replica_context import Parts
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.inputs import RankInputs
 from hpcdist.strategy.replicas import RankReplicas

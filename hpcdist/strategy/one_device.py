@@ -8,7 +8,8 @@ from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.cluster.resolvers import ClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec
 from hpcdist.program.single_replica import SingleReplicaSteps
-from hpcdist.strategy.base import Parts, Strategy
+from hpcdist.strategy.base import Strategy
+from hpcdist.strategy.cross_replica_context import Parts
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.inputs import OneInput
 from hpcdist.strategy.sums import NoSums

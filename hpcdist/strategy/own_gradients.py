@@ -2,26 +2,26 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
+from hpcdist.nest import form_of
 from hpcdist.program import owners
 from hpcdist.program.tensors import has_values
-from hpcdist.strategy.replica_context import ReplicaContext
-
-if TYPE_CHECKING:
-    from hpcdist.strategy.base import Strategy
+from hpcdist.strategy.cross_replica_context import CrossReplicaContext
+from hpcdist.strategy.reduce import reduce_in_replica
 
 #: Pairs of a gradient, or None where the loss does not depend on the parameter, and the parameter.
 GradientsAndParameters = Iterable[tuple[Tensor | None, Tensor]]
 
 
 def apply_gradients(
-    replica: ReplicaContext,
+    strategy: CrossReplicaContext,
     optimizer: Optimizer,
     pairs: GradientsAndParameters,
 ) -> None:
@@ -30,7 +30,6 @@ def apply_gradients(
     Collective over all replicas. Called inside a replica.
     """
     gradients, parameters = _split(optimizer, list(pairs))
-    strategy = replica.strategy
     present_gradients = [gradient for gradient in gradients if gradient is not None]
     are_noted = strategy.sums.are_noted(present_gradients)
     are_summed = strategy.sums.are_summed_gradients(present_gradients)
@@ -44,7 +43,7 @@ def apply_gradients(
                 "backward or all_reduce has summed; pass p.grad of every parameter, or none."
             )
         _require_unsummed(strategy, parameters)
-        gradients = _sums(replica, gradients, parameters)
+        gradients = _sums(strategy, gradients, parameters)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -79,7 +78,7 @@ def _split(
     return gradients, parameters
 
 
-def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
+def _require_unsummed(strategy: CrossReplicaContext, parameters: list[Tensor]) -> None:
     """Raise where a backward has left sums in parameters, as the caller's gradients may be made of these sums."""
     leftover_gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     are_sums = strategy.sums.are_summed_gradients(leftover_gradients)
@@ -92,13 +91,13 @@ def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
 
 
 def _sums(
-    replica: ReplicaContext,
+    strategy: CrossReplicaContext,
     gradients: list[Tensor | None],
     parameters: list[Tensor],
 ) -> list[Tensor | None]:
     """Return the sums over all replicas; None where no replica has a gradient."""
-    is_mean = replica.strategy.sums.is_mean
-    if is_mean is not False and replica.num_replicas_in_sync > 1:
+    is_mean = strategy.sums.is_mean
+    if is_mean is not False and strategy.num_replicas_in_sync > 1:
         op_text = "MEAN, which weighs them by rows that only backward knows" if is_mean else "none"
         raise UsageError(
             f"apply_gradients: expected a strategy that sums gradients, got gradient_op {op_text}; scale the loss by "
@@ -112,11 +111,25 @@ def _sums(
         else:
             rows.append(gradient.detach())
         has_gradient.append(float(gradient is not None))
-    *totals, counts = replica.all_reduce("sum", [*rows, torch.tensor(has_gradient)])
+    rows.append(torch.tensor(has_gradient))
+    reduced = reduce_in_replica(strategy.replicas, ReduceOp.SUM, rows, form_of(rows))
+    strategy.sums.note_sums(reduced)
+    *totals, counts = reduced
     return [total if count else None for total, count in zip(totals, counts.tolist(), strict=True)]
 
 
-def offer(strategy: "Strategy", optimizer: Optimizer) -> None:
+class AppliesGradients(owners.Owner, Protocol):
+    """A strategy, as an optimizer's method `apply_gradients` needs it."""
+
+    def apply_gradients(
+        self,
+        optimizer: Optimizer,
+        grads_and_params: GradientsAndParameters,
+    ) -> None:
+        """Sum gradients over all replicas, and step."""
+
+
+def offer(strategy: AppliesGradients, optimizer: Optimizer) -> None:
     """Give an optimizer of the scope the method `apply_gradients`, as in TensorFlow, unless it has one of this name.
 
     torch copies and pickles an optimizer without the method.
@@ -132,9 +145,9 @@ class _Method:
     look for strategies that are alive. So it is referred to weakly.
     """
 
-    _strategy: Callable[[], "Strategy | None"]
+    _strategy: Callable[[], AppliesGradients | None]
 
-    def __init__(self, strategy: "Strategy", optimizer: Optimizer) -> None:
+    def __init__(self, strategy: AppliesGradients, optimizer: Optimizer) -> None:
         if any(strategy is owner for owner in owners.alive()):
             self._strategy = weakref.ref(strategy)
         else:

@@ -35,7 +35,7 @@ CHUNK_BYTES = 1 << 19
 #: Advice for a cluster without servers or workers.
 _SET_ROLES = "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
 _Coordinator = TypeVar("_Coordinator")
-#: The worlds whose servers are taken.
+#: The worlds whose servers are taken: ps ranks serve one strategy, and a second one finds it out here.
 _worlds: "weakref.WeakSet[World]" = weakref.WeakSet()
 
 

@@ -1,12 +1,12 @@
 """Reduce and gather values of all replicas: as host arrays, over the replicas, and back to the kind of the input.
 
-Everything goes through two operations of a strategy, `sum_over_replicas` and `gather_over_ranks`, on flat host arrays.
+Everything goes through two operations of `Replicas`, `add` and `append_rows`, on flat host arrays.
 """
 
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,32 +18,10 @@ from hpcdist.collectives.ops import ReduceOp
 from hpcdist.dtypes import HALF, SUM_DTYPES, dtype_name
 from hpcdist.errors import UsageError
 from hpcdist.program.tensors import from_array
-from hpcdist.replicas.scheduler import ReplicaScheduler
+from hpcdist.strategy.replicas import Replicas
 
 Axis = int | tuple[int, ...] | list[int] | None
 Array = npt.NDArray[Any]
-
-
-class Exchange(Protocol):
-    """What a strategy offers to combine values of its replicas."""
-
-    @property
-    def own_replicas(self) -> range:
-        """Numbers of the replicas of this process."""
-
-    @property
-    def n_replicas(self) -> int:
-        """Number of replicas of the job."""
-
-    @property
-    def scheduler(self) -> ReplicaScheduler:
-        """Runs the replicas of this process."""
-
-    def sum_over_replicas(self, rows: list[Array]) -> Array:
-        """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
-
-    def gather_over_ranks(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
-        """Return the joined (rows, ...) host arrays of all ranks, and where this rank's begins; or raise on all."""
 
 
 # -- values on the host -----------------------------------------------------------------------------------------------
@@ -120,7 +98,7 @@ def _describe(value: Any, shape: Iterable[int]) -> str:
 
 
 def _require_alike(
-    exchange: Exchange,
+    replicas: Replicas,
     call: str,
     described: Sequence[Sequence[str]],
     error: UsageError | None = None,
@@ -134,13 +112,13 @@ def _require_alike(
     for thousands of replicas.
 
     Args:
-        exchange: combines values.
+        replicas: replicas of the strategy.
         call: name of the call, and what must be the same about it on all replicas.
         described: texts that describe the values, one list for each local replica.
         error: why this rank cannot take part; this rank raises it after the message, and the other ranks raise too.
     """
     if error is not None:
-        described = [["no value"] for _ in exchange.own_replicas]
+        described = [["no value"] for _ in replicas.local]
     texts: list[str] = []
     rows: list[Array] = []
     for replica_descriptions in described:
@@ -148,7 +126,7 @@ def _require_alike(
         digest = float(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 20))
         texts.append(text)
         rows.append(np.array([1.0, digest, digest * digest]))
-    n, total, squares = exchange.sum_over_replicas(rows)
+    n, total, squares = replicas.add(rows)
     if error is not None:
         raise error
     if n * squares != total * total:
@@ -184,7 +162,7 @@ def _listed_axes(axis: Axis) -> tuple[int, ...]:
 
 
 def reduce_values(
-    exchange: Exchange,
+    replicas: Replicas,
     op: ReduceOp,
     values: list[list[Any]],
     structures: Sequence[str] = (),
@@ -198,7 +176,7 @@ def reduce_values(
     Collective over the ranks of the role.
 
     Args:
-        exchange: combines values.
+        replicas: replicas of the strategy.
         op: SUM or MEAN.
         values: a list for each local replica: torch tensors, dense or sparse COO, numpy arrays or numbers.
         structures: text for each local replica, the form of the nest whose leaves its values are; default: lists.
@@ -219,7 +197,7 @@ def reduce_values(
         error = caught
     for replica_descriptions, structure in zip(described, structures, strict=False):
         replica_descriptions.append(structure)
-    n_replicas = _require_alike(exchange, f"reduce {op.name}", described, error)
+    n_replicas = _require_alike(replicas, f"reduce {op.name}", described, error)
     sparse_indices: list[int] = []
     indices_of_dtype: dict[Any, list[int]] = {}
     for index, part in enumerate(parts[0]):
@@ -230,12 +208,12 @@ def reduce_values(
     reduced: list[Any] = [None] * len(parts[0])
     for index in sparse_indices:
         tensors = [replica_parts[index] for replica_parts in parts]
-        reduced[index] = _join_sparse(exchange, op, tensors, n_replicas)
+        reduced[index] = _join_sparse(replicas, op, tensors, n_replicas)
     for indices in indices_of_dtype.values():
         packs: list[list[Array]] = []
         for replica_parts in parts:
             packs.append([replica_parts[index] for index in indices])
-        totals = _sum_packed(exchange, packs)
+        totals = _sum_packed(replicas, packs)
         for index, total in zip(indices, totals, strict=True):
             reduced[index] = from_host(values[0][index], _divide(op, total, n_replicas))
     return reduced
@@ -251,13 +229,13 @@ def _describe_all(values: list[Any], parts: list[Any]) -> list[str]:
     return [_describe(value, part.shape) for value, part in zip(values, parts, strict=True)]
 
 
-def _sum_packed(exchange: Exchange, packs: list[list[Array]]) -> list[Array]:
+def _sum_packed(replicas: Replicas, packs: list[list[Array]]) -> list[Array]:
     """Return the sum over all replicas of each array of a pack; all have one dtype."""
     rows: list[Array] = []
     for pack in packs:
         flat_arrays = [array.reshape(-1) for array in pack]
         rows.append(np.concatenate(flat_arrays))
-    flat_total = exchange.sum_over_replicas(rows)
+    flat_total = replicas.add(rows)
     totals: list[Array] = []
     start = 0
     for array in packs[0]:
@@ -268,7 +246,7 @@ def _sum_packed(exchange: Exchange, packs: list[list[Array]]) -> list[Array]:
 
 
 def _join_sparse(
-    exchange: Exchange,
+    replicas: Replicas,
     op: ReduceOp,
     tensors: list[Tensor],
     n_replicas: float,
@@ -280,8 +258,8 @@ def _join_sparse(
     for tensor in tensors:
         local_indices.append(to_host(tensor.detach()._indices().T))
         local_entries.append(to_sum(tensor.detach()._values()))
-    indices, _ = exchange.gather_over_ranks(np.concatenate(local_indices), None)
-    entries, _ = exchange.gather_over_ranks(np.concatenate(local_entries), None)
+    indices, _ = replicas.append_rows(np.concatenate(local_indices), None)
+    entries, _ = replicas.append_rows(np.concatenate(local_entries), None)
     values = from_host(first._values(), _divide(op, entries, n_replicas))
     return torch.sparse_coo_tensor(
         from_array(indices.T, "int64"), values, first.shape, check_invariants=False
@@ -289,7 +267,7 @@ def _join_sparse(
 
 
 def reduce_over_axis(
-    exchange: Exchange,
+    replicas: Replicas,
     op: ReduceOp,
     values: list[Any],
     axis: Axis,
@@ -300,7 +278,7 @@ def reduce_over_axis(
     Collective over the ranks of the role.
 
     Args:
-        exchange: combines values.
+        replicas: replicas of the strategy.
         op: SUM or MEAN.
         values: one value for each replica of this rank: a torch tensor, numpy array or number.
         axis: axes to reduce over, checked by `check_axis`.
@@ -317,15 +295,13 @@ def reduce_over_axis(
             described.append([f"axes {partial_sum.axes}", _describe(value, shape)])
     except UsageError as caught:
         error = caught
-    _require_alike(exchange, f"reduce {op.name}", described, error)
-    flat_total = exchange.sum_over_replicas(
-        [partial_sum.total.reshape(-1) for partial_sum in partial_sums]
-    )
+    _require_alike(replicas, f"reduce {op.name}", described, error)
+    flat_total = replicas.add([partial_sum.total.reshape(-1) for partial_sum in partial_sums])
     total = flat_total.reshape(partial_sums[0].total.shape)
     n_elements = 1.0
     if op is ReduceOp.MEAN:
         counts = [np.array([partial_sum.n_elements], np.float64) for partial_sum in partial_sums]
-        n_elements = exchange.sum_over_replicas(counts)[0] or 1.0
+        n_elements = replicas.add(counts)[0] or 1.0
     return from_host(values[0], _divide(op, total, n_elements))
 
 
@@ -367,7 +343,7 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
 
 
 def reduce_in_replica(
-    exchange: Exchange,
+    replicas: Replicas,
     op: ReduceOp,
     leaves: Sequence[Any],
     structure: str = "",
@@ -377,7 +353,7 @@ def reduce_in_replica(
     Collective over all replicas. Called inside a replica.
 
     Args:
-        exchange: combines values.
+        replicas: replicas of the strategy.
         op: SUM or MEAN.
         leaves: the leaves of this replica's nest.
         structure: form of the nest, as text.
@@ -389,20 +365,20 @@ def reduce_in_replica(
         for replica_leaves, replica_structure in contributions:
             values.append(replica_leaves)
             structures.append(replica_structure)
-        reduced = reduce_values(exchange, op, values, structures)
+        reduced = reduce_values(replicas, op, values, structures)
         results: list[list[Any]] = []
         for _ in contributions:
             results.append([copy_of(reduced_leaf) for reduced_leaf in reduced])
         return results
 
-    contributed = [_contributed(exchange, leaf) for leaf in leaves]
-    reduced = exchange.scheduler.merge("an all_reduce", (contributed, structure), combine)
+    contributed = [_contributed(replicas, leaf) for leaf in leaves]
+    reduced = replicas.scheduler.merge("an all_reduce", (contributed, structure), combine)
     return [_beside(leaf, reduced_leaf) for leaf, reduced_leaf in zip(leaves, reduced, strict=True)]
 
 
-def _contributed(exchange: Exchange, leaf: Any) -> Any:
+def _contributed(replicas: Replicas, leaf: Any) -> Any:
     """Return a replica's contribution: a copy where buffers will hold another replica's values when it is used."""
-    if len(exchange.own_replicas) > 1:
+    if len(replicas.local) > 1:
         return copy_of(leaf)
     return leaf
 
@@ -426,7 +402,7 @@ def _beside(leaf: Any, value: Any) -> Any:
 
 
 def gather_values(
-    exchange: Exchange,
+    replicas: Replicas,
     values: list[Any],
     axis: int,
     error: UsageError | None = None,
@@ -436,21 +412,21 @@ def gather_values(
     Collective over the ranks of the role.
 
     Args:
-        exchange: combines values.
+        replicas: replicas of the strategy.
         values: one value for each replica of this rank: a torch tensor or numpy array.
         axis: dimension along which the values are joined; a negative number counts from the end.
         error: why this rank has no values; the other ranks raise too then.
     """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"gather: expected axis as an int, got {axis!r}; pass axis=0.")
-    _require_alike(exchange, "gather", [[_axis_text(axis, value)] for value in values], error)
+    _require_alike(replicas, "gather", [[_axis_text(axis, value)] for value in values], error)
     rows: list[Array] = []
     try:
         rows = _rows_along(values, axis)
     except UsageError as caught:
         error = caught
     local_rows = np.concatenate(rows) if rows else np.empty(0)
-    joined, start = exchange.gather_over_ranks(local_rows, error)
+    joined, start = replicas.append_rows(local_rows, error)
     starts: list[int] = []
     for replica_rows in rows:
         starts.append(start)
@@ -489,75 +465,75 @@ def _rows_along(values: list[Any], axis: int) -> list[Array]:
     return rows
 
 
-def gather_in_replica(exchange: Exchange, leaf: Any, axis: int) -> tuple[Any, int]:
+def gather_in_replica(replicas: Replicas, leaf: Any, axis: int) -> tuple[Any, int]:
     """Return the values of all replicas joined along `axis`, and where this replica's part begins.
 
     Collective over all replicas. Called inside a replica.
     """
 
     def combine(contributions: list[Any]) -> list[Any]:
-        joined, starts = gather_values(exchange, contributions, axis)
+        joined, starts = gather_values(replicas, contributions, axis)
         return [(copy_of(joined), start) for start in starts]
 
-    joined, start = exchange.scheduler.merge("an all_gather", _contributed(exchange, leaf), combine)
+    joined, start = replicas.scheduler.merge("an all_gather", _contributed(replicas, leaf), combine)
     return _beside(leaf, joined), start
 
 
 # -- tensors that are alike by construction, such as copies of a variable ---------------------------------------------
 
 
-def sum_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
+def sum_tensors(replicas: Replicas, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of one tensor of each local replica over all replicas, in the order that gradients are added in.
 
     Collective over the ranks of the role. Same call, shape and dtype required on every replica: yes.
 
     Args:
-        exchange: combines values.
+        replicas: replicas of the strategy.
         call: name of the call and of its object, such as "read_value of variable 3 'loss'".
         tensors: one tensor of each local replica, left unchanged; bool tensors are or-ed.
 
     Raises:
         UsageError: when calls, shapes or dtypes differ; on every rank.
     """
-    _require_alike_tensors(exchange, f"{call} (sum)", tensors)
+    _require_alike_tensors(replicas, f"{call} (sum)", tensors)
     first = tensors[0]
     rows: list[Array] = []
     for tensor in tensors:
         on_host = tensor.detach().cpu().to(_sum_dtype(tensor))
         rows.append(on_host.reshape(-1).clone().numpy())
-    total = torch.from_numpy(np.asarray(exchange.sum_over_replicas(rows)))
+    total = torch.from_numpy(np.asarray(replicas.add(rows)))
     return total.reshape(first.shape).to(first.device, first.dtype)
 
 
-def mean_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
+def mean_tensors(replicas: Replicas, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the mean of one tensor of each local replica over all replicas; see `sum_tensors`."""
     wide = [tensor.detach().to(_sum_dtype(tensor)) for tensor in tensors]
-    return (sum_tensors(exchange, call, wide) / exchange.n_replicas).to(tensors[0].dtype)
+    return (sum_tensors(replicas, call, wide) / replicas.n_replicas).to(tensors[0].dtype)
 
 
-def first_tensor(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
+def first_tensor(replicas: Replicas, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensor of replica 0, bit for bit, on every rank; see `sum_tensors`.
 
     Cost: a sum of bytes, to which all other replicas contribute zeros: strategies sum, but have no broadcast.
     """
-    _require_alike_tensors(exchange, f"{call} (first)", tensors)
+    _require_alike_tensors(replicas, f"{call} (first)", tensors)
     rows = [np.zeros(tensor.numel() * tensor.element_size(), np.uint8) for tensor in tensors]
-    if exchange.own_replicas[0] == 0:
+    if replicas.local[0] == 0:
         rows[0] = _bytes_of(tensors[0])
-    return _from_bytes(exchange.sum_over_replicas(rows), tensors[0])
+    return _from_bytes(replicas.add(rows), tensors[0])
 
 
-def all_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
+def all_tensors(replicas: Replicas, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors of all replicas on the host, (replicas, ...), in their order and bits; see `sum_tensors`."""
-    _require_alike_tensors(exchange, f"{call} (all)", tensors)
+    _require_alike_tensors(replicas, f"{call} (all)", tensors)
     rows = np.stack([_bytes_of(tensor) for tensor in tensors])
-    joined, _ = exchange.gather_over_ranks(rows, None)
+    joined, _ = replicas.append_rows(rows, None)
     first = tensors[0].cpu()
     return _from_bytes(joined, first.new_empty((len(joined), *first.shape)))
 
 
-def _require_alike_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> None:
-    _require_alike(exchange, call, [[_describe(tensor, tensor.shape)] for tensor in tensors])
+def _require_alike_tensors(replicas: Replicas, call: str, tensors: Sequence[Tensor]) -> None:
+    _require_alike(replicas, call, [[_describe(tensor, tensor.shape)] for tensor in tensors])
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

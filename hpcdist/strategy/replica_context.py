@@ -2,7 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,25 +12,31 @@ from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.nest import form_of, leaves, map_nest, with_leaves
 from hpcdist.strategy import context
+from hpcdist.strategy.base import Strategy, get_strategy, pass_through
 from hpcdist.strategy.reduce import gather_in_replica, is_sparse, reduce_in_replica
 
-if TYPE_CHECKING:
-    from hpcdist.strategy.base import Strategy
 
-
+@dataclass(frozen=True)
 class ReplicaContext:
     """One replica of a strategy, as `tf.distribute.ReplicaContext`; `get_replica_context()` returns it inside `run`.
 
     Attributes:
         strategy: the strategy that the replica belongs to.
-        replica_id_in_sync_group: number of this replica among all replicas of the job.
-        local_index: index of this replica among the replicas of this process.
+        replica: the replica, in one call of `run`.
     """
 
-    def __init__(self, strategy: "Strategy", replica: int, local_index: int) -> None:
-        self.strategy = strategy
-        self.replica_id_in_sync_group = replica
-        self.local_index = local_index
+    strategy: Strategy
+    replica: context.Replica
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Number of this replica among all replicas of the job."""
+        return self.replica.number
+
+    @property
+    def local_index(self) -> int:
+        """Index of this replica among the replicas of this process."""
+        return self.replica.local_index
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -61,7 +68,7 @@ class ReplicaContext:
             UsageError: for a change of buffers that replicas have changed on their own; on every rank.
         """
         self._require("merge_call")
-        return self.strategy._merge_call(self, merge_fn, args, kwargs or {})
+        return self.strategy._merge_call(merge_fn, args, kwargs or {})
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each reduced over all replicas.
@@ -93,15 +100,11 @@ class ReplicaContext:
                 "all_reduce: expected values of this replica, got a gradient that backward has summed over the "
                 "replicas already; use it as it is, or take gradients with torch.autograd.grad."
             )
-        reduced = self.reduce_leaves(op, nest_leaves, form_of(value))
+        reduced = reduce_leaves(self.strategy, op, nest_leaves, form_of(value))
         self.strategy.sums.note_sums(
             [reduced_leaf for reduced_leaf in reduced if isinstance(reduced_leaf, Tensor)]
         )
         return with_leaves(value, reduced)
-
-    def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
-        """Return the leaves of a nest, each reduced over all replicas, with gradients. Collective over all replicas."""
-        return _reduce_leaves(self.strategy, op, leaves, form)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each joined along `axis` over all replicas, in their order.
@@ -122,12 +125,12 @@ class ReplicaContext:
     def _gather_leaf(self, leaf: Any, axis: int) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
             return _AllGather.apply(leaf, axis, self.strategy)  # type: ignore[no-untyped-call]
-        return gather_in_replica(self.strategy, leaf, axis)[0]
+        return gather_in_replica(self.strategy.replicas, leaf, axis)[0]
 
     def _require(self, call: str) -> None:
         """Raise RuntimeError when this context is not the caller's."""
         entry = context.current()
-        if entry is None or entry.replica is not self:
+        if entry is None or entry.replica is not self.replica:
             raise RuntimeError(
                 f"{call}: expected a call inside strategy.run, by the replica that the context belongs to, got one "
                 f"elsewhere; ask get_replica_context() inside the function that is run."
@@ -159,26 +162,49 @@ class OnlyReplica(ReplicaContext):
             self._require("ReplicaContext")
 
         def run() -> Any:
-            entry = context.current()
-            assert entry is not None, "inside run"
-            assert entry.replica is not None, "inside run"
-            return call(entry.replica)
+            replica = get_replica_context()
+            assert replica is not None, "inside run"
+            return call(replica)
 
         return self.strategy.run(run)
 
 
-def _reduce_leaves(
-    strategy: "Strategy",
+#: The replica of code outside all strategies: one object, as nothing enters or leaves it.
+_only_replica = OnlyReplica(pass_through, context.Replica(0, 0))
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the caller's replica: the only one outside all strategies; None in a scope or a merge_call."""
+    entry = context.current()
+    if entry is None:
+        return _only_replica
+    if entry.replica is None:
+        return None
+    return ReplicaContext(get_strategy(), entry.replica)
+
+
+def reduce_leaves(
+    strategy: Strategy,
     op: ReduceOp,
     leaves: list[Any],
     form: str = "",
 ) -> Sequence[Any]:
+    """Return the leaves of a nest, each reduced over all replicas, with gradients.
+
+    Collective over all replicas. Called inside a replica.
+
+    Args:
+        strategy: strategy of the replicas.
+        op: SUM or MEAN.
+        leaves: the leaves of this replica's nest.
+        form: form of the nest, as text.
+    """
     if torch.is_grad_enabled() and any(
         isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
     ):
         inputs = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
         return _AllReduce.apply(op, strategy, form, *inputs)  # type: ignore[no-untyped-call, no-any-return]
-    return reduce_in_replica(strategy, op, leaves, form)
+    return reduce_in_replica(strategy.replicas, op, leaves, form)
 
 
 # Both functions hold the strategy weakly: torch never frees the graph of a backward that has raised, if what it holds
@@ -190,13 +216,13 @@ class _AllReduce(torch.autograd.Function):
     def forward(
         ctx: Any,
         op: ReduceOp,
-        strategy: "Strategy",
+        strategy: Strategy,
         form: str,
         *leaves: Any,
     ) -> tuple[Any, ...]:
         ctx.op = op
         ctx.strategy = weakref.ref(strategy)
-        reduced = reduce_in_replica(strategy, op, leaves, form)
+        reduced = reduce_in_replica(strategy.replicas, op, leaves, form)
         ctx.is_needed = ctx.needs_input_grad[3:]
         fixed: list[Tensor] = []
         for reduced_leaf, is_needed in zip(reduced, ctx.is_needed, strict=True):
@@ -222,9 +248,9 @@ class _AllReduce(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, axis: int, strategy: "Strategy") -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, axis: int, strategy: Strategy) -> Tensor:
         joined: Tensor
-        joined, start = gather_in_replica(strategy, leaf, axis)
+        joined, start = gather_in_replica(strategy.replicas, leaf, axis)
         ctx.strategy = weakref.ref(strategy)
         ctx.axis = axis
         ctx.start = start
@@ -244,4 +270,4 @@ def _reduce_backward(ctx: Any, op: ReduceOp, gradients: list[Any]) -> Sequence[A
             "backward: expected the strategy whose all_reduce it goes through, got none; keep it."
         )
     strategy.sums.note_crossing()
-    return _reduce_leaves(strategy, op, gradients)
+    return reduce_leaves(strategy, op, gradients)

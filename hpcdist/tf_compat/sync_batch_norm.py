@@ -10,7 +10,7 @@ from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
-from hpcdist.strategy.replica_context import ReplicaContext
+from hpcdist.strategy.replica_context import reduce_leaves
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -52,10 +52,10 @@ class SyncBatchNorm(_BatchNorm):
                 replicas. ValueError: for another shape, or in training for one value per channel in all.
         """
         self._check_input_dim(input)
-        replica = self._replica() if self.training else None
-        if replica is None:
+        strategy = self._sharing_strategy()
+        if strategy is None:
             return super().forward(input)
-        mean, variance, count = self._moments(input, replica)
+        mean, variance, count = self._moments(input, strategy)
         self._track(mean, variance, count)
         return self._normalised(input, mean, variance)
 
@@ -66,8 +66,10 @@ class SyncBatchNorm(_BatchNorm):
                 f"channels as second dimension."
             )
 
-    def _replica(self) -> ReplicaContext | None:
-        """Return the replica whose part this is; None when there is nobody to combine statistics with."""
+    def _sharing_strategy(self) -> Strategy | None:
+        """Return the strategy whose replicas combine statistics. None in evaluation, or for a replica on its own."""
+        if not self.training:
+            return None
         entry = context.current()
         strategy = self._owner.strategy
         # workers of parameter servers are at different steps
@@ -79,19 +81,18 @@ class SyncBatchNorm(_BatchNorm):
                 f"another {type(entry.strategy).__name__}: mixing them is not possible; make it in the scope it is "
                 f"used in."
             )
-        if entry is not None and entry.replica is not None:
-            return entry.replica
-        if len(strategy.own_replicas) > 1:
+        is_in_replica = entry is not None and entry.replica is not None
+        if not is_in_replica and len(strategy.own_replicas) > 1:
             raise RuntimeError(
                 f"SyncBatchNorm: expected a call inside strategy.run, as this process has "
                 f"{len(strategy.own_replicas)} replicas, got one outside; run the step by strategy.run."
             )
-        return ReplicaContext(strategy, strategy.own_replicas[0], 0)
+        return strategy
 
-    def _moments(self, values: Tensor, replica: ReplicaContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _moments(self, values: Tensor, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and biased variance of each channel over all replicas, and the number of values of a channel."""
         sums: Tensor = _Sums.apply(values)  # type: ignore[no-untyped-call]
-        total: Tensor = replica.reduce_leaves(ReduceOp.SUM, [sums])[0]
+        total: Tensor = reduce_leaves(strategy, ReduceOp.SUM, [sums])[0]
         count = total[-1].detach()
         if count == 1:
             raise UsageError(

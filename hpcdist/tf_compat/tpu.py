@@ -12,8 +12,8 @@ from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.program import torch_hooks
 from hpcdist.runtime.process import make_world
+from hpcdist.strategy.context import Replica
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
-from hpcdist.strategy.replica_context import ReplicaContext
 
 
 def load_xla(caller: str) -> Any:
@@ -87,7 +87,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     def _call(
         self,
-        replica: ReplicaContext,
+        replica: Replica,
         fn: Any,
         args: Any,
         kwargs: dict[str, Any],

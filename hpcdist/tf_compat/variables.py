@@ -12,7 +12,6 @@ from hpcdist.errors import UsageError
 from hpcdist.strategy import context
 from hpcdist.strategy.base import get_strategy, has_strategy
 from hpcdist.strategy.reduce import all_tensors, first_tensor, mean_tensors, sum_tensors
-from hpcdist.strategy.replica_context import ReplicaContext
 from hpcdist.strategy.values import DistributedValues
 from hpcdist.tf_compat.variable_operators import Readable
 
@@ -148,7 +147,7 @@ class Variable(Readable):
             self._check_mean(value)
             self._number = self.strategy.number_variable()
             call = self._call("Variable")
-            value = first_tensor(self.strategy, call, [value] * n_local)
+            value = first_tensor(self.strategy.replicas, call, [value] * n_local)
         n_copies = n_local if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
@@ -320,7 +319,7 @@ class Variable(Readable):
         elif self._is_on_read:
             self._write(replica.local_index, apply, new)
         else:
-            self._update_together(replica, method, new, apply)
+            self._update_together(method, new, apply)
         return self
 
     def _update_across(
@@ -357,7 +356,6 @@ class Variable(Readable):
 
     def _update_together(
         self,
-        replica: ReplicaContext,
         method: str,
         new: Tensor,
         apply: Callable[[Tensor, Tensor], Tensor],
@@ -372,7 +370,7 @@ class Variable(Readable):
             return [None] * len(contributions)
 
         call = f"{method} of {self.name!r}"
-        replica.strategy.scheduler.merge(call, new, combine)
+        self.strategy.scheduler.merge(call, new, combine)
 
     def _check_aggregation(self, method: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
@@ -393,7 +391,7 @@ class Variable(Readable):
                 f"outside; make it with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA."
             )
         aggregate = _AGGREGATE[self.aggregation]
-        return aggregate(self.strategy, self._call(method), tensors)
+        return aggregate(self.strategy.replicas, self._call(method), tensors)
 
     def _call(self, method: str) -> str:
         """Return the text of a call, which must be the same on all ranks: a method of the same variable."""
@@ -431,7 +429,7 @@ class Variable(Readable):
             )
         return tensor.detach().to(first_copy.device, first_copy.dtype)
 
-    def _replica(self, method: str) -> ReplicaContext | None:
+    def _replica(self, method: str) -> context.Replica | None:
         """Return the caller's replica; None outside `run`, and for a variable made outside all strategies."""
         entry = context.current()
         if self._is_unmanaged or entry is None:
@@ -493,7 +491,7 @@ class Variable(Readable):
         """
         if self._is_on_read:
             call = self._call("state_dict")
-            copies = all_tensors(self.strategy, call, self._copies)
+            copies = all_tensors(self.strategy.replicas, call, self._copies)
             return {"copies": copies}
         return {"value": self._copies[0].detach().clone()}
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcdist.errors import UsageError
-from hpcdist.strategy.base import get_replica_context, get_strategy
+from hpcdist.strategy.base import get_strategy
+from hpcdist.strategy.replica_context import get_replica_context
 
 #: A class that no label has, for torch's `ignore_index`, which is -100 by default and would hide a wrong label.
 _NO_CLASS = -(1 << 62)

@@ -20,13 +20,13 @@ def strategy(request):
 def sums(strategy, monkeypatch):
     """Return a list to which every all-reduce of values adds their dtype; that of shapes is three float64."""
     seen = []
-    summed = strategy.sum_over_replicas
+    summed = strategy.replicas.add
 
     def counting(rows):
         seen.append("shapes" if rows[0].shape == (3,) and rows[0].dtype == np.float64 else str(rows[0].dtype))
         return summed(rows)
 
-    monkeypatch.setattr(strategy, "sum_over_replicas", counting)
+    monkeypatch.setattr(strategy.replicas, "add", counting)
     return seen
 
 

@@ -243,7 +243,7 @@ def test_waiting_for_other_ranks_partial_sums_takes_no_core(comm, make_group):
 def test_a_sum_is_one_collective_with_a_name(strategy):
     journal = strategy.group.journal
     before = journal.n_entered
-    strategy.sum_over_replicas([np.ones(3) for _ in strategy.own_replicas])
+    strategy.replicas.add([np.ones(3) for _ in strategy.own_replicas])
     assert (journal.n_entered - before, journal.entries[-1].op) == (1, "reduce")
 
 

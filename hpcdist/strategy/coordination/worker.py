@@ -36,7 +36,7 @@ BEAT_TAG = 7503
 #: How long a worker looks for messages before it looks at everything else, and its longest sleep meanwhile.
 _LOOK_S = 0.2
 _MAX_SLEEP_S = 1e-4
-#: The number of the worker whose function runs, in this process.
+#: The number of this worker while a function runs, which asks by `current_worker_index()` and so without an object.
 _worker_index: int | None = None
 
 
