@@ -16,7 +16,7 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out, stored_dtype
 from hpcdist.checkpoint.read import Index, StoredArray, named_arrays
 from hpcdist.checkpoint.tree import Array, NamedArray, decode, encode, is_list_of_pairs
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.torch_source import is_loader
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import (
