@@ -159,7 +159,8 @@ class Client:
         for server in self._servers:
             for index in server.indices_of(variables):
                 shard_keys.add(server.shards[index].spec.key)
-        check_optimizer(type(optimizer), is_split=len(shard_keys) > len(variables))
+        is_split = len(shard_keys) > len(variables)
+        check_optimizer(type(optimizer), is_split)
         requests: list[_ServerRequest] = []
         for server_number, server in enumerate(self._servers):
             server_groups: Groups = []
@@ -253,7 +254,11 @@ class Client:
 
     def _first_versions(self) -> list[int]:
         """Return the version of the first shard of each server that has shards."""
-        return [server.shards[0].version for server in self._servers if server.shards]
+        versions: list[int] = []
+        for server in self._servers:
+            if server.shards:
+                versions.append(server.shards[0].version)
+        return versions
 
     def _count_missed(self, versions_before: list[int]) -> None:
         """Count the pushes of other workers that servers applied since values had some versions.
@@ -318,7 +323,8 @@ class Client:
         states_by_variable: dict[int, list[ShardState]] = {}
         for server_number, message in answers:
             shards = self._servers[server_number].shards
-            states = state_of_text(message.text, Unpacker(message.payload))
+            payload = Unpacker(message.payload)
+            states = state_of_text(message.text, payload)
             for (_, index), state in states.items():
                 shard = shards[index]
                 shard_states = states_by_variable.setdefault(id(shard.variable), [])

@@ -50,6 +50,14 @@ class Gradient(NamedTuple):
     n_rows: int
     tensors: list[Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the tensors in a payload."""
+        nbytes = 0
+        for tensor in self.tensors:
+            nbytes += padded(tensor.numel() * tensor.itemsize)
+        return nbytes
+
 
 _NO_GRADIENT = Gradient(NOTHING, 0, [])
 
@@ -114,7 +122,8 @@ class KnownShard:
         indices = gradient._indices()[0]
         is_own = (indices >= self.spec.start) & (indices < self.spec.stop)
         rows = indices[is_own] - self.spec.start
-        return Gradient(ROWS, len(rows), [rows, gradient._values()[is_own]])
+        values = gradient._values()[is_own]
+        return Gradient(ROWS, len(rows), [rows, values])
 
 
 @dataclass
@@ -168,13 +177,20 @@ class KnownServer:
         payload = self.packer.pack(pushed_tensors)
         parts: list[Fields] = []
         start = 0
-        for begin, end in parts_of([shard.spec for shard in self.shards], part_bytes):
-            numbers = [number, begin, int(end == len(self.shards))]
+        specs = [shard.spec for shard in self.shards]
+        for begin, end in parts_of(specs, part_bytes):
+            is_last = end == len(specs)
+            numbers = [number, begin, int(is_last)]
             stop = start
-            for shard, gradient in zip(self.shards[begin:end], gradients[begin:end], strict=True):
-                numbers += [gradient.kind, gradient.n_rows, shard.version]
-                stop += _padded_bytes(gradient.tensors)
-            parts.append({"numbers": np.array(numbers, np.int64), "payload": payload[start:stop]})
+            for index in range(begin, end):
+                gradient = gradients[index]
+                numbers += [gradient.kind, gradient.n_rows, self.shards[index].version]
+                stop += gradient.nbytes
+            part = {
+                "numbers": np.array(numbers, np.int64),
+                "payload": payload[start:stop],
+            }
+            parts.append(part)
             start = stop
         return parts
 
@@ -193,15 +209,16 @@ class KnownServer:
             DesyncError: if the server has older values of a shard than it had before.
         """
         begin = int(message.numbers[0])
-        entries: Entries = message.numbers[1:].reshape(-1, 3).tolist()
+        entry_numbers = message.numbers[1:]
+        entries: Entries = entry_numbers.reshape(-1, 3).tolist()
         shards = self.shards[begin : begin + len(entries)]
         for shard, (_, _, version) in zip(shards, entries, strict=True):
             shard.require_later(version, worker_name)
-        if any(kind in (WHOLE_HERE, ROWS_HERE) for kind, _, _ in entries):
-            if not self._read(message.payload, begin, entries):
-                return False
-        else:
+        kinds = {kind for kind, _, _ in entries}
+        if kinds.isdisjoint((WHOLE_HERE, ROWS_HERE)):
             _unpack(message.payload, shards, entries)
+        elif not self._read(message.payload, begin, entries):
+            return False
         for shard, (_, _, version) in zip(shards, entries, strict=True):
             shard.version = version
         return True
@@ -236,8 +253,8 @@ class KnownServer:
         n_announced = min(len(self.paths), len(self.n_adopted))
         for adoption in range(len(self.mapped_values), n_announced):
             begin = sum(self.n_adopted[:adoption])
-            shards = self.shards[begin : begin + self.n_adopted[adoption]]
-            specs = [shard.spec for shard in shards]
+            end = begin + self.n_adopted[adoption]
+            specs = [shard.spec for shard in self.shards[begin:end]]
             memory = map_memory(self.paths[adoption])
             self.mapped_values.append(Values(memory, specs))
         return self.mapped_values
@@ -256,11 +273,6 @@ def _unpack(values_in_message: Bytes, shards: list[KnownShard], entries: Entries
             shard.write(values, indices)
 
 
-def _padded_bytes(tensors: list[Tensor]) -> int:
-    """Return the number of bytes that tensors take in a payload."""
-    return sum(padded(tensor.numel() * tensor.itemsize) for tensor in tensors)
-
-
 def states_of(
     server: KnownServer,
     optimizers: Mapping[int, Optimizer],
@@ -274,11 +286,14 @@ def states_of(
         for index, shard in enumerate(server.shards):
             is_first = takes_each_chunk or shard.spec.key not in seen_keys
             seen_keys.add(shard.spec.key)
-            for name, value in optimizer.state.get(shard.variable, {}).items():
+            values = optimizer.state.get(shard.variable, {})
+            for name, value in values.items():
                 if isinstance(value, Tensor) and value.shape == shard.variable.shape:
-                    states.setdefault((number, index), {})[name] = shard.part_of(value)
-                elif is_first:
-                    states.setdefault((number, index), {})[name] = value
+                    value = shard.part_of(value)
+                elif not is_first:
+                    continue
+                shard_state = states.setdefault((number, index), {})
+                shard_state[name] = value
     return state_to_text(states)
 
 
