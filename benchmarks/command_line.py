@@ -61,8 +61,11 @@ def result_of(command, environ=None):
     if done.returncode:
         output = done.stdout + done.stderr
         raise SystemExit(f"{arguments}: expected exit code 0, got {done.returncode}:\n{output}")
-    json_lines = [line for line in done.stdout.splitlines() if line[:1] in ("{", "[")]
-    return json.loads(json_lines[-1])
+    last_line = ""
+    for line in done.stdout.splitlines():
+        if line.startswith(("{", "[")):
+            last_line = line
+    return json.loads(last_line)
 
 
 def write_json(folder, name, value):

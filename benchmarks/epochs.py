@@ -14,6 +14,8 @@ from pathlib import Path
 from command_line import mpirun_command, parser_of, result_of, write_json
 
 BATCH = 128
+#: A row of the table: model and ranks, the median of an epoch, the fastest and the slowest one, and the factor.
+ROW = "{}, {} ranks: {:.3f} s an epoch ({:.3f} .. {:.3f}), {:.2f} times"
 
 
 def parse_args():
@@ -93,9 +95,9 @@ def show(model, times_of):
         median = statistics.median(times)
         if first_median is None:
             first_median = median
-        spread = f"{min(times):.3f} .. {max(times):.3f}"
-        factor = f"{first_median / median:.2f} times"
-        print(f"{model}, {n_ranks} ranks: {median:.3f} s an epoch ({spread}), {factor}")
+        factor = first_median / median
+        row = ROW.format(model, n_ranks, median, min(times), max(times), factor)
+        print(row)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def run_rounds(contenders: Mapping[str, Block], n_rounds: int) -> tuple[Rounds, 
             now = time.monotonic()
             if now - said_at > SILENCE_S:
                 said_at = now
-                elapsed = f"{now - began_at:.0f} s so far"
-                say(f"round {number + 1} of {n_rounds}, {name}; {elapsed}")
+                elapsed_s = round(now - began_at)
+                say(f"round {number + 1} of {n_rounds}, {name}; {elapsed_s} s so far")
             block = contenders[name]
             times = block()
             blocks.setdefault(name, []).append(times)

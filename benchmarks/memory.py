@@ -114,7 +114,8 @@ def main():
         peak_mb = round((peak - before) / 1e6)
         after_mb = round((after - before) / 1e6)
         setting = f"{name}, {millions:g} M parameters, {comm.size} ranks"
-        print(f"{setting}: at most {peak_mb} MB in a step, {after_mb} MB after zero_grad")
+        most = f"at most {peak_mb} MB in a step"
+        print(f"{setting}: {most}, {after_mb} MB after zero_grad")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from statistics import median
 
 from command_line import parser_of, virtual_hosts, write_json
 
+#: Milliseconds of a step without a sum, with the sum after backward, and with the sum during backward.
+TIMES = "bare {:.0f} ms, serial {:.0f} ms, overlapped {:.0f} ms"
 JOB = Path(__file__).with_name("overlap_job.py")
 
 
@@ -45,8 +47,8 @@ def main():
     share = f"exposed {exposed_ms / serial_ms:.1%} of the serial time"
     megabytes = round(result["nbytes"] / 1e6, 1)
     print(f"{args.hosts} hosts, {megabytes} MB:", end=" ")
-    print(f"bare {bare_ms:.0f} ms, serial {serial_ms:.0f} ms", end=", ")
-    print(f"overlapped {overlapped_ms:.0f} ms; {share}")
+    times = TIMES.format(bare_ms, serial_ms, overlapped_ms)
+    print(f"{times}; {share}")
     write_json(args.out, "overlap", result)
 
 

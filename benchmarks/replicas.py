@@ -88,7 +88,8 @@ def main():
         block = partial(trainer.block, args.steps)
         block()
         blocks[name] = block
-    case = compare(f"{args.model}, {comm.size} ranks", blocks, [PLAIN], args.rounds)
+    title = f"{args.model}, {comm.size} ranks"
+    case = compare(title, blocks, [PLAIN], args.rounds)
     environment.publish([case], args.out, "replicas", "replicas")
 
 

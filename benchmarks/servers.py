@@ -8,6 +8,7 @@ Each round runs every contender once. Figures are medians over rounds; a ratio c
 """
 
 import sys
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -58,7 +59,7 @@ def job(args, n_ranks, *options, servers=1, chief=""):
 
 def compare(contenders, args, baseline):
     """Run contenders in turn; print the steps per second of each, and how many times the baseline's they are."""
-    rates_of = {name: [] for name in contenders}
+    rates_of = defaultdict(list)
     for number in range(args.rounds):
         for name, contender in contenders.items():
             say(f"round {number + 1} of {args.rounds}, {name}")
@@ -67,9 +68,11 @@ def compare(contenders, args, baseline):
     for name, rates in rates_of.items():
         pairs = zip(rates, rates_of[baseline], strict=True)
         ratios = [rate / baseline_rate for rate, baseline_rate in pairs]
-        spread = (min(ratios), max(ratios))
-        row = ROW.format(name, median(rates), median(ratios), *spread)
-        print(row)
+        rate = median(rates)
+        ratio = median(ratios)
+        lowest = min(ratios)
+        highest = max(ratios)
+        print(ROW.format(name, rate, ratio, lowest, highest))
     if args.out is not None:
         publish(rates_of, args)
 
@@ -78,9 +81,11 @@ def publish(rates_of, args):
     """Write steps per second of all rounds, and a picture of seconds per step."""
     record = {"part": args.part, "steps_per_s": rates_of}
     path = write_json(args.out, f"servers-{args.part}", record)
-    samples = {}
+    samples = defaultdict(list)
     for name, rates in rates_of.items():
-        samples[name] = [(1 / rate, 1 / rate) for rate in rates]
+        for rate in rates:
+            step_s = 1 / rate
+            samples[name].append((step_s, step_s))
     measured_case = case(f"servers {args.part}", samples, {}, [])
     outcome = picture({"cases": [measured_case]}, path.with_suffix(".png"))
     print(outcome)
@@ -130,7 +135,8 @@ def links(args):
     bound_ms = round(1000 * bound_s)
     factor = round(step_s / bound_s, 3)
     usable_mb = round(usable / 1e6, 1)
-    print(f"{args.workers} workers, {args.servers} servers, {n_mib} MiB: {step_ms} ms a step")
+    setting = f"{args.workers} workers, {args.servers} servers, {n_mib} MiB"
+    print(f"{setting}: {step_ms} ms a step")
     print(f"{factor} of w * M / (s * B) = {bound_ms} ms, at {usable_mb} MB/s")
 
 

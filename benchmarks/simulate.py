@@ -34,8 +34,10 @@ ALGORITHMS = ("RING", "HALVING", "HIERARCHICAL")
 #: (hosts, bytes) of the sums that costs are fitted to, and of the sums that only tell the error.
 KIB = 1 << 10
 MIB = 1 << 20
-FITTED = list(itertools.product((2, 4), (256 * KIB, MIB, 4 * MIB)))
-HELD_OUT = list(itertools.product((2, 3, 4), (512 * KIB, 2 * MIB, 8 * MIB)))
+FITTED_SIZES = (256 * KIB, MIB, 4 * MIB)
+HELD_OUT_SIZES = (512 * KIB, 2 * MIB, 8 * MIB)
+FITTED = list(itertools.product((2, 4), FITTED_SIZES))
+HELD_OUT = list(itertools.product((2, 3, 4), HELD_OUT_SIZES))
 #: A row of the errors: hosts, size and algorithm of a sum; its measured and its predicted time, and the error.
 ERROR_ROW = "{} hosts {:6} KiB {:13} {:8.1f} ms measured {:8.1f} predicted {:+7.1%}"
 #: Predicted numbers of ranks: powers of two, and numbers whose halving is uneven.
@@ -277,7 +279,9 @@ def predict(row, link):
     """Return the seconds of a sum between hosts of one rank each."""
     algorithm = row["algorithm"]
     simulated_s = SIMULATED[algorithm]
-    return simulated_s(row["hosts"], 1, row["nbytes"], {algorithm: link})
+    n_hosts = row["hosts"]
+    nbytes = row["nbytes"]
+    return simulated_s(n_hosts, 1, nbytes, {algorithm: link})
 
 
 def measure(args):
@@ -322,7 +326,8 @@ def run_job(sizes, repeats=7):
             rows.append({"algorithm": algorithm, "nbytes": nbytes, "seconds": median_s})
     message_s = time_messages(comm)
     if comm.rank == 0:
-        print(json.dumps({"rows": rows, "message_s": message_s}), flush=True)
+        result = {"rows": rows, "message_s": message_s}
+        print(json.dumps(result), flush=True)
 
 
 def time_messages(comm, n_messages=2000):
@@ -349,18 +354,21 @@ def show_errors(rows, links):
         predicted_s = predict(row, links[algorithm])
         row["predicted_s"] = predicted_s
         measured_s = row["seconds"]
+        predicted_ms = 1000 * predicted_s
+        measured_ms = 1000 * measured_s
         error = predicted_s / measured_s - 1
+        n_hosts = row["hosts"]
         n_kib = row["nbytes"] // KIB
-        case = (row["hosts"], n_kib, algorithm)
-        line = ERROR_ROW.format(*case, 1000 * measured_s, 1000 * predicted_s, error)
+        line = ERROR_ROW.format(n_hosts, n_kib, algorithm, measured_ms, predicted_ms, error)
         if not is_fitted(row):
             line += "  held out"
             errors = errors_of.setdefault(algorithm, [])
             errors.append(abs(error))
         print(line)
     for algorithm, errors in errors_of.items():
-        spread = f"largest error {max(errors):.1%}, median {median(errors):.1%}"
-        print(f"{algorithm}: held out, {spread}")
+        largest = max(errors)
+        median_error = median(errors)
+        print(f"{algorithm}: held out, largest error {largest:.1%}, median {median_error:.1%}")
 
 
 def is_fitted(row):
@@ -510,8 +518,9 @@ def print_row(row):
     """Print one row of predictions, with times in milliseconds."""
     entries = []
     for name, value in row.items():
-        shown = value if name == "ranks" else round(1000 * value, 1)
-        entries.append(f"{name} {shown}")
+        if name != "ranks":
+            value = round(1000 * value, 1)
+        entries.append(f"{name} {value}")
     print("  ".join(entries))
 
 

@@ -83,8 +83,9 @@ def main():
     @torch.no_grad()
     def test_rows(test, start, stop):
         images, labels = test
-        scores = model(images[start:stop])
-        accuracy.update_state(labels[start:stop], scores)
+        rows = slice(start, stop)
+        scores = model(images[rows])
+        accuracy.update_state(labels[rows], scores)
 
     def evaluate():
         """Have each row tested once, by any worker; return the accuracy."""
@@ -114,9 +115,10 @@ def main():
         for epoch in range(len(metrics), args.epochs):
             last_step = (epoch + 1) * steps_per_epoch
             while (n_left := last_step - handler.total_run_calls) > 0:
-                for first in range(0, n_left, STEPS_PER_CALL):
-                    n_steps = min(STEPS_PER_CALL, n_left - first)
+                while n_left > 0:
+                    n_steps = min(STEPS_PER_CALL, n_left)
                     coordinator.schedule(train_steps, args=(iterator, n_steps))
+                    n_left -= n_steps
                 coordinator.join()  # saves, and stops on request
             loss = float(mean_loss.result())
             right = evaluate()

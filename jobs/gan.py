@@ -97,7 +97,8 @@ def main():
                 total = strategy.reduce("sum", loss, axis=None)
                 losses.append(total.item())
             if strategy.is_chief:
-                results = "generator {:.6f}  discriminator {:.6f}".format(*losses)
+                text = "generator {:.6f}  discriminator {:.6f}"
+                results = text.format(*losses)
                 print(f"step {step}  {results}", flush=True)
 
 

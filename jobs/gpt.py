@@ -99,7 +99,8 @@ class Block(nn.Module):
         normalized = self.norm_1(x)
         qkv = self.qkv(normalized)
         heads = qkv.view(rows, length, 3, self.n_heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        heads = heads.permute(2, 0, 3, 1, 4)
+        query, key, value = heads
         attention = scaled_dot_product_attention(query, key, value, is_causal=True)
         attention = attention.transpose(1, 2)
         attention = attention.reshape(rows, length, width)
@@ -124,9 +125,10 @@ class GPT(nn.Module):
     def forward(self, x):
         """Return the logits."""
         _, length = x.shape
-        places = torch.arange(length, device=x.device)
+        numbers = torch.arange(length, device=x.device)
         characters = self.characters(x)
-        x = characters + self.places(places)
+        places = self.places(numbers)
+        x = characters + places
         x = self.blocks(x)
         x = self.norm(x)
         return self.head(x)
@@ -154,7 +156,8 @@ def main():
     args = parse_args()
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     hpcdist.set_random_seed(1)
-    text = load_text(args.kib << 10)
+    n_bytes = args.kib << 10
+    text = load_text(n_bytes)
     n_train = len(text) * 9 // 10
     train_text = text[:n_train]
     validation_text = text[n_train:]

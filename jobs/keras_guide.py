@@ -59,7 +59,8 @@ def get_dataset():
 
 def make_or_restore_model(checkpoint_dir):
     """Restore the latest model, or make a new one if there is no checkpoint."""
-    checkpoints = [checkpoint_dir + "/" + name for name in os.listdir(checkpoint_dir)]
+    names = os.listdir(checkpoint_dir)
+    checkpoints = [checkpoint_dir + "/" + name for name in names]
     if checkpoints:
         latest_checkpoint = max(checkpoints, key=os.path.getctime)
         print_once("Restoring from " + latest_checkpoint)
@@ -79,9 +80,8 @@ def run_training(checkpoint_dir, first_epoch, epochs):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = make_or_restore_model(checkpoint_dir)
-        callbacks = [
-            ModelCheckpoint(filepath=checkpoint_dir + "/ckpt-{epoch}.keras", save_freq="epoch")
-        ]
+        filepath = checkpoint_dir + "/ckpt-{epoch}.keras"
+        callbacks = [ModelCheckpoint(filepath=filepath, save_freq="epoch")]
         train_dataset, val_dataset, _ = get_dataset()
         model.fit(
             train_dataset,

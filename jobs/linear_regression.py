@@ -36,7 +36,8 @@ def main():
     def train_step(x, y):
         optimizer.zero_grad()
         predictions = model(x)
-        errors = (predictions - y)[:, 0]
+        errors = predictions - y
+        errors = errors[:, 0]
         loss = hpcdist.compute_average_loss(errors.square(), global_batch_size=GLOBAL_BATCH)
         decay = DECAY * model.weight.square()
         loss = loss + hpcdist.scale_regularization_loss(decay)

@@ -44,7 +44,8 @@ def gradient_and_loss(weights, images, labels):
     chances = probabilities[rows, labels]
     losses = -np.log(chances)
     probabilities[rows, labels] -= 1
-    return inputs.T @ probabilities, losses.sum()
+    gradient = inputs.T @ probabilities
+    return gradient, losses.sum()
 
 
 def main():

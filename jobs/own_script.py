@@ -48,7 +48,8 @@ class Digits(Dataset):
             noise = np.random.randn(*image.shape)
             image = np.roll(image, shift, axis=(1, 2))
             image = image + 0.1 * noise.astype(np.float32)
-        return image, self.labels[row]
+        label = self.labels[row]
+        return image, label
 
 
 def build(learning_rate):
