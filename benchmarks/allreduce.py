@@ -10,20 +10,17 @@ Every block fills all its buffers with fresh random values, which is not timed, 
 result. The buffers of a rank are larger than twice the last cache together.
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from buffers import RandomSets
+from command_line import add_merge_options, add_report_options, parse_bytes, parser_of
 from gloo import start_gloo
-from harness import AGAIN, run_rounds
 from measure import Environment, last_cache_bytes, timed_block
-from report import case, merge, publish
+from report import compare, publish_merged
 
 import hpcdist
 from hpcdist.runtime.mpi import MPI
@@ -57,13 +54,15 @@ class Contender:
     def upload(self) -> None:
         """Copy the sources to the GPU, if they are summed there."""
         for tensor, array in zip(self.on_device or (), self.sources, strict=False):
-            tensor.copy_(torch.from_numpy(array))
+            on_host = torch.from_numpy(array)
+            tensor.copy_(on_host)
         self.synchronize()
 
     def download(self) -> None:
         """Copy the sums on the GPU to the results."""
         for tensor, array in zip(self.on_device or (), self.results, strict=False):
-            torch.from_numpy(array).copy_(tensor)
+            on_host = torch.from_numpy(array)
+            on_host.copy_(tensor)
 
     def synchronize(self) -> None:
         """Wait for the GPU, if it has been used."""
@@ -72,12 +71,10 @@ class Contender:
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for allreduce.json and allreduce.png"
-    )
+    parser = parser_of(__doc__)
+    add_report_options(parser, "allreduce", n_rounds=10)
+    add_merge_options(parser)
     parser.add_argument("--sizes", help=f"bytes per rank, default {SIZES}")
-    parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
     parser.add_argument("--seconds", type=float, default=30.0, help="rough limit for one size")
     parser.add_argument(
         "--quick", action="store_true", help="few small sizes, for a look whether all works"
@@ -89,28 +86,14 @@ def parse_args():
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="memory that the buffers are in"
     )
-    parser.add_argument(
-        "--label", default="", help="what this launch is called when several are merged"
-    )
-    parser.add_argument(
-        "--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports"
-    )
     return parser.parse_args()
 
 
-def parse_bytes(text):
-    """Return the number of bytes of a text such as 4M, 64K or 4."""
-    shifts = {"K": 10, "M": 20}
-    unit = text[-1]
-    if unit in shifts:
-        return int(text[:-1]) << shifts[unit]
-    return int(text)
-
-
 def name_bytes(nbytes):
-    for unit, shift in (("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << shift:
-            return f"{nbytes / (1 << shift):g} {unit}"
+    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            number = nbytes / factor
+            return f"{number:g} {unit}"
     return f"{nbytes} B"
 
 
@@ -128,24 +111,31 @@ def make_contenders(comm, nbytes, n_sets, algorithms):
     tensors = [torch.from_numpy(array) for array in sets]
     parameter = torch.nn.Parameter(torch.zeros(n_elements))
 
+    def reduce_in_place(number):
+        comm.Allreduce(MPI.IN_PLACE, sets[number])
+
+    def reduce(number):
+        comm.Allreduce(sets[number], received[number])
+
+    def sum_by_gloo(number):
+        torch.distributed.all_reduce(tensors[number])
+
+    def sum_array(number):
+        hpcdist.all_reduce(sets[number])
+
+    def sum_tensor(number):
+        hpcdist.all_reduce(tensors[number])
+
     def sum_gradient(number):
         hpcdist.all_reduce(sets[number], implementation="SHARED_MEMORY")
         parameter.grad = tensors[number]
 
     contenders = {
-        MPI_IN_PLACE: Contender(
-            lambda number: comm.Allreduce(MPI.IN_PLACE, sets[number]), sets, sets
-        ),
-        "MPI_Allreduce": Contender(
-            lambda number: comm.Allreduce(sets[number], received[number]), sets, received
-        ),
-        "torch gloo": Contender(
-            lambda number: torch.distributed.all_reduce(tensors[number]), sets, sets
-        ),
-        "hpcdist AUTO": Contender(lambda number: hpcdist.all_reduce(sets[number]), sets, sets),
-        "hpcdist AUTO, torch tensor": Contender(
-            lambda number: hpcdist.all_reduce(tensors[number]), sets, sets
-        ),
+        MPI_IN_PLACE: Contender(reduce_in_place, sets, sets),
+        "MPI_Allreduce": Contender(reduce, sets, received),
+        "torch gloo": Contender(sum_by_gloo, sets, sets),
+        "hpcdist AUTO": Contender(sum_array, sets, sets),
+        "hpcdist AUTO, torch tensor": Contender(sum_tensor, sets, sets),
         "hpcdist gradient to p.grad": Contender(sum_gradient, sets, sets),
     }
     for algorithm in algorithms:
@@ -165,13 +155,18 @@ def make_device_contenders(comm, nbytes, n_sets):
         comm.Allreduce(MPI.IN_PLACE, on_host.numpy())
         tensors[number].copy_(on_host)
 
+    def sum_by_torch(number):
+        torch.distributed.all_reduce(tensors[number])
+
+    def sum_tensor(number):
+        hpcdist.all_reduce(tensors[number])
+
     backend = torch.distributed.get_backend()
-    calls = {
-        COPY_AND_MPI: sum_on_host,
-        f"torch {backend}": lambda number: torch.distributed.all_reduce(tensors[number]),
-        "hpcdist AUTO": lambda number: hpcdist.all_reduce(tensors[number]),
+    return {
+        COPY_AND_MPI: Contender(sum_on_host, sets, sets, tensors),
+        f"torch {backend}": Contender(sum_by_torch, sets, sets, tensors),
+        "hpcdist AUTO": Contender(sum_tensor, sets, sets, tensors),
     }
-    return {name: Contender(call, sets, sets, tensors) for name, call in calls.items()}
 
 
 def sum_by(sets, algorithm, number):
@@ -201,33 +196,38 @@ def calls_per_block(comm, contender, values, n_sets, limit_s):
 
     It runs two blocks, which are the warm-up. All ranks get the same numbers. Collective over `comm`.
     """
-    run_block(comm, contender, values, range(min(3, n_sets)))
-    wall, _ = run_block(comm, contender, values, range(min(10, n_sets)))
-    n_calls = max(min(3, n_sets), min(n_sets, int(limit_s / wall)))
-    return range(0, n_sets, max(1, n_sets // n_calls))
+    all_sets = range(n_sets)
+    first_sets = all_sets[:3]
+    run_block(comm, contender, values, first_sets)
+    wall, _ = run_block(comm, contender, values, all_sets[:10])
+    n_calls = min(n_sets, int(limit_s / wall))
+    n_calls = max(n_calls, len(first_sets))
+    stride = max(1, n_sets // n_calls)
+    return all_sets[::stride]
 
 
 def time_size(comm, nbytes, args):
     """Return the case of one size. Collective over `comm`."""
+    is_on_device = args.device == "cuda"
+    most_sets = 4096
+    if args.quick or is_on_device:
+        most_sets = 64
     n_sets = max(3, 2 * last_cache_bytes() // nbytes + 1)
-    n_sets = min(n_sets, 64 if args.quick else 4096)
-    if args.device == "cuda":
-        n_sets = min(n_sets, 64)
+    n_sets = min(n_sets, most_sets)
+    if is_on_device:
         contenders = make_device_contenders(comm, nbytes, n_sets)
-        reference = COPY_AND_MPI
     else:
         algorithms = args.algorithms.split(",") if args.algorithms else []
         contenders = make_contenders(comm, nbytes, n_sets, algorithms)
-        reference = MPI_IN_PLACE
     values = RandomSets(comm, nbytes // 4, seed=nbytes)
-    limit_s = args.seconds / (2 * args.rounds * (len(contenders) + 1))
+    n_sides = len(contenders) + 1
+    n_blocks = 2 * args.rounds * n_sides
+    limit_s = args.seconds / n_blocks
     blocks = {}
     for name, contender in contenders.items():
         numbers = calls_per_block(comm, contender, values, n_sets, limit_s)
         blocks[name] = partial(run_block, comm, contender, values, numbers)
-    blocks[reference + AGAIN] = blocks[reference]
-    wall, cpu = run_rounds(blocks, args.rounds)
-    return case(name_bytes(nbytes), wall, cpu, BASELINES, nbytes)
+    return compare(name_bytes(nbytes), blocks, BASELINES, args.rounds, nbytes)
 
 
 def time_all(args):
@@ -237,28 +237,29 @@ def time_all(args):
         args.rounds = min(args.rounds, 3)
         args.seconds = min(args.seconds, 2.0)
     environment = Environment(comm)
-    is_nccl = args.device == "cuda" and torch.cuda.device_count() >= comm.size
+    stem = "allreduce"
+    backend = "gloo"
     if args.device == "cuda":
-        torch.cuda.set_device(comm.rank % torch.cuda.device_count())
-    texts = args.sizes or (QUICK_SIZES if args.quick else SIZES)
-    sizes = [parse_bytes(text) for text in texts.split(",")]
-    with start_gloo(comm, "nccl" if is_nccl else "gloo"):
-        cases = [time_size(comm, size, args) for size in sizes]
-    record = environment.record()
-    if comm.rank == 0:
-        stem = "allreduce"
-        if args.device != "cpu":
-            stem += f"-{args.device}"
-        label = args.label or record["mpi"]
-        publish({"label": label, "environment": record, "cases": cases}, args.out, stem)
+        stem = "allreduce-cuda"
+        n_devices = torch.cuda.device_count()
+        torch.cuda.set_device(comm.rank % n_devices)
+        if n_devices >= comm.size:
+            backend = "nccl"
+    sizes = args.sizes
+    if not sizes:
+        sizes = QUICK_SIZES if args.quick else SIZES
+    cases = []
+    with start_gloo(comm, backend):
+        for size in sizes.split(","):
+            nbytes = parse_bytes(size)
+            cases.append(time_size(comm, nbytes, args))
+    environment.publish(cases, args.out, stem, args.label)
 
 
 def main():
     args = parse_args()
     if args.merge:
-        reports = [json.loads(path.read_text()) for path in args.merge]
-        merged = {"label": "merged", "environment": [report["environment"] for report in reports]}
-        publish({**merged, "cases": merge(reports)}, args.out, "allreduce")
+        publish_merged(args.merge, args.out, "allreduce")
     else:
         time_all(args)
 

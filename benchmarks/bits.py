@@ -4,14 +4,12 @@ python benchmarks/bits.py                     on 1, 2, 3, 4 and 8 ranks, with th
 mpirun -n 3 python benchmarks/bits.py --one   on these ranks
 """
 
-import argparse
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import torch
 import xxhash
+from command_line import mpirun_command, parser_of, result_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -88,20 +86,24 @@ def train(strategy, name, kind, n_steps=10):
 
     losses = []
     for number in range(n_steps):
-        parts = strategy.experimental_distribute_values_from_function(
-            lambda context: part_of(context.replica_id_in_sync_group)
-        )
-        x = hpcdist.PerReplica([images[number][part] for part in parts.values])
-        y = hpcdist.PerReplica([labels[number][part] for part in parts.values])
-        loss = strategy.run(step, args=(x, y))
-        losses.append(float(strategy.reduce("sum", loss, axis=None)))
-    return digest(model.state_dict().values()), digest([torch.tensor(losses)])
+        batch_images = rows_of_replicas(strategy, images[number])
+        batch_labels = rows_of_replicas(strategy, labels[number])
+        replica_losses = strategy.run(step, args=(batch_images, batch_labels))
+        loss = strategy.reduce("sum", replica_losses, axis=None)
+        losses.append(float(loss))
+    weights = model.state_dict().values()
+    return digest(weights), digest([torch.tensor(losses)])
 
 
-def part_of(replica):
-    """Return the rows of a replica in each global batch."""
-    start, stop = ceiling_bounds(GLOBAL_BATCH, N_REPLICAS, replica)
-    return slice(start, stop)
+def rows_of_replicas(strategy, rows):
+    """Return each replica's rows of a global batch."""
+
+    def rows_of(context):
+        replica = context.replica_id_in_sync_group
+        start, stop = ceiling_bounds(GLOBAL_BATCH, N_REPLICAS, replica)
+        return rows[start:stop]
+
+    return strategy.experimental_distribute_values_from_function(rows_of)
 
 
 def digest(tensors):
@@ -124,26 +126,27 @@ def train_all():
 
 def print_table():
     """Run on each number of ranks, print one table, and return whether all rows are equal."""
-    mpirun = Path(sys.executable).with_name("mpirun")
     rows = {}
     for n_ranks in RANKS:
-        command = [mpirun, "-n", str(n_ranks), sys.executable, __file__, "--one"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        last_line = done.stdout.strip().splitlines()[-1]
-        rows[n_ranks] = json.loads(last_line)
-    for case, digests in rows[1].items():
+        command = mpirun_command(n_ranks, __file__, "--one")
+        rows[n_ranks] = result_of(command)
+    first_row = rows.pop(1)
+    are_same = True
+    for case, digests in first_row.items():
         weights, losses = digests
         verdicts = []
-        for n_ranks in RANKS[1:]:
-            is_same = rows[n_ranks][case] == digests
-            verdicts.append(f"{n_ranks} ranks: {'same' if is_same else 'DIFFERENT'}")
-        print(f"{case:18} weights {weights} losses {losses}", end="  ")
+        for n_ranks, row in rows.items():
+            is_same = row[case] == digests
+            are_same = are_same and is_same
+            verdict = "same" if is_same else "DIFFERENT"
+            verdicts.append(f"{n_ranks} ranks: {verdict}")
+        print(case.ljust(18), "weights", weights, "losses", losses, end="  ")
         print(*verdicts, sep=", ")
-    return all(row == rows[1] for row in rows.values())
+    return are_same
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--one", action="store_true", help="train on these ranks only")
     if parser.parse_args().one:
         train_all()

@@ -8,7 +8,6 @@ and forces it to the disk. Removing the file, and work in the background, is not
 hpcdist is verified.
 """
 
-import argparse
 import itertools
 import os
 import shutil
@@ -21,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from command_line import add_report_options, parser_of
 from gloo import start_gloo
-from harness import AGAIN, run_rounds
 from measure import Environment, cpu_s
 from models import adam, batches, build, train_step
-from report import case, publish
+from report import compare
 from torch import nn
 
 import hpcdist
@@ -37,15 +36,12 @@ SHARES = (0.4, 0.2, 0.1, 0.1, 0.05, 0.05, *[0.1 / 50] * 50)
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for checkpoint.json and checkpoint.png"
-    )
+    parser = parser_of(__doc__)
+    add_report_options(parser, "checkpoint", n_rounds=6)
     parser.add_argument(
         "--folder", type=Path, help="where files are written; default: a temporary folder"
     )
     parser.add_argument("--megabytes", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=6, help="pairs of blocks of every contender")
     parser.add_argument(
         "--training", action="store_true", help="train with and without a save every --seconds"
     )
@@ -96,11 +92,13 @@ class Files:
     """Names for new files, and blocks that write one file each."""
 
     def __init__(self, folder):
-        self._names = (folder / f"file-{number}" for number in itertools.count())
+        self._folder = folder
+        self._numbers = itertools.count()
 
     def block(self, write, model):
         """Return the time of writing a file; then remove it."""
-        path = next(self._names)
+        number = next(self._numbers)
+        path = self._folder / f"file-{number}"
         seconds = timed(lambda: write(model, path))
         path.unlink()
         return seconds
@@ -111,7 +109,8 @@ def timed(act):
     cpu_before = cpu_s()
     started = time.perf_counter()
     act()
-    return time.perf_counter() - started, cpu_s() - cpu_before
+    taken_s = time.perf_counter() - started
+    return taken_s, cpu_s() - cpu_before
 
 
 class Saves:
@@ -135,7 +134,13 @@ def async_save(model, folder):
     """Return the time that the training thread waits in torch's async_save; then await its end, and remove the file."""
     path = folder / "dcp"
     pending = []
-    seconds = timed(lambda: pending.append(dcp.async_save(model.state_dict(), checkpoint_id=path)))
+
+    def save():
+        state = model.state_dict()
+        future = dcp.async_save(state, checkpoint_id=path)
+        pending.append(future)
+
+    seconds = timed(save)
     pending[0].result()
     shutil.rmtree(path)
     return seconds
@@ -156,14 +161,20 @@ class Copies:
 
     def block(self):
         """Return the time of a copy of all parameters."""
-        return timed(lambda: [*self._threads.map(self._copy, range(self._n_threads))])
+        return timed(self._copy_all)
+
+    def _copy_all(self):
+        numbers = range(self._n_threads)
+        for _ in self._threads.map(self._copy, numbers):
+            pass
 
     def _copy(self, number):
         """Copy the share of a thread."""
         for copy, array in zip(self._copies, self._arrays, strict=True):
             share = -(-array.size // self._n_threads)
-            part = slice(number * share, (number + 1) * share)
-            np.copyto(copy[part], array[part])
+            start = number * share
+            stop = start + share
+            np.copyto(copy[start:stop], array[start:stop])
 
 
 def is_installed(name):
@@ -186,10 +197,9 @@ def time_writes(model, folder, n_rounds):
     }
     if is_installed("safetensors"):
         contenders["safetensors and fsync"] = partial(files.block, write_safetensors, model)
-    contenders[RAW + AGAIN] = contenders[RAW]
     for block in contenders.values():
         block()
-    return case("write", *run_rounds(contenders, n_rounds), [RAW])
+    return compare("write", contenders, [RAW], n_rounds)
 
 
 def time_stalls(model, folder, n_rounds):
@@ -200,11 +210,10 @@ def time_stalls(model, folder, n_rounds):
         "hpcdist, in the background": partial(saves.block, blocking=False),
         "torch async_save": partial(async_save, model, folder),
         "a copy in memory": Copies(model).block,
-        until + AGAIN: partial(saves.block, blocking=True),
     }
     for block in contenders.values():
         block()
-    return case("stall of the training thread", *run_rounds(contenders, n_rounds), [until])
+    return compare("stall of the training thread", contenders, [until], n_rounds)
 
 
 class Training:
@@ -245,9 +254,8 @@ def time_training(folder, n_rounds, seconds):
     contenders = {
         without: partial(training.block, with_save=False),
         f"a save every {seconds:g} s": partial(training.block, with_save=True),
-        without + AGAIN: partial(training.block, with_save=False),
     }
-    return case("training", *run_rounds(contenders, n_rounds), [without])
+    return compare("training", contenders, [without], n_rounds)
 
 
 def main():
@@ -259,17 +267,16 @@ def main():
     try:
         with start_gloo(comm):
             if args.training:
-                cases = [time_training(folder, args.rounds, args.seconds)]
+                training = time_training(folder, args.rounds, args.seconds)
+                cases = [training]
             else:
                 model = make_model(args.megabytes)
-                cases = [
-                    time_writes(model, folder, args.rounds),
-                    time_stalls(model, folder, args.rounds),
-                ]
+                writes = time_writes(model, folder, args.rounds)
+                stalls = time_stalls(model, folder, args.rounds)
+                cases = [writes, stalls]
     finally:
         shutil.rmtree(folder)
-    record = environment.record()
-    publish({"label": "checkpoint", "environment": record, "cases": cases}, args.out, "checkpoint")
+    environment.publish(cases, args.out, "checkpoint", "checkpoint")
 
 
 if __name__ == "__main__":

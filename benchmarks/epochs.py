@@ -6,20 +6,20 @@ The numbers of ranks take turns, each launch with a warm-up epoch. A rank has on
 them, and cannot be faster.
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from command_line import mpirun_command, parser_of, result_of, write_json
+
 BATCH = 128
+#: A row of the table: model and ranks, the median of an epoch, the fastest and the slowest one, and the factor.
+ROW = "{}, {} ranks: {:.3f} s an epoch ({:.3f} .. {:.3f}), {:.2f} times"
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, help="folder for epochs.json")
     parser.add_argument("--models", default="mlp,cnn")
     parser.add_argument("--ranks", default="1,2,4")
@@ -40,41 +40,32 @@ def train(args):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randn(BATCH * args.steps, 784, generator=generator)
-    labels = torch.randint(10, (BATCH * args.steps,), generator=generator)
-    dataset = hpcdist.Dataset.from_tensor_slices((rows, labels)).batch(BATCH)
+    n_rows = BATCH * args.steps
+    rows = torch.randn(n_rows, 784, generator=generator)
+    labels = torch.randint(10, (n_rows,), generator=generator)
+    dataset = hpcdist.Dataset.from_tensor_slices((rows, labels))
     with strategy.scope():
         model = hpcdist.Model(build(args.job))
-        model.compile(adam(model), hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True))
-    batches = strategy.experimental_distribute_dataset(dataset)
+        loss = hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(adam(model), loss)
+    batches = strategy.experimental_distribute_dataset(dataset.batch(BATCH))
     times = []
     for _ in range(args.epochs + 1):
         strategy.barrier()
         started = time.perf_counter()
         model.fit(batches, verbose=0)
         strategy.barrier()
-        times.append(time.perf_counter() - started)
+        taken_s = time.perf_counter() - started
+        times.append(taken_s)
     if strategy.is_chief:
         print(json.dumps(times[1:]), flush=True)
 
 
 def launch(args, model, n_ranks):
     """Return the seconds of each epoch of one launch."""
-    mpirun = Path(sys.executable).with_name("mpirun")
     options = ["--job", model, "--epochs", args.epochs, "--steps", args.steps]
-    command = [mpirun, "-n", n_ranks, sys.executable, __file__, *options]
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode:
-        raise SystemExit(
-            f"epochs: expected the launch to end with 0, got {done.returncode}:\n{done.stderr}"
-        )
-    return json.loads(done.stdout.splitlines()[-1])
+    command = mpirun_command(n_ranks, __file__, *options)
+    return result_of(command)
 
 
 def main():
@@ -86,21 +77,27 @@ def main():
     epoch_times = {}
     for model in args.models.split(","):
         times_of = {n_ranks: [] for n_ranks in counts}
-        for number in range(args.rounds):
-            for n_ranks in counts if number % 2 else reversed(counts):
+        order = list(counts)
+        for _ in range(args.rounds):
+            order.reverse()
+            for n_ranks in order:
                 times_of[n_ranks] += launch(args, model, n_ranks)
         epoch_times[model] = times_of
-        first_median = statistics.median(times_of[counts[0]])
-        for n_ranks, times in times_of.items():
-            median = statistics.median(times)
-            spread = f"{min(times):.3f} .. {max(times):.3f}"
-            factor = first_median / median
-            print(
-                f"{model}, {n_ranks} ranks: {median:.3f} s an epoch ({spread}), {factor:.2f} times"
-            )
+        show(model, times_of)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "epochs.json").write_text(json.dumps(epoch_times, indent=1))
+        write_json(args.out, "epochs", epoch_times)
+
+
+def show(model, times_of):
+    """Print the times of a model's epochs, and how many times faster they are than on the first number of ranks."""
+    first_median = None
+    for n_ranks, times in times_of.items():
+        median = statistics.median(times)
+        if first_median is None:
+            first_median = median
+        factor = first_median / median
+        row = ROW.format(model, n_ranks, median, min(times), max(times), factor)
+        print(row)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from models import adam, build
+from models import Trainee, adam, build
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam
 
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import CELLS, NodeBarrier, NodeWindow
 from hpcdist.runtime.process import make_world
 
 _ALIGNED_ELEMENTS = 16
+#: A function that is called for what it does.
+Action = Callable[[], None]
 
 
 class SharedRows:
@@ -29,12 +31,13 @@ class SharedRows:
 
     def __init__(self, comm: MPI.Comm, n_elements: int) -> None:
         world = make_world()
-        cells = NodeWindow(comm, 8 * CELLS * comm.size, world).pieces
-        board = cells[0].cast("q")
+        cells = NodeWindow(comm, 8 * CELLS * comm.size, world)
+        board = cells.pieces[0].cast("q")
         names = [f"rank {rank}" for rank in range(comm.size)]
         self._barrier = NodeBarrier(board, comm.rank, names, 60.0, is_busy_waiting=True)
         self.rows: list[Tensor] = []
-        for piece in NodeWindow(comm, 4 * n_elements, world).pieces:
+        memory = NodeWindow(comm, 4 * n_elements, world)
+        for piece in memory.pieces:
             row = torch.frombuffer(piece, dtype=torch.float32)
             self.rows.append(row[:n_elements])
 
@@ -57,7 +60,8 @@ def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     start = 0
     for parameter in parameters:
         stop = start + parameter.numel()
-        views.append(flat[start:stop].view(parameter.shape))
+        part = flat[start:stop]
+        views.append(part.view(parameter.shape))
         start = stop
     return views
 
@@ -78,7 +82,7 @@ class Arrivals:
         finish: function that is called when all gradients are in the slots.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], finish: Action) -> None:
         self._parameters = parameters
         self._finish = finish
         self._n_missing = len(parameters)
@@ -95,11 +99,12 @@ class Arrivals:
         if self._n_missing:
             return
         self._n_missing = len(self._parameters)
-        torch._foreach_copy_(self._slots, [parameter.grad for parameter in self._parameters])
+        gradients = [parameter.grad for parameter in self._parameters]
+        torch._foreach_copy_(self._slots, gradients)
         self._finish()
 
 
-def whole_sums(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def whole_sums(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return a model all of whose gradients every rank adds: one barrier, and two sets of slots used in turn."""
     model = build(name, device)
     parameters = list(model.parameters())
@@ -127,7 +132,7 @@ def whole_sums(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optim
 class _SharedAdam(Adam):
     """Steps this rank's share of a model whose parameters all ranks share, and waits for the other ranks."""
 
-    def __init__(self, share: nn.Parameter, wait: Callable[[], None]) -> None:
+    def __init__(self, share: nn.Parameter, wait: Action) -> None:
         super().__init__([share], lr=1e-3, fused=True)
         self._wait = wait
 
@@ -140,7 +145,7 @@ class _SharedAdam(Adam):
         self._wait()
 
 
-def shares(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def shares(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return a model whose shares the ranks add and step, in memory that all ranks share: two barriers."""
     model = build(name, device)
     parameters = list(model.parameters())
@@ -160,10 +165,12 @@ def shares(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer
 
     def finish() -> None:
         gradients.wait()
-        add_rows([row[low:high] for row in gradients.rows], share.grad)
+        shares_of_ranks = [row[low:high] for row in gradients.rows]
+        add_rows(shares_of_ranks, share.grad)
         for parameter in parameters:
             parameter.grad = None
 
     arrivals = Arrivals(parameters, finish)
-    arrivals.use(views_of(gradients.rows[comm.rank], parameters))
+    slots = views_of(gradients.rows[comm.rank], parameters)
+    arrivals.use(slots)
     return model, _SharedAdam(share, weights.wait)

@@ -13,6 +13,8 @@ GATE_LOW = 0.97
 GATE_HIGH = 1.03
 #: Seconds between two lines that say how far the rounds are.
 SILENCE_S = 10.0
+#: Variables that hold the rank of a process, by launcher.
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 #: Ending of the name of the gate's second side; before it is the name of the first side.
 AGAIN = " (A/A)"
 
@@ -20,6 +22,10 @@ AGAIN = " (A/A)"
 Pair = tuple[float, float]
 #: contender -> its two samples in every round, in the order in which they were taken.
 Samples = Mapping[str, Sequence[Pair]]
+#: The same, while rounds are run.
+Rounds = dict[str, list[Pair]]
+#: A function that runs a block, and returns its wall seconds and CPU-seconds.
+Block = Callable[[], Pair]
 
 
 @dataclass(frozen=True)
@@ -42,45 +48,43 @@ def block_order(names: Sequence[str], round_number: int) -> list[str]:
     return forward + backward
 
 
-def run_rounds(
-    contenders: Mapping[str, Callable[[], Pair]], n_rounds: int
-) -> tuple[dict[str, list[Pair]], dict[str, list[Pair]]]:
+def run_rounds(contenders: Mapping[str, Block], n_rounds: int) -> tuple[Rounds, Rounds]:
     """Run every contender twice a round; return wall seconds and CPU-seconds of both blocks of every round.
 
     Collective if the contenders are: every rank runs the same blocks in the same order.
 
     Args:
-        contenders: name -> function that runs a block, and returns its wall seconds and CPU-seconds.
+        contenders: name -> function that runs a block.
         n_rounds: number of rounds.
     """
     began_at = time.monotonic()
     said_at = began_at
-    wall: dict[str, list[Pair]] = {name: [] for name in contenders}
-    cpu: dict[str, list[Pair]] = {name: [] for name in contenders}
+    names = list(contenders)
+    wall: Rounds = {}
+    cpu: Rounds = {}
     for number in range(n_rounds):
-        blocks: dict[str, list[Pair]] = {}
-        for name in block_order(list(contenders), number):
-            if time.monotonic() - said_at > SILENCE_S:
-                said_at = time.monotonic()
-                elapsed_s = said_at - began_at
-                say(f"round {number + 1} of {n_rounds}, {name}; {elapsed_s:.0f} s so far")
-            block = contenders[name]()
-            blocks.setdefault(name, []).append(block)
-        for name, ((wall_1, cpu_1), (wall_2, cpu_2)) in blocks.items():
-            wall[name].append((wall_1, wall_2))
-            cpu[name].append((cpu_1, cpu_2))
+        blocks: Rounds = {}
+        for name in block_order(names, number):
+            now = time.monotonic()
+            if now - said_at > SILENCE_S:
+                said_at = now
+                elapsed_s = round(now - began_at)
+                say(f"round {number + 1} of {n_rounds}, {name}; {elapsed_s} s so far")
+            block = contenders[name]
+            times = block()
+            blocks.setdefault(name, []).append(times)
+        for name in names:
+            first, second = blocks[name]
+            wall_pair, cpu_pair = zip(first, second, strict=True)
+            wall.setdefault(name, []).append(wall_pair)
+            cpu.setdefault(name, []).append(cpu_pair)
     return wall, cpu
 
 
 def say(text: str) -> None:
     """Print a line for the person who waits, on one rank. Called between blocks, where no time is taken."""
-    rank = (
-        os.environ.get("PMI_RANK")
-        or os.environ.get("OMPI_COMM_WORLD_RANK")
-        or os.environ.get("SLURM_PROCID")
-        or "0"
-    )
-    if rank == "0":
+    ranks = [os.environ[variable] for variable in _RANK_VARIABLES if variable in os.environ]
+    if not ranks or ranks[0] == "0":
         print(text, file=sys.stderr, flush=True)
 
 
@@ -97,9 +101,10 @@ def median_of_rounds(samples: Sequence[Pair]) -> float:
 
 def paired_ratios(reference: Sequence[Pair], contender: Sequence[Pair]) -> np.ndarray:
     """Return, round by round, how many times faster `contender` is than `reference`."""
-    if len(reference) != len(contender):
+    n_rounds = len(reference)
+    if len(contender) != n_rounds:
         raise ValueError(
-            f"paired_ratios: expected equally many rounds, got {len(reference)} and {len(contender)}."
+            f"paired_ratios: expected equally many rounds, got {n_rounds} and {len(contender)}."
         )
     return per_round(reference) / per_round(contender)
 
@@ -110,10 +115,12 @@ def bootstrap_interval(values: np.ndarray, n_draws: int = 4000, seed: int = 0) -
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
     n_values = len(values)
-    draws = np.random.default_rng(seed).integers(0, n_values, (n_draws, n_values))
+    generator = np.random.default_rng(seed)
+    draws = generator.integers(0, n_values, (n_draws, n_values))
     medians = np.median(values[draws], axis=1)
     low, high = np.percentile(medians, [2.5, 97.5])
-    return Interval(float(np.median(values)), float(low), float(high))
+    median = np.median(values)
+    return Interval(float(median), float(low), float(high))
 
 
 def gate_ratio(samples: Samples) -> float | None:
@@ -122,11 +129,18 @@ def gate_ratio(samples: Samples) -> float | None:
     If several contenders ran under two names, the ratio is the one that is farthest from 1.
     """
     ratios = []
-    for name in samples:
-        if name + AGAIN in samples:
-            ratios_of_rounds = paired_ratios(samples[name], samples[name + AGAIN])
-            ratios.append(float(np.median(ratios_of_rounds)))
-    return max(ratios, key=lambda ratio: abs(np.log(ratio)), default=None)
+    for name, first_side in samples.items():
+        second_side = samples.get(name + AGAIN)
+        if second_side is not None:
+            ratios_of_rounds = paired_ratios(first_side, second_side)
+            ratio = np.median(ratios_of_rounds)
+            ratios.append(float(ratio))
+    return max(ratios, key=_distance_from_1, default=None)
+
+
+def _distance_from_1(ratio: float) -> float:
+    """Return how far a ratio is from 1; a ratio and its inverse are equally far."""
+    return abs(float(np.log(ratio)))
 
 
 def passes_gate(ratio: float | None) -> bool:
@@ -136,5 +150,8 @@ def passes_gate(ratio: float | None) -> bool:
 
 def strongest(samples: Samples, baselines: Sequence[str]) -> str:
     """Return the baseline with the lowest median time."""
-    timed_baselines = [name for name in baselines if name in samples]
-    return min(timed_baselines, key=lambda name: median_of_rounds(samples[name]))
+    medians = {}
+    for name in baselines:
+        if name in samples:
+            medians[name] = median_of_rounds(samples[name])
+    return min(medians, key=medians.__getitem__)

@@ -7,19 +7,18 @@ It needs root, namespaces and tc. The bound is 2(m-1)/m * n bytes per host over 
 in the same run; the kernel counts the bytes on the links.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "hosts"))
+from command_line import parse_bytes, parser_of, virtual_hosts, write_json
 
-from virtual_hosts import VirtualHosts  # noqa: E402  found by the line above
+JOB = Path(__file__).with_name("hosts_job.py")
+#: A row of the table: a sum, its time, the time as a multiple of the bound, and its bytes as a multiple of the bound.
+ROW = "{:5} MiB  {:24} {:8.1f} ms  {:.3f} of the bound ({:.3f} .. {:.3f})  bytes {:.3f}"
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for hosts.json")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
@@ -40,48 +39,45 @@ def show(row, usable, n_hosts):
         usable: bytes per second that the links carry.
         n_hosts: number of hosts.
     """
-    bound_bytes = 2 * (n_hosts - 1) / n_hosts * row["nbytes"]
+    nbytes = row["nbytes"]
+    bound_bytes = 2 * (n_hosts - 1) / n_hosts * nbytes
     bound_s = bound_bytes / usable
-    times = sorted(row["seconds"])
-    median_s = times[len(times) // 2]
+    times_s = sorted(row["seconds"])
+    median_s = times_s[len(times_s) // 2]
     row["times_bound"] = median_s / bound_s
     row["times_bytes"] = max(row["sent"]) / bound_bytes
-    way = f"{row['nbytes'] >> 20:5} MiB  {row['name']:24}"
-    factor = f"{row['times_bound']:.3f} of the bound"
-    lowest = times[0] / bound_s
-    highest = times[-1] / bound_s
-    spread = f"({lowest:.3f} .. {highest:.3f})"
-    sent = f"bytes {row['times_bytes']:.3f}"
-    print(f"{way} {1000 * median_s:8.1f} ms  {factor} {spread}  {sent}")
-
-
-def parse_bytes(text):
-    """Return the number of bytes of a text such as 4M or 64K."""
-    number = int(text[:-1])
-    shifts = {"K": 10, "M": 20}
-    return number << shifts[text[-1]]
+    lowest = times_s[0] / bound_s
+    highest = times_s[-1] / bound_s
+    line = ROW.format(
+        nbytes >> 20,
+        row["name"],
+        1000 * median_s,
+        row["times_bound"],
+        lowest,
+        highest,
+        row["times_bytes"],
+    )
+    print(line)
 
 
 def main():
     args = parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    sizes = [parse_bytes(text) for text in args.sizes.split(",")]
-    job = ROOT / "benchmarks" / "hosts_job.py"
-    command = [sys.executable, job, args.repeats, *sizes]
+    sizes = map(parse_bytes, args.sizes.split(","))
+    command = [sys.executable, JOB, args.repeats, *sizes]
     environ = {"OMP_NUM_THREADS": "1"}
-    with VirtualHosts(args.hosts, args.rate, burst_bytes=args.burst) as hosts:
+    with virtual_hosts(args.hosts, args.rate, burst_bytes=args.burst) as hosts:
         before = hosts.calibrate()
         outcome = hosts.run(command, args.ranks, environ=environ, timeout_s=1800)
         after = hosts.calibrate()
     usable = max(before, after)
-    before_mb = before / 1e6
-    after_mb = after / 1e6
-    rates = f"{before_mb:.1f} and {after_mb:.1f} MB/s before and after"
+    before_mb = round(before / 1e6, 1)
+    after_mb = round(after / 1e6, 1)
+    rates = f"{before_mb} and {after_mb} MB/s before and after"
     print(f"{args.hosts} hosts x {args.ranks} ranks, usable rate {rates}")
     for row in outcome.result["rows"]:
         show(row, usable, args.hosts)
     report = {"usable_bytes_per_s": [before, after], **outcome.result}
-    (args.out / "hosts.json").write_text(json.dumps(report, indent=1))
+    write_json(args.out, "hosts", report)
 
 
 if __name__ == "__main__":

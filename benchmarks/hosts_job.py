@@ -78,21 +78,21 @@ def main():
     rows = []
     for nbytes in sizes:
         ways = contenders(group)
-        measured = {name: [] for name in ways}
+        names = list(ways)
+        rows_of = {}
+        for name in names:
+            row = {"nbytes": nbytes, "name": name, "seconds": [], "sent": []}
+            rows_of[name] = row
+            rows.append(row)
         # the first repeat makes connections and measures them, and does not count
-        for repeat in range(-1, repeats):
-            names = list(ways)
-            if repeat % 2 == 0:
-                names.reverse()
+        for repeat in range(repeats + 1):
             for name in names:
                 call, tolerance = ways[name]
-                result = time_one(group, call, tolerance, nbytes, repeat + 1)
-                if repeat >= 0:
-                    measured[name].append(result)
-        for name, results in measured.items():
-            seconds = [slowest_s for slowest_s, _ in results]
-            _, sent = results[-1]
-            rows.append({"nbytes": nbytes, "name": name, "seconds": seconds, "sent": sent})
+                seconds, sent = time_one(group, call, tolerance, nbytes, repeat)
+                if repeat:
+                    rows_of[name]["seconds"].append(seconds)
+                    rows_of[name]["sent"] = sent
+            names.reverse()
     if group.rank == 0:
         result = {"n_hosts": len(group.placement.hosts), "rows": rows}
         print(json.dumps(result), flush=True)

@@ -5,14 +5,17 @@ mpirun -n 2 python benchmarks/loader.py
 Both read as many rows on each rank. The first epoch, in which workers start, is not counted.
 """
 
-import argparse
 import statistics
 import time
 
 import torch
+from command_line import parser_of
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hpcdist
+
+#: A row of the table: workers, whether they are persistent, milliseconds of torch and of hpcdist, and their ratio.
+ROW = "{:7d}  {:10s}  {:8.1f}  {:10.1f}  {:5.3f}"
 
 
 class SlowRows(Dataset):
@@ -32,11 +35,12 @@ class SlowRows(Dataset):
 
     def __getitem__(self, row):
         time.sleep(self.row_s)
-        return torch.full((16,), float(row)), row
+        values = torch.full((16,), float(row))
+        return values, row
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=512, help="rows of an epoch for each rank")
     parser.add_argument("--batch", type=int, default=32, help="rows of a batch for each rank")
     parser.add_argument("--row-ms", type=float, default=1.0, help="time that reading a row takes")
@@ -64,35 +68,38 @@ def compare(strategy, arguments, n_workers, is_persistent):
     sampler = DistributedSampler(data, world.size, world.rank)
     torch_loader = DataLoader(data, arguments.batch, sampler=sampler, **settings)
     loader = DataLoader(data, arguments.batch * world.size, shuffle=True, **settings)
-    sides = {"torch": torch_loader, "hpcdist": strategy.experimental_distribute_dataset(loader)}
-    times_s = {"torch": [], "hpcdist": []}
+    distributed_loader = strategy.experimental_distribute_dataset(loader)
+    torch_times_s = []
+    hpcdist_times_s = []
+    sides = [(torch_loader, torch_times_s), (distributed_loader, hpcdist_times_s)]
     for epoch in range(arguments.epochs + 1):
-        order = list(sides) if epoch % 2 else list(reversed(sides))
-        for side in order:
-            seconds = epoch_s(sides[side])
+        sides.reverse()
+        for batches, times_s in sides:
+            seconds = epoch_s(batches)
             if epoch:
-                times_s[side].append(seconds)
-    torch_s = statistics.median(times_s["torch"])
-    hpcdist_s = statistics.median(times_s["hpcdist"])
-    return torch_s, hpcdist_s
+                times_s.append(seconds)
+    return statistics.median(torch_times_s), statistics.median(hpcdist_times_s)
 
 
 def main():
     arguments = parse_args()
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     if strategy.is_chief:
-        print(
-            f"{strategy.world.size} ranks, {arguments.rows} rows each, {arguments.row_ms} ms a row"
-        )
+        n_ranks = strategy.world.size
+        print(f"{n_ranks} ranks, {arguments.rows} rows each, {arguments.row_ms} ms a row")
         print("workers  persistent  torch ms  hpcdist ms  ratio")
+    settings = []
     for n_workers in arguments.workers:
-        for is_persistent in (False, True) if n_workers else (False,):
-            torch_s, hpcdist_s = compare(strategy, arguments, n_workers, is_persistent)
-            if strategy.is_chief:
-                setting = f"{n_workers:7d}  {is_persistent!s:10s}"
-                times = f"{1000 * torch_s:8.1f}  {1000 * hpcdist_s:10.1f}"
-                ratio = hpcdist_s / torch_s
-                print(f"{setting}  {times}  {ratio:5.3f}", flush=True)
+        settings.append((n_workers, False))
+        if n_workers:
+            settings.append((n_workers, True))
+    for n_workers, is_persistent in settings:
+        torch_s, hpcdist_s = compare(strategy, arguments, n_workers, is_persistent)
+        if strategy.is_chief:
+            ratio = hpcdist_s / torch_s
+            setting = (n_workers, str(is_persistent))
+            row = ROW.format(*setting, 1000 * torch_s, 1000 * hpcdist_s, ratio)
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

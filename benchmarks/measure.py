@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command_line import parse_bytes
+from harness import Pair
+from report import Case, publish
 
 from hpcdist.runtime.mpi import MPI
 
@@ -27,7 +30,7 @@ _TELLING = (
 )
 
 
-def timed_block(comm: MPI.Comm, run: Callable[[], None], n_calls: int) -> tuple[float, float]:
+def timed_block(comm: MPI.Comm, run: Callable[[], None], n_calls: int) -> Pair:
     """Return wall seconds (of the slowest rank) and CPU-seconds (of all ranks and their threads) per call.
 
     All ranks enter `run` together. Collective over `comm`.
@@ -43,11 +46,9 @@ def timed_block(comm: MPI.Comm, run: Callable[[], None], n_calls: int) -> tuple[
     run()
     wall = time.perf_counter() - started
     cpu = cpu_s() - cpu_before
-    slowest = np.array([wall])
-    total = np.array([cpu])
-    comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-    comm.Allreduce(MPI.IN_PLACE, total, MPI.SUM)
-    return float(slowest[0]) / n_calls, float(total[0]) / n_calls
+    slowest = comm.allreduce(wall, MPI.MAX)
+    total = comm.allreduce(cpu, MPI.SUM)
+    return slowest / n_calls, total / n_calls
 
 
 def cpu_s() -> float:
@@ -58,11 +59,11 @@ def cpu_s() -> float:
 
 def last_cache_bytes() -> int:
     """Return the size of the last level cache; 32 MiB if Linux does not tell it."""
-    factors = {"K": 1 << 10, "M": 1 << 20}
+    folder = Path("/sys/devices/system/cpu/cpu0/cache")
     sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    for path in folder.glob("index*/size"):
         text = path.read_text().strip()
-        sizes.append(int(text[:-1]) * factors[text[-1]])
+        sizes.append(parse_bytes(text))
     return max(sizes, default=32 << 20)
 
 
@@ -81,19 +82,24 @@ class Environment:
 
         Collective over the ranks.
         """
+        before = self._before
         after = _counters()
-        switches = self._comm.allreduce(after["switches"] - self._before["switches"])
+        switches = self._comm.allreduce(after["switches"] - before["switches"])
+        hosts = self._comm.allgather(MPI.Get_processor_name())
+        cores = sorted(os.sched_getaffinity(0))
+        library_version = MPI.Get_library_version().strip(" \n\0")
+        first_line, _, _ = library_version.partition("\n")
         variables = {}
         for name in sorted(os.environ):
             if name.startswith(_TELLING):
                 variables[name] = os.environ[name]
         return {
-            "mpi": MPI.Get_library_version().strip(" \n\0").splitlines()[0],
+            "mpi": first_line,
             "mpi_standard": list(MPI.Get_version()),
             "thread_level": MPI.Query_thread(),
             "ranks": self._comm.size,
-            "hosts": sorted(set(self._comm.allgather(MPI.Get_processor_name()))),
-            "cores": self._comm.allgather(sorted(os.sched_getaffinity(0))),
+            "hosts": sorted(set(hosts)),
+            "cores": self._comm.allgather(cores),
             "last_cache_bytes": last_cache_bytes(),
             "cpu": _cpu_name(),
             "kernel": platform.release(),
@@ -102,20 +108,37 @@ class Environment:
             "torch": _torch_version(),
             "variables": variables,
             "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "load_before": self._before["load"],
+            "load_before": before["load"],
             "load_after": after["load"],
-            "steal_s": after["steal_s"] - self._before["steal_s"],
+            "steal_s": after["steal_s"] - before["steal_s"],
             "involuntary_switches": switches,
         }
+
+    def publish(self, cases: list[Case], folder: Path, stem: str, label: str = "") -> None:
+        """Publish the cases of this launch with this record, on rank 0. Collective over the ranks.
+
+        Args:
+            cases: cases of the report.
+            folder: folder for the files.
+            stem: name of the files.
+            label: name of the launch, by default the MPI library's.
+        """
+        record = self.record()
+        if self._comm.rank == 0:
+            label = label or record["mpi"]
+            publish({"label": label, "environment": record, "cases": cases}, folder, stem)
 
 
 def _counters() -> dict[str, Any]:
     """Return counters of this process and of the machine."""
-    stat = Path("/proc/stat").read_text().splitlines()[0].split()
+    first_line, _, _ = Path("/proc/stat").read_text().partition("\n")
+    counters = first_line.split()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    load, _, _ = os.getloadavg()
     return {
-        "switches": resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
-        "steal_s": int(stat[8]) / os.sysconf("SC_CLK_TCK"),
-        "load": os.getloadavg()[0],
+        "switches": usage.ru_nivcsw,
+        "steal_s": int(counters[8]) / os.sysconf("SC_CLK_TCK"),
+        "load": load,
     }
 
 

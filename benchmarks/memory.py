@@ -8,11 +8,12 @@ step of a tiny model: the most during a step, from samples, and after zero_grad.
 smaller blocks that are freed (set MALLOC_MMAP_THRESHOLD_=1048576 against that).
 """
 
-import argparse
 import threading
+from functools import partial
 from pathlib import Path
 
 import torch
+from command_line import parser_of
 
 import hpcdist
 from hpcdist.runtime.process import make_world
@@ -22,7 +23,7 @@ WIDTH = 3200
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--sharded", action="store_true", help="with ZeroRedundancyOptimizer")
     parser.add_argument(
         "--parameters", type=float, default=102.4, help="millions, in layers of 10.24"
@@ -65,18 +66,20 @@ def build(width, n_layers, is_sharded):
     """Return a model and its optimizer."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     with strategy.scope():
-        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(n_layers)]
-        model = torch.nn.Sequential(*layers)
+        model = torch.nn.Sequential()
+        for _ in range(n_layers):
+            layer = torch.nn.Linear(width, width, bias=False)
+            model.append(layer)
         kind = torch.optim.Adam
-        options = {"lr": 1e-3, "fused": True}
         if is_sharded:
-            return model, hpcdist.optim.ZeroRedundancyOptimizer(model.parameters(), kind, **options)
-        return model, kind(model.parameters(), **options)
+            kind = partial(hpcdist.optim.ZeroRedundancyOptimizer, optimizer_class=kind)
+        return model, kind(model.parameters(), lr=1e-3, fused=True)
 
 
 def take_step(model, optimizer, comm):
     """Take a training step on made-up rows. Collective over `comm`."""
-    rows = torch.full((2, model[0].in_features), 1.0 + comm.rank)
+    n_features = model[0].in_features
+    rows = torch.full((2, n_features), 1.0 + comm.rank)
     loss = model(rows).square().mean()
     loss.backward()
     optimizer.step()
@@ -87,7 +90,8 @@ def main():
     args = parse_args()
     torch.set_num_threads(1)
     comm = make_world().comm
-    take_step(*build(32, 1, args.sharded), comm)
+    tiny_model, tiny_optimizer = build(32, 1, args.sharded)
+    take_step(tiny_model, tiny_optimizer, comm)
     before = comm.allreduce(pss_bytes())
     n_layers = max(1, round(args.parameters / 10.24))
     model, optimizer = build(WIDTH, n_layers, args.sharded)
@@ -105,13 +109,13 @@ def main():
     after = comm.allreduce(pss_bytes())
     if comm.rank == 0:
         name = "ZeroRedundancyOptimizer" if args.sharded else "Adam on every rank"
-        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        peak_mb = (peak - before) / 1e6
-        after_mb = (after - before) / 1e6
-        print(
-            f"{name}, {millions:g} M parameters, {comm.size} ranks: at most {peak_mb:.0f} MB in a step, "
-            f"{after_mb:.0f} MB after zero_grad"
-        )
+        n_parameters = WIDTH * WIDTH * n_layers
+        millions = n_parameters / 1e6
+        peak_mb = round((peak - before) / 1e6)
+        after_mb = round((after - before) / 1e6)
+        setting = f"{name}, {millions:g} M parameters, {comm.size} ranks"
+        most = f"at most {peak_mb} MB in a step"
+        print(f"{setting}: {most}, {after_mb} MB after zero_grad")
 
 
 if __name__ == "__main__":

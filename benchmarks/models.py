@@ -4,6 +4,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+#: A model, and the optimizer that steps it.
+Trainee = tuple[nn.Module, torch.optim.Optimizer]
+#: Rows of a step: (rows, 784) float32 images and (rows,) int64 labels.
+Batch = tuple[torch.Tensor, torch.Tensor]
 #: Global batches that a contender goes through in turn.
 N_BATCHES = 32
 
@@ -86,28 +90,24 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
 
 
-def batches(
-    global_batch: int, rank: int, size: int, device: str = "cpu"
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return this rank's parts of the global batches: (rows, 784) float32 and (rows,) int64, on a device."""
+def batches(global_batch: int, rank: int, size: int, device: str = "cpu") -> list[Batch]:
+    """Return this rank's parts of the global batches, on a device."""
     generator = torch.Generator().manual_seed(2)
-    images = torch.randn(N_BATCHES, global_batch, 784, generator=generator).to(device)
-    labels = torch.randint(10, (N_BATCHES, global_batch), generator=generator).to(device)
+    images = torch.randn(N_BATCHES, global_batch, 784, generator=generator)
+    labels = torch.randint(10, (N_BATCHES, global_batch), generator=generator)
+    images = images.to(device)
+    labels = labels.to(device)
     start = rank * global_batch // size
     stop = (rank + 1) * global_batch // size
     parts = []
     for number in range(N_BATCHES):
-        rank_images = images[number, start:stop].clone()
-        rank_labels = labels[number, start:stop].clone()
-        parts.append((rank_images, rank_labels))
+        rank_images = images[number, start:stop]
+        rank_labels = labels[number, start:stop]
+        parts.append((rank_images.clone(), rank_labels.clone()))
     return parts
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
     """Take one step and return the loss, a mean over this rank's rows. The same code for every contender."""
     images, labels = batch
     optimizer.zero_grad(set_to_none=True)

@@ -3,19 +3,19 @@
 python benchmarks/overlap.py --out out/overlap            four hosts of one rank, 200 Mbit/s
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "hosts"))
+from command_line import parser_of, virtual_hosts, write_json
 
-from virtual_hosts import VirtualHosts  # noqa: E402  found by the line above
+#: Milliseconds of a step without a sum, with the sum after backward, and with the sum during backward.
+TIMES = "bare {:.0f} ms, serial {:.0f} ms, overlapped {:.0f} ms"
+JOB = Path(__file__).with_name("overlap_job.py")
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for overlap.json")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", type=float, default=2e8, help="bits per second of each link")
@@ -35,23 +35,21 @@ def parse_args():
 
 def main():
     args = parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    job = ROOT / "benchmarks" / "overlap_job.py"
-    command = [sys.executable, job, args.layers, args.features, args.repeats, args.forward]
+    command = [sys.executable, JOB, args.layers, args.features, args.repeats, args.forward]
     environ = {"OMP_NUM_THREADS": "1"}
-    with VirtualHosts(args.hosts, args.rate) as hosts:
-        times_s = hosts.run(command, 1, environ=environ, timeout_s=1200).result
-    medians = {}
-    times = []
-    for name in ("bare", "serial", "overlapped"):
-        median_s = sorted(times_s[name])[args.repeats // 2]
-        medians[name] = median_s
-        times.append(f"{name} {1000 * median_s:.0f} ms")
-    exposed = (medians["overlapped"] - medians["bare"]) / medians["serial"]
-    share = f"exposed {100 * exposed:.1f} % of the serial time"
-    megabytes = times_s["nbytes"] / 1e6
-    print(f"{args.hosts} hosts, {megabytes:.1f} MB: {', '.join(times)}; {share}")
-    (args.out / "overlap.json").write_text(json.dumps(times_s, indent=1))
+    with virtual_hosts(args.hosts, args.rate) as hosts:
+        outcome = hosts.run(command, 1, environ=environ, timeout_s=1200)
+    result = outcome.result
+    bare_ms = 1000 * median(result["bare"])
+    serial_ms = 1000 * median(result["serial"])
+    overlapped_ms = 1000 * median(result["overlapped"])
+    exposed_ms = overlapped_ms - bare_ms
+    share = f"exposed {exposed_ms / serial_ms:.1%} of the serial time"
+    megabytes = round(result["nbytes"] / 1e6, 1)
+    print(f"{args.hosts} hosts, {megabytes} MB:", end=" ")
+    times = TIMES.format(bare_ms, serial_ms, overlapped_ms)
+    print(f"{times}; {share}")
+    write_json(args.out, "overlap", result)
 
 
 if __name__ == "__main__":

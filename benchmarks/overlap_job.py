@@ -6,6 +6,8 @@ Four hosts share the cores of one machine, so layers sleep instead of computing,
 import json
 import sys
 import time
+from contextlib import nullcontext
+from statistics import median
 
 import torch
 from torch import nn
@@ -46,55 +48,59 @@ class Layer(nn.Module):
 
 def make(n_layers, n_features, **options):
     """Return a strategy with some communication options, and a model."""
+    communication = hpcdist.CommunicationOptions(**options)
     strategy = hpcdist.MultiWorkerMirroredStrategy(
-        communication_options=hpcdist.CommunicationOptions(**options), gradient_op="sum"
+        communication_options=communication, gradient_op="sum"
     )
     with strategy.scope():
-        layers = [Layer(n_features) for _ in range(n_layers)]
-        model = nn.Sequential(*layers)
+        model = nn.Sequential()
+        for _ in range(n_layers):
+            model.append(Layer(n_features))
     return strategy, model
 
 
 def step_s(strategy, model, comm, syncs=True):
     """Return the seconds of one forward and backward on the slowest rank."""
     model.zero_grad()
-    x = torch.randn(1, model[0].linear.in_features)
+    n_features = model[0].linear.in_features
+    x = torch.randn(1, n_features)
+    block = nullcontext() if syncs else strategy.no_sync()
     comm.Barrier()
     started = time.perf_counter()
-    if syncs:
-        model(x).sum().backward()
-    else:
-        with strategy.no_sync():
-            model(x).sum().backward()
+    with block:
+        loss = model(x).sum()
+        loss.backward()
     taken_s = time.perf_counter() - started
     return comm.allreduce(taken_s, MPI.MAX)
 
 
-def median(values):
-    return sorted(values)[len(values) // 2]
-
-
 def main():
-    n_layers, n_features, repeats = map(int, sys.argv[1:4])
-    share = float(sys.argv[4])
+    *counts, share_text = sys.argv[1:]
+    n_layers, n_features, repeats = map(int, counts)
+    share = float(share_text)
     strategy, model = make(n_layers, n_features)
     comm = strategy.world.comm
-    n_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    n_bytes = 4 * n_layers * n_features * (n_features + 1)
     # one bucket: nothing to overlap
     serial, whole = make(n_layers, n_features, bytes_per_pack=4 * n_bytes)
     for _ in range(2):
         step_s(strategy, model, comm)
         step_s(serial, whole, comm)
-    communication_s = median([step_s(serial, whole, comm) for _ in range(repeats)])
-    forward_s = share * communication_s / n_layers
-    backward_s = (1 - share) * communication_s / n_layers
+    communication_times_s = [step_s(serial, whole, comm) for _ in range(repeats)]
+    communication_s = median(communication_times_s)
+    layer_s = communication_s / n_layers
+    forward_s = share * layer_s
+    backward_s = layer_s - forward_s
     for layer in [*model, *whole]:
         layer.seconds = (forward_s, backward_s)
     times_s = {"bare": [], "serial": [], "overlapped": []}
     for _ in range(repeats):
-        times_s["bare"].append(step_s(strategy, model, comm, syncs=False))
-        times_s["serial"].append(step_s(serial, whole, comm))
-        times_s["overlapped"].append(step_s(strategy, model, comm))
+        bare_s = step_s(strategy, model, comm, syncs=False)
+        serial_s = step_s(serial, whole, comm)
+        overlapped_s = step_s(strategy, model, comm)
+        times_s["bare"].append(bare_s)
+        times_s["serial"].append(serial_s)
+        times_s["overlapped"].append(overlapped_s)
     if comm.rank == 0:
         result = {"nbytes": n_bytes, "communication_s": communication_s, **times_s}
         print(json.dumps(result), flush=True)

@@ -7,16 +7,14 @@ random numbers keyed by replica. Eight counted: eight parts of the same global b
 works on its parts one after another.
 """
 
-import argparse
 import itertools
 from functools import partial
-from pathlib import Path
 
 import torch
-from harness import AGAIN, run_rounds
+from command_line import add_report_options, parser_of
 from measure import Environment, timed_block
 from models import MODELS, adam, batches, build
-from report import case, publish
+from report import compare
 from step_contenders import watches, with_watches
 from torch.nn.functional import cross_entropy
 
@@ -28,12 +26,9 @@ PLAIN = "one replica per rank"
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for replicas.json and replicas.png"
-    )
+    parser = parser_of(__doc__)
+    add_report_options(parser, "replicas", n_rounds=10)
     parser.add_argument("--model", choices=MODELS, default="mlp")
-    parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
     return parser.parse_args()
 
@@ -49,8 +44,10 @@ class Trainer:
         with self._strategy.scope():
             self._model = build(model)
             self._optimizer = adam(self._model)
-        images, labels = map(torch.cat, zip(*batches(BATCH, 0, 1), strict=True))
-        dataset = hpcdist.Dataset.from_tensor_slices((images, labels)).batch(BATCH).repeat()
+        images, labels = zip(*batches(BATCH, 0, 1), strict=True)
+        rows = (torch.cat(images), torch.cat(labels))
+        dataset = hpcdist.Dataset.from_tensor_slices(rows)
+        dataset = dataset.batch(BATCH).repeat()
         inputs = self._strategy.experimental_distribute_dataset(dataset)
         first_batches = list(itertools.islice(inputs, 16))
         self._data = itertools.cycle(first_batches)
@@ -58,8 +55,10 @@ class Trainer:
 
     def _step(self, inputs, labels):
         self._optimizer.zero_grad()
-        losses = cross_entropy(self._model(inputs), labels, reduction="none")
-        hpcdist.compute_average_loss(losses, global_batch_size=BATCH).backward()
+        outputs = self._model(inputs)
+        losses = cross_entropy(outputs, labels, reduction="none")
+        loss = hpcdist.compute_average_loss(losses, global_batch_size=BATCH)
+        loss.backward()
         self._optimizer.step()
 
     def block(self, n_steps):
@@ -67,8 +66,8 @@ class Trainer:
 
         def run():
             with with_watches(self._watches):
-                for _ in range(n_steps):
-                    self._strategy.run(self._step, args=next(self._data))
+                for batch in itertools.islice(self._data, n_steps):
+                    self._strategy.run(self._step, args=batch)
 
         return timed_block(self._comm, run, n_steps)
 
@@ -84,16 +83,14 @@ def main():
         f"counted as ranks, {comm.size} replicas": Trainer(args.model, comm, comm.size),
         "counted, 8 replicas": Trainer(args.model, comm, 8),
     }
-    contenders = {name: partial(trainer.block, args.steps) for name, trainer in trainers.items()}
-    contenders[PLAIN + AGAIN] = contenders[PLAIN]
-    for block in contenders.values():
+    blocks = {}
+    for name, trainer in trainers.items():
+        block = partial(trainer.block, args.steps)
         block()
-    wall, cpu = run_rounds(contenders, args.rounds)
-    cases = [case(f"{args.model}, {comm.size} ranks", wall, cpu, [PLAIN])]
-    record = environment.record()
-    if comm.rank == 0:
-        report = {"label": "replicas", "environment": record, "cases": cases}
-        publish(report, args.out, "replicas")
+        blocks[name] = block
+    title = f"{args.model}, {comm.size} ranks"
+    case = compare(title, blocks, [PLAIN], args.rounds)
+    environment.publish([case], args.out, "replicas", "replicas")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """The report of a benchmark: a table on the screen, raw samples as JSON, a log-log picture."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command_line import write_json
 from harness import (
     AGAIN,
+    Block,
     Samples,
     bootstrap_interval,
     gate_ratio,
@@ -14,6 +17,7 @@ from harness import (
     paired_ratios,
     passes_gate,
     per_round,
+    run_rounds,
     strongest,
 )
 
@@ -21,9 +25,16 @@ from harness import (
 Case = dict[str, Any]
 #: A report: its label, its environment and its cases.
 Report = dict[str, Any]
-_TIME_COLUMNS = f"{'wall':>10s} {'CPU':>10s}"
-_FACTOR_COLUMNS = f"{'factor':>6s} {'95 % interval':14s} {'difference':>10s}"
-_HEADER = f"  {'':44s} {_TIME_COLUMNS}  {_FACTOR_COLUMNS}"
+#: (case, contender) -> labels of launches.
+Labels = dict[tuple[str, str], set[str]]
+#: The lines of a picture, one for each launch.
+_LINES = ("o-", "s--", "^:")
+#: The columns of a table: a contender and its times; its factor, the interval, and the difference.
+_TIMES = "  {:44s} {:>10s} {:>10s}"
+_FACTORS = "  {:>6s} {:14s} {:>10s}"
+_HEADER = _TIMES.format("", "wall", "CPU") + _FACTORS.format(
+    "factor", "95 % interval", "difference"
+)
 
 
 def case(
@@ -45,6 +56,29 @@ def case(
     return {"case": name, "bytes": nbytes, "baselines": baselines, "samples": samples, "cpu": cpu}
 
 
+def compare(
+    name: str,
+    blocks: dict[str, Block],
+    baselines: list[str],
+    n_rounds: int,
+    nbytes: int | None = None,
+) -> Case:
+    """Run contenders in turn, and the first baseline under two names; return the case.
+
+    Args:
+        name: name of the case.
+        blocks: contender -> function that runs a block.
+        baselines: names of the contenders that others are compared with.
+        n_rounds: number of rounds.
+        nbytes: see `case`.
+    """
+    timed_baselines = [baseline for baseline in baselines if baseline in blocks]
+    reference = timed_baselines[0]
+    blocks[reference + AGAIN] = blocks[reference]
+    wall, cpu = run_rounds(blocks, n_rounds)
+    return case(name, wall, cpu, baselines, nbytes)
+
+
 def table(measured_case: Case) -> str:
     """Return the rows of a case, the strongest baseline first, then by time.
 
@@ -54,11 +88,17 @@ def table(measured_case: Case) -> str:
     samples = measured_case["samples"]
     first = strongest(samples, measured_case["baselines"])
     ratio = gate_ratio(samples)
-    names = [name for name in samples if not name.endswith(AGAIN)]
-    names.sort(key=lambda name: (name != first, median_of_rounds(samples[name])))
-    lines = [f"{measured_case['case']}: {_verdict(ratio)}", _HEADER]
-    for name in names:
-        lines.append(_row(name, measured_case, first, passes_gate(ratio)))
+    is_quotable = passes_gate(ratio)
+    places = {}
+    for name, times in samples.items():
+        if not name.endswith(AGAIN):
+            places[name] = (name != first, median_of_rounds(times))
+    title = measured_case["case"]
+    verdict = _verdict(ratio)
+    lines = [f"{title}: {verdict}", _HEADER]
+    for name in sorted(places, key=places.__getitem__):
+        row = _row(name, measured_case, first, is_quotable)
+        lines.append(row)
     return "\n".join(lines)
 
 
@@ -79,21 +119,25 @@ def _row(name: str, measured_case: Case, first: str, is_quotable: bool) -> str:
         first: name of the strongest baseline.
         is_quotable: whether the gate is passed, so that a factor may be shown.
     """
-    samples = measured_case["samples"]
-    wall = duration(median_of_rounds(samples[name]))
-    cpu = duration(median_of_rounds(measured_case["cpu"][name]))
-    row = f"  {name:44s} {wall:>10s} {cpu:>10s}"
+    wall_samples = measured_case["samples"][name]
+    cpu_samples = measured_case["cpu"][name]
+    wall = duration(median_of_rounds(wall_samples))
+    cpu = duration(median_of_rounds(cpu_samples))
+    row = _TIMES.format(name, wall, cpu)
     if not is_quotable:
         return row
     if name == first:
-        return f"{row}  {'1.00':>6s} strongest baseline"
-    interval = bootstrap_interval(paired_ratios(samples[first], samples[name]))
+        return f"{row}    1.00 strongest baseline"
+    first_samples = measured_case["samples"][first]
+    ratios = paired_ratios(first_samples, wall_samples)
+    interval = bootstrap_interval(ratios)
+    factor = f"{interval.median:.2f}"
     bounds = f"{interval.low:.2f} .. {interval.high:.2f}"
-    differences = per_round(samples[name]) - per_round(samples[first])
+    differences = per_round(wall_samples) - per_round(first_samples)
     difference = float(np.median(differences))
     sign = "+" if difference > 0 else "-"
     difference_text = sign + duration(abs(difference))
-    return f"{row}  {interval.median:6.2f} {bounds:14s} {difference_text:>10s}"
+    return row + _FACTORS.format(factor, bounds, difference_text)
 
 
 def duration(seconds: float) -> str:
@@ -116,26 +160,30 @@ def merge(reports: list[Report]) -> list[Case]:
     labels_of = _labels_of_names(reports)
     merged: dict[str, Case] = {}
     for report in reports:
+        label = report["label"]
         for measured_case in report["cases"]:
             title = measured_case["case"]
             if title not in merged:
-                merged[title] = case(title, {}, {}, [], measured_case["bytes"])
+                nbytes = measured_case["bytes"]
+                merged[title] = case(title, {}, {}, [], nbytes)
             for name in measured_case["samples"]:
-                new_name = _labelled(name, report["label"], labels_of[title, name])
+                labels = labels_of[title, name]
+                new_name = _labelled(name, label, labels)
                 _add(merged[title], measured_case, name, new_name)
     for measured_case in merged.values():
         _cut_to_shortest(measured_case)
     return list(merged.values())
 
 
-def _labels_of_names(reports: list[Report]) -> dict[tuple[str, str], set[str]]:
+def _labels_of_names(reports: list[Report]) -> Labels:
     """Return (case, contender) -> labels of the launches that timed it."""
-    labels_of: dict[tuple[str, str], set[str]] = {}
+    labels_of: Labels = defaultdict(set)
     for report in reports:
+        label = report["label"]
         for measured_case in report["cases"]:
+            title = measured_case["case"]
             for name in measured_case["samples"]:
-                labels = labels_of.setdefault((measured_case["case"], name), set())
-                labels.add(report["label"])
+                labels_of[title, name].add(label)
     return labels_of
 
 
@@ -171,12 +219,18 @@ def _cut_to_shortest(measured_case: Case) -> None:
             measured_case[kind][name] = values[:n_rounds]
 
 
+def publish_merged(paths: list[Path], folder: Path, stem: str) -> None:
+    """Publish the cases of several launches side by side, given the files of their reports."""
+    reports = [json.loads(path.read_text()) for path in paths]
+    environments = [report["environment"] for report in reports]
+    cases = merge(reports)
+    publish({"label": "merged", "environment": environments, "cases": cases}, folder, stem)
+
+
 def publish(report: Report, folder: Path, stem: str) -> None:
     """Print the tables and write `stem`.json and `stem`.png to the folder. On rank 0 only."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{stem}.json"
-    path.write_text(json.dumps(report, indent=1))
-    tables = [table(measured_case) for measured_case in report["cases"]]
+    path = write_json(folder, stem, report)
+    tables = map(table, report["cases"])
     print("\n\n".join(tables), flush=True)
     outcome = picture(report, folder / f"{stem}.png")
     print(f"raw samples: {path}; {outcome}", flush=True)
@@ -192,26 +246,30 @@ def picture(report: Report, path: Path) -> str:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 6), layout="constrained")
-    cases_of: dict[str, list[Case]] = {}
+    places_of: dict[str, list[Any]] = defaultdict(list)
+    times_of: dict[str, list[float]] = defaultdict(list)
+    sizes = []
     for measured_case in report["cases"]:
-        for name in measured_case["samples"]:
+        nbytes = measured_case["bytes"]
+        sizes.append(nbytes)
+        for name, samples in measured_case["samples"].items():
             if not name.endswith(AGAIN):
-                cases_of.setdefault(name, []).append(measured_case)
+                places_of[name].append(nbytes or measured_case["case"])
+                times_of[name].append(median_of_rounds(samples))
     colors: dict[str, int] = {}
     styles: dict[str, int] = {}
-    for name, cases in cases_of.items():
-        places = [measured_case["bytes"] or measured_case["case"] for measured_case in cases]
-        times = [median_of_rounds(measured_case["samples"][name]) for measured_case in cases]
+    for name, places in places_of.items():
         contender, _, label = name.partition(" [")  # the label of the launch, in merged reports
-        color = colors.setdefault(contender, len(colors))
+        color_number = colors.setdefault(contender, len(colors))
+        color = f"C{color_number}"
         style = styles.setdefault(label, len(styles))
-        line = ("o-", "s--", "^:")[style % 3]
-        axes.plot(places, times, line, color=f"C{color}", label=name, markersize=4)
+        line = _LINES[style % len(_LINES)]
+        axes.plot(places, times_of[name], line, color=color, label=name, markersize=4)
     axes.set_yscale("log")
-    if all(measured_case["bytes"] for measured_case in report["cases"]):
+    if all(sizes):
         axes.set_xscale("log", base=2)
-    first_case = report["cases"][0]
-    axes.set_xlabel("bytes per rank" if first_case["bytes"] else "")
+    if sizes[0]:
+        axes.set_xlabel("bytes per rank")
     axes.set_ylabel("seconds (slowest rank, median)")
     axes.legend(fontsize="small")
     axes.grid(True, which="both", alpha=0.3)

@@ -6,12 +6,13 @@ All-reduce: MPICH, Open MPI, Open MPI, MPICH, so that the better MPI leads. Step
 peers, the peers, hpcdist with DDP. What is not installed is named and left out.
 """
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from command_line import parser_of
 
 HERE = Path(__file__).resolve().parent
 #: Open MPI refuses root, and more ranks than cores, without these variables.
@@ -25,7 +26,7 @@ OPENMPI = {
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", choices=["allreduce", "step"])
@@ -53,7 +54,8 @@ def launch(command, environ, limit_s):
     """Run one launch in a new session; kill the session when its time is up."""
     print("+", *command, flush=True)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    process = subprocess.Popen([str(part) for part in command], env=environ, start_new_session=True)
+    arguments = list(map(str, command))
+    process = subprocess.Popen(arguments, env=environ, start_new_session=True)
     try:
         code = process.wait(limit_s)
     finally:
@@ -66,14 +68,9 @@ def launch(command, environ, limit_s):
 
 
 def mpirun(bin_folder, args, script, *options, python=None):
-    return [
-        bin_folder / "mpirun",
-        "-n",
-        args.ranks,
-        python or bin_folder / "python",
-        HERE / script,
-        *options,
-    ]
+    launcher = [bin_folder / "mpirun", "-n", args.ranks]
+    python = python or bin_folder / "python"
+    return [*launcher, python, HERE / script, *options]
 
 
 def has(python, module):
@@ -101,7 +98,8 @@ def run_allreduce(args):
         options = ["--out", folder, "--label", label, "--rounds", args.rounds]
         if args.sizes:
             options += ["--sizes", args.sizes]
-        launch(mpirun(bin_folder, args, "allreduce.py", *options), environ, args.limit)
+        command = mpirun(bin_folder, args, "allreduce.py", *options)
+        launch(command, environ, args.limit)
         reports.append(folder / "allreduce.json")
     merge("allreduce.py", reports, args.out, args)
 
@@ -109,23 +107,16 @@ def run_allreduce(args):
 def peers(args, model):
     """Return the commands of the peers that are installed and have this model, each without its --out."""
     options = ["--model", model, "--rounds", args.rounds]
-    commands = {
-        "threads": [
-            sys.executable,
-            HERE / "peers/torch_threads.py",
-            *options,
-            "--threads",
-            args.ranks,
-        ]
-    }
-    if model != "transformer" and has(args.peers_python, "tensorflow"):
+    python = args.peers_python
+    script = HERE / "peers/torch_threads.py"
+    commands = {"threads": [sys.executable, script, *options, "--threads", args.ranks]}
+    if model != "transformer" and has(python, "tensorflow"):
         script = HERE / "peers/tensorflow_ring.py"
-        commands["tensorflow"] = [args.peers_python, script, *options, "--workers", args.ranks]
-    if has(args.peers_python, "horovod.torch"):
+        commands["tensorflow"] = [python, script, *options, "--workers", args.ranks]
+    if has(python, "horovod.torch"):
         bin_folder = Path(sys.executable).parent
-        commands["horovod"] = mpirun(
-            bin_folder, args, "peers/horovod_step.py", *options, python=args.peers_python
-        )
+        script = "peers/horovod_step.py"
+        commands["horovod"] = mpirun(bin_folder, args, script, *options, python=python)
     return commands
 
 
@@ -137,13 +128,16 @@ def run_steps(args, model):
     def run_ours(number):
         folder = args.out / f"step-{number}"
         options = ["--model", model, "--rounds", args.rounds, "--label", "ranks", "--out", folder]
-        launch(mpirun(bin_folder, args, "step.py", *options), {}, args.limit)
+        command = mpirun(bin_folder, args, "step.py", *options)
+        launch(command, {}, args.limit)
         reports.append(folder / f"step-{model}.json")
 
     def run_peers(number):
         for name, command in peer_commands.items():
-            path = args.out / f"step-{number}" / f"{name}-{model}.json"
-            launch([*command, "--out", path], environs.get(name, {}), args.limit)
+            folder = args.out / f"step-{number}"
+            path = folder / f"{name}-{model}.json"
+            environ = environs.get(name, {})
+            launch([*command, "--out", path], environ, args.limit)
             reports.append(path)
 
     environs = {
@@ -157,7 +151,8 @@ def run_steps(args, model):
 
 
 def merge(script, reports, out, args):
-    launch([sys.executable, HERE / script, "--merge", *reports, "--out", out], {}, args.limit)
+    command = [sys.executable, HERE / script, "--merge", *reports, "--out", out]
+    launch(command, {}, args.limit)
 
 
 def main():

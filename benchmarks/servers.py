@@ -7,26 +7,25 @@ python benchmarks/servers.py links --workers 4 --servers 2    (over links of 1 G
 Each round runs every contender once. Figures are medians over rounds; a ratio compares two runs of the same round.
 """
 
-import argparse
-import json
-import os
-import statistics
-import subprocess
 import sys
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
+from statistics import median
 
+from command_line import parser_of, result_of, virtual_hosts, write_json
 from harness import say
 from report import case, picture
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests" / "hosts"))
-
 JOB = HERE / "servers_job.py"
+#: A row of the table: a contender, its rate, and how many times the baseline's that is.
+ROW = "{:24} {:8.1f} steps/s  {:.2f} ({:.2f} .. {:.2f})"
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["speed", "stalls", "links"])
+    parser = parser_of(__doc__)
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers-python", type=Path, help="of an environment with TensorFlow")
     parser.add_argument("--mpirun", default=Path(sys.executable).parent / "mpirun")
@@ -39,21 +38,6 @@ def parse_args():
         "--elements", type=int, default=4 << 20, help="of links: float32 of one parameter"
     )
     return parser.parse_args()
-
-
-def run(command, environ=None):
-    """Return the JSON line that a command prints."""
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    json_lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(json_lines[-1])
 
 
 def job(args, n_ranks, *options, servers=1, chief=""):
@@ -69,84 +53,101 @@ def job(args, n_ranks, *options, servers=1, chief=""):
     environ = {}
     if servers:
         environ["HPCDIST_ROLES"] = f"ps:{servers},{chief}worker:*"
-    return run([args.mpirun, "-n", n_ranks, sys.executable, JOB, *options], environ)
+    command = [args.mpirun, "-n", n_ranks, sys.executable, JOB, *options]
+    return result_of(command, environ)
 
 
 def compare(contenders, args, baseline):
     """Run contenders in turn; print the steps per second of each, and how many times the baseline's they are."""
-    rates_of = {name: [] for name in contenders}
+    rates_of = defaultdict(list)
     for number in range(args.rounds):
         for name, contender in contenders.items():
             say(f"round {number + 1} of {args.rounds}, {name}")
-            rates_of[name].append(contender()["steps_per_s"])
+            result = contender()
+            rates_of[name].append(result["steps_per_s"])
     for name, rates in rates_of.items():
         pairs = zip(rates, rates_of[baseline], strict=True)
         ratios = [rate / baseline_rate for rate, baseline_rate in pairs]
-        rate = statistics.median(rates)
-        ratio = statistics.median(ratios)
-        spread = f"({min(ratios):.2f} .. {max(ratios):.2f})"
-        print(f"{name:24} {rate:8.1f} steps/s  {ratio:.2f} {spread}")
+        rate = median(rates)
+        ratio = median(ratios)
+        lowest = min(ratios)
+        highest = max(ratios)
+        print(ROW.format(name, rate, ratio, lowest, highest))
     if args.out is not None:
         publish(rates_of, args)
 
 
 def publish(rates_of, args):
     """Write steps per second of all rounds, and a picture of seconds per step."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"servers-{args.part}"
     record = {"part": args.part, "steps_per_s": rates_of}
-    path.with_suffix(".json").write_text(json.dumps(record, indent=1))
-    samples = {}
+    path = write_json(args.out, f"servers-{args.part}", record)
+    samples = defaultdict(list)
     for name, rates in rates_of.items():
-        samples[name] = [(1 / rate, 1 / rate) for rate in rates]
-    report = {"cases": [case(f"servers {args.part}", samples, {}, [])]}
-    print(picture(report, path.with_suffix(".png")))
+        for rate in rates:
+            step_s = 1 / rate
+            samples[name].append((step_s, step_s))
+    measured_case = case(f"servers {args.part}", samples, {}, [])
+    outcome = picture({"cases": [measured_case]}, path.with_suffix(".png"))
+    print(outcome)
 
 
 def speed(args):
     contenders = {
-        "all-reduce": lambda: job(args, 2, "--kind", "all-reduce", servers=0),
-        "asynchronous": lambda: job(args, 3, "--kind", "async"),
-        "synchronous": lambda: job(args, 3, "--kind", "sync"),
-        "coordinator": lambda: job(args, 4, "--kind", "coordinator", chief="chief:1,"),
+        "all-reduce": partial(job, args, 2, "--kind", "all-reduce", servers=0),
+        "asynchronous": partial(job, args, 3, "--kind", "async"),
+        "synchronous": partial(job, args, 3, "--kind", "sync"),
+        "coordinator": partial(job, args, 4, "--kind", "coordinator", chief="chief:1,"),
     }
     baseline = "all-reduce"
     if args.peers_python is not None:
         baseline = "TensorFlow"
-        peer = [args.peers_python, HERE / "peers" / "tensorflow_ps.py"]
-        contenders[baseline] = lambda: run(peer)
+        script = HERE / "peers" / "tensorflow_ps.py"
+        contenders[baseline] = partial(result_of, [args.peers_python, script])
     compare(contenders, args, baseline)
 
 
 def stalls(args):
-    options = ["--compute-s", 0.03, "--stalls", 0.1, "--steps", 150, "--warm-up", 5, "--batch", 8]
+    stalling = ["--compute-s", 0.03, "--stalls", 0.1]
+    options = [*stalling, "--steps", 150, "--warm-up", 5, "--batch", 8]
+    asynchronous = partial(job, args, 5, *options, "--kind", "async")
     contenders = {
-        "synchronous": lambda: job(args, 5, "--kind", "sync", *options),
-        "staleness 4": lambda: job(args, 5, "--kind", "async", "--max-staleness", 4, *options),
-        "asynchronous": lambda: job(args, 5, "--kind", "async", *options),
+        "synchronous": partial(job, args, 5, *options, "--kind", "sync"),
+        "staleness 4": partial(asynchronous, "--max-staleness", 4),
+        "asynchronous": asynchronous,
     }
     compare(contenders, args, "synchronous")
 
 
 def links(args):
     """Compare a synchronous step with w * M / (s * B): w workers push M bytes each through the links of s servers."""
-    from virtual_hosts import VirtualHosts
-
-    with VirtualHosts(args.workers + args.servers, 1e9) as hosts:
+    with virtual_hosts(args.workers + args.servers, 1e9) as hosts:
         usable = hosts.calibrate()
         options = ["--kind", "sync", "--elements", args.elements, "--shards", args.servers]
         command = [sys.executable, JOB, *options, "--steps", 10, "--warm-up", 3]
         environ = {"HPCDIST_ROLES": f"ps:{args.servers},worker:*", "OMP_NUM_THREADS": "1"}
         outcome = hosts.run(command, 1, environ=environ, timeout_s=280)
-    bound_s = args.workers * 4 * args.elements / args.servers / usable
+    pushed_bytes = 4 * args.elements
+    server_bytes = args.workers * pushed_bytes / args.servers
+    bound_s = server_bytes / usable
     step_s = outcome.result["step_s"]
-    n_mib = 4 * args.elements >> 20
-    step = f"{1000 * step_s:.0f} ms a step"
-    print(f"{args.workers} workers, {args.servers} servers, {n_mib} MiB: {step}")
-    bound = f"w * M / (s * B) = {1000 * bound_s:.0f} ms"
-    print(f"{step_s / bound_s:.3f} of {bound}, at {usable / 1e6:.1f} MB/s")
+    n_mib = pushed_bytes >> 20
+    step_ms = round(1000 * step_s)
+    bound_ms = round(1000 * bound_s)
+    factor = round(step_s / bound_s, 3)
+    usable_mb = round(usable / 1e6, 1)
+    setting = f"{args.workers} workers, {args.servers} servers, {n_mib} MiB"
+    print(f"{setting}: {step_ms} ms a step")
+    print(f"{factor} of w * M / (s * B) = {bound_ms} ms, at {usable_mb} MB/s")
+
+
+PARTS = {"speed": speed, "stalls": stalls, "links": links}
+
+
+def main():
+    args = parse_args()
+    run_part = PARTS[args.part]
+    run_part(args)
 
 
 if __name__ == "__main__":
-    arguments = parse_args()
-    {"speed": speed, "stalls": stalls, "links": links}[arguments.part](arguments)
+    main()

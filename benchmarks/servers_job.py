@@ -3,19 +3,19 @@
 HPCDIST_ROLES=ps:1,worker:* mpirun -n 3 python benchmarks/servers_job.py --kind async
 """
 
-import argparse
 import json
 import random
 import time
 
 import torch
+from command_line import parser_of
 from torch import nn
 
 import hpcdist
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--kind", choices=["async", "sync", "all-reduce", "coordinator"], default="async"
     )
@@ -42,7 +42,9 @@ def parse_args():
 def make_strategy(args):
     if args.kind == "all-reduce":
         return hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
-    partitioner = None if args.shards is None else hpcdist.FixedShardsPartitioner(args.shards)
+    partitioner = None
+    if args.shards is not None:
+        partitioner = hpcdist.FixedShardsPartitioner(args.shards)
     is_synchronous = args.kind == "sync"
     return hpcdist.ParameterServerStrategy(None, partitioner, args.max_staleness, is_synchronous)
 
@@ -104,14 +106,21 @@ def coordinate(args):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     coordinator = hpcdist.ClusterCoordinator(strategy)
     n_rows = args.batch
-    batch = coordinator.create_per_worker_resource(
-        lambda: (torch.randn(n_rows, 784), torch.randint(0, 10, (n_rows,)))
-    )
+
+    def make_batch():
+        images = torch.randn(n_rows, 784)
+        labels = torch.randint(0, 10, (n_rows,))
+        return images, labels
+
+    batch = coordinator.create_per_worker_resource(make_batch)
 
     def step(batch):
+        images, labels = batch
         optimizer.zero_grad()
-        losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        hpcdist.compute_average_loss(losses, global_batch_size=n_rows * n_workers).backward()
+        outputs = model(images)
+        losses = nn.functional.cross_entropy(outputs, labels, reduction="none")
+        loss = hpcdist.compute_average_loss(losses, global_batch_size=n_rows * n_workers)
+        loss.backward()
         optimizer.step()
 
     for n_steps in (args.warm_up * n_workers, args.steps * n_workers):

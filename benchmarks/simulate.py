@@ -10,7 +10,6 @@ the time of a byte are fitted, for each algorithm, to sums of some sizes on some
 error. The time of a byte inside a host is assumed. Figures for more hosts than measured are predictions.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -19,9 +18,11 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from command_line import parser_of, virtual_hosts, write_json
 
 from hpcdist.collectives.hierarchical import chunk_bytes
 from hpcdist.collectives.rounds import SEGMENT_BYTES
@@ -29,11 +30,16 @@ from hpcdist.collectives.route import goes_by_halving
 from hpcdist.plan.placement import Placement, plan_lanes
 from hpcdist.plan.schedules import plan_halving, plan_ring
 
-ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ("RING", "HALVING", "HIERARCHICAL")
 #: (hosts, bytes) of the sums that costs are fitted to, and of the sums that only tell the error.
-FITTED = list(itertools.product((2, 4), (256 << 10, 1 << 20, 4 << 20)))
-HELD_OUT = list(itertools.product((2, 3, 4), (512 << 10, 2 << 20, 8 << 20)))
+KIB = 1 << 10
+MIB = 1 << 20
+FITTED_SIZES = (256 * KIB, MIB, 4 * MIB)
+HELD_OUT_SIZES = (512 * KIB, 2 * MIB, 8 * MIB)
+FITTED = list(itertools.product((2, 4), FITTED_SIZES))
+HELD_OUT = list(itertools.product((2, 3, 4), HELD_OUT_SIZES))
+#: A row of the errors: hosts, size and algorithm of a sum; its measured and its predicted time, and the error.
+ERROR_ROW = "{} hosts {:6} KiB {:13} {:8.1f} ms measured {:8.1f} predicted {:+7.1%}"
 #: Predicted numbers of ranks: powers of two, and numbers whose halving is uneven.
 POWERS_OF_TWO = [2**power for power in range(1, 17)]
 RANK_COUNTS = sorted([*POWERS_OF_TWO, 200, 1000, 8200, 60000])
@@ -106,15 +112,20 @@ def rounds_s(rounds, link, n_hosts, n_ranks, n_flows):
             total_s += nbytes * link.local_byte_s
             continue
         n_segments = max(n_messages, -(-nbytes // SEGMENT_BYTES))
-        factor = spread(link, n_hosts, peer_distance // n_ranks)
+        host_distance = peer_distance // n_ranks
+        factor = spread(link, n_hosts, host_distance)
         wire_s = n_flows * nbytes * link.byte_s * factor
-        total_s += link.latency_s + 2 * n_segments * link.message_s + wire_s
+        cpu_s = 2 * n_segments * link.message_s
+        total_s += link.latency_s + cpu_s + wire_s
     return total_s
 
 
 def n_elements_of(messages):
     """Return the number of elements in messages."""
-    return sum(message.stop - message.start for message in messages)
+    n_elements = 0
+    for message in messages:
+        n_elements += message.stop - message.start
+    return n_elements
 
 
 def ring_s(n_hosts, n_ranks, nbytes, links):
@@ -131,10 +142,12 @@ def ring_s(n_hosts, n_ranks, nbytes, links):
 def halving_s(n_hosts, n_ranks, nbytes, links):
     """Follow the slower one of the first and the last rank; all ranks of a host send beyond it at the same time."""
     size = n_hosts * n_ranks
+    link = links["HALVING"]
     times = []
     for rank in (0, size - 1):
         rounds = halving_of(size, rank, nbytes)
-        times.append(rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks))
+        time_s = rounds_s(rounds, link, n_hosts, n_ranks, n_flows=n_ranks)
+        times.append(time_s)
     return max(times)
 
 
@@ -143,10 +156,11 @@ def halving_of(size, rank, nbytes, distance=1):
     rounds = []
     for turn in plan_halving(size, rank, nbytes // 4):
         messages = turn.sends or turn.receives
-        peer_distance = max(abs(message.peer - rank) for message in messages)
+        distances = [abs(message.peer - rank) for message in messages]
+        peer_distance = distance * max(distances)
         n_elements = max(n_elements_of(turn.sends), n_elements_of(turn.receives))
         n_messages = max(len(turn.sends), len(turn.receives))
-        rounds.append(Round(distance * peer_distance, 4 * n_elements, n_messages))
+        rounds.append(Round(peer_distance, 4 * n_elements, n_messages))
     return rounds
 
 
@@ -155,7 +169,8 @@ def placed(n_hosts, n_ranks):
     hosts = []
     for host in range(n_hosts):
         first_rank = host * n_ranks
-        hosts.append(tuple(range(first_rank, first_rank + n_ranks)))
+        ranks = range(first_rank, first_rank + n_ranks)
+        hosts.append(tuple(ranks))
     return Placement(tuple(hosts))
 
 
@@ -190,29 +205,39 @@ def hierarchical_s(n_hosts, n_ranks, nbytes, links, is_ordered=False):
 def lanes_s(n_hosts, n_ranks, nbytes, link, is_ordered=False, chunk=None):
     """Follow a host through the pipeline of `collectives/hierarchical.py`: begin, combine and finish each chunk."""
     if chunk is None:
-        small_s = lanes_s(n_hosts, n_ranks, 16 << 10, link, chunk=1 << 20)
-        large_s = lanes_s(n_hosts, n_ranks, 256 << 10, link, chunk=1 << 20)
-        byte_s = (large_s - small_s) / (240 << 10)
-        chunk = chunk_bytes(nbytes, max(1e-12, byte_s))
+        small = 16 * KIB
+        large = 256 * KIB
+        small_s = lanes_s(n_hosts, n_ranks, small, link, chunk=MIB)
+        large_s = lanes_s(n_hosts, n_ranks, large, link, chunk=MIB)
+        byte_s = (large_s - small_s) / (large - small)
+        byte_s = max(1e-12, byte_s)
+        chunk = chunk_bytes(nbytes, byte_s)
     n_rows = rows_sent(n_hosts, n_ranks, is_ordered)
     n_other_hosts = n_hosts - 1
-    sizes = [min(chunk, nbytes - start) for start in range(0, nbytes, chunk)]
+    wire_byte_s = link.byte_s * spread(link, n_hosts)
+    n_full, last_size = divmod(nbytes, chunk)
+    sizes = [chunk] * n_full
+    if last_size:
+        sizes.append(last_size)
     cpu_s = 0.0
     wire_s = 0.0
     arrives = {}
     for step in range(len(sizes) + 2):
-        for phase, number in enumerate((step, step - 1, step - 2)):
+        for phase in range(3):
+            number = step - phase
             if not 0 <= number < len(sizes):
                 continue
-            part = sizes[number] * n_other_hosts / n_hosts
+            size = sizes[number]
             if phase > 0:
-                cpu_s = max(cpu_s, arrives[number, phase - 1])
-            cpu_s += sizes[number] * link.local_byte_s
+                arrived = arrives[number, phase - 1]
+                cpu_s = max(cpu_s, arrived)
+            cpu_s += size * link.local_byte_s
             if phase < 2:
                 n_sent = n_rows if phase == 0 else 1
                 cpu_s += 2 * n_other_hosts * n_sent * link.message_s
-                sending_s = n_sent * part * link.byte_s * spread(link, n_hosts)
-                wire_s = max(wire_s, cpu_s) + sending_s
+                sent_bytes = n_sent * size * n_other_hosts / n_hosts
+                wire_s = max(wire_s, cpu_s)
+                wire_s += sent_bytes * wire_byte_s
                 arrives[number, phase] = wire_s + link.latency_s
     return cpu_s
 
@@ -228,7 +253,8 @@ def fit(rows, message_s):
         link = Link(latency_s, message_s, byte_s)
         total = 0.0
         for row in rows:
-            error = math.log(predict(row, link) / row["seconds"])
+            factor = predict(row, link) / row["seconds"]
+            error = math.log(factor)
             total += error * error
         return total
 
@@ -253,22 +279,24 @@ def predict(row, link):
     """Return the seconds of a sum between hosts of one rank each."""
     algorithm = row["algorithm"]
     simulated_s = SIMULATED[algorithm]
-    return simulated_s(row["hosts"], 1, row["nbytes"], {algorithm: link})
+    n_hosts = row["hosts"]
+    nbytes = row["nbytes"]
+    return simulated_s(n_hosts, 1, nbytes, {algorithm: link})
 
 
 def measure(args):
     """Return the measured seconds of sums between virtual hosts of one rank each."""
-    sys.path.insert(0, str(ROOT / "tests" / "hosts"))
-    from virtual_hosts import VirtualHosts
-
     sizes_of = {}
     for n_hosts, nbytes in sorted(FITTED + HELD_OUT):
-        sizes_of.setdefault(n_hosts, []).append(nbytes)
+        sizes = sizes_of.setdefault(n_hosts, [])
+        sizes.append(nbytes)
+    environ = {"OMP_NUM_THREADS": "1"}
     rows = []
     for n_hosts, sizes in sizes_of.items():
         command = [sys.executable, Path(__file__), "--job", *sizes]
-        with VirtualHosts(n_hosts, args.rate) as hosts:
-            result = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=600).result
+        with virtual_hosts(n_hosts, args.rate) as hosts:
+            outcome = hosts.run(command, 1, environ=environ, timeout_s=600)
+        result = outcome.result
         for row in result["rows"]:
             rows.append({"hosts": n_hosts, **row})
     return {"message_s": result["message_s"], "rows": rows}
@@ -291,13 +319,15 @@ def run_job(sizes, repeats=7):
                 started = time.perf_counter()
                 hpcdist.all_reduce(array, implementation=algorithm)
                 taken_s = time.perf_counter() - started
-                times.append(comm.allreduce(taken_s, MPI.MAX))
+                slowest_s = comm.allreduce(taken_s, MPI.MAX)
+                times.append(slowest_s)
                 assert array[-1] == comm.size, "a wrong sum"
-            median_s = sorted(times[1:])[repeats // 2]
+            median_s = median(times[1:])
             rows.append({"algorithm": algorithm, "nbytes": nbytes, "seconds": median_s})
     message_s = time_messages(comm)
     if comm.rank == 0:
-        print(json.dumps({"rows": rows, "message_s": message_s}), flush=True)
+        result = {"rows": rows, "message_s": message_s}
+        print(json.dumps(result), flush=True)
 
 
 def time_messages(comm, n_messages=2000):
@@ -312,7 +342,8 @@ def time_messages(comm, n_messages=2000):
     requests = receives + sends
     while not all(request.Test() for request in requests):
         time.sleep(0.001)
-    return (time.process_time() - started) / (2 * n_messages)
+    taken_s = time.process_time() - started
+    return taken_s / (2 * n_messages)
 
 
 def show_errors(rows, links):
@@ -322,18 +353,22 @@ def show_errors(rows, links):
         algorithm = row["algorithm"]
         predicted_s = predict(row, links[algorithm])
         row["predicted_s"] = predicted_s
-        error = predicted_s / row["seconds"] - 1
-        case = f"{row['hosts']} hosts {row['nbytes'] >> 10:6} KiB {algorithm:13}"
-        measured = f"{1000 * row['seconds']:8.1f} ms measured"
-        predicted = f"{1000 * predicted_s:8.1f} predicted"
-        note = ""
+        measured_s = row["seconds"]
+        predicted_ms = 1000 * predicted_s
+        measured_ms = 1000 * measured_s
+        error = predicted_s / measured_s - 1
+        n_hosts = row["hosts"]
+        n_kib = row["nbytes"] // KIB
+        line = ERROR_ROW.format(n_hosts, n_kib, algorithm, measured_ms, predicted_ms, error)
         if not is_fitted(row):
-            note = "  held out"
-            errors_of.setdefault(algorithm, []).append(abs(error))
-        print(f"{case} {measured} {predicted} {error:+7.1%}{note}")
+            line += "  held out"
+            errors = errors_of.setdefault(algorithm, [])
+            errors.append(abs(error))
+        print(line)
     for algorithm, errors in errors_of.items():
-        median = sorted(errors)[len(errors) // 2]
-        print(f"{algorithm}: held out, largest error {max(errors):.1%}, median {median:.1%}")
+        largest = max(errors)
+        median_error = median(errors)
+        print(f"{algorithm}: held out, largest error {largest:.1%}, median {median_error:.1%}")
 
 
 def is_fitted(row):
@@ -352,17 +387,21 @@ def predictions(links, n_ranks, nbytes, compute_s):
         times = {}
         if n_hosts > 1:
             times = predicted_sums(n_hosts, min(size, n_ranks), nbytes, links)
-        taken_s = times.get("HIERARCHICAL", 2 * nbytes * links["RING"].local_byte_s)
+        local_s = 2 * nbytes * links["RING"].local_byte_s
+        taken_s = times.get("HIERARCHICAL", local_s)
+        strong_compute_s = 2 * compute_s / size
         row = {"ranks": size, **times}
         row["step, weak scaling"] = step_s(compute_s, taken_s)
-        row["step, strong scaling"] = step_s(2 * compute_s / size, taken_s)
+        row["step, strong scaling"] = step_s(strong_compute_s, taken_s)
         rows.append(row)
     return rows
 
 
 def predicted_sums(n_hosts, n_ranks, nbytes, links):
     """Return name -> seconds of an all-reduce by each algorithm."""
-    times = {name: call(n_hosts, n_ranks, nbytes, links) for name, call in SIMULATED.items()}
+    times = {}
+    for name, simulated_s in SIMULATED.items():
+        times[name] = simulated_s(n_hosts, n_ranks, nbytes, links)
     never_halving_s = lanes_s(n_hosts, n_ranks, nbytes, links["HIERARCHICAL"])
     times["HIERARCHICAL, never by halving"] = never_halving_s
     for name, is_ordered in (("ordered", True), ("unordered", False)):
@@ -376,7 +415,9 @@ def step_s(compute_s, taken_s):
 
     Backward is two thirds of the computing; a sixteenth of the sums waits for its end.
     """
-    return compute_s + max(taken_s - compute_s * 2 / 3, taken_s / 16)
+    backward_s = compute_s * 2 / 3
+    shown_s = max(taken_s - backward_s, taken_s / 16)
+    return compute_s + shown_s
 
 
 def draw(tables, out):
@@ -385,14 +426,19 @@ def draw(tables, out):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(tables), figsize=(5.5 * len(tables), 4.5), sharey=True)
+    n_tables = len(tables)
+    size = (5.5 * n_tables, 4.5)
+    figure, axes = plt.subplots(1, n_tables, figsize=size, sharey=True)
     for axis, (title, rows) in zip(axes, tables.items(), strict=True):
         for name in rows[-1]:
             if name == "ranks":
                 continue
-            rows_with_name = [row for row in rows if name in row]
-            sizes = [row["ranks"] for row in rows_with_name]
-            times = [row[name] for row in rows_with_name]
+            sizes = []
+            times = []
+            for row in rows:
+                if name in row:
+                    sizes.append(row["ranks"])
+                    times.append(row[name])
             axis.loglog(sizes, times, marker="o", markersize=3, label=name)
         axis.set(title=f"predicted: {title}", xlabel="ranks", ylabel="seconds")
         axis.grid(True, which="major", alpha=0.3)
@@ -402,7 +448,7 @@ def draw(tables, out):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for measured.json, predicted.json and .png"
     )
@@ -426,20 +472,26 @@ def parse_args():
     return parser.parse_args()
 
 
-def main():
-    args = parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    measured = json.loads(args.link.read_text()) if args.link else measure(args)
-    (args.out / "measured.json").write_text(json.dumps(measured, indent=1))
-    rows = measured["rows"]
-    fitted_rows = [row for row in rows if is_fitted(row)]
-    message_s = measured["message_s"]
+def fit_all(rows, message_s):
+    """Return name -> link of each algorithm, and print the costs."""
+    message_us = round(1e6 * message_s, 1)
     links = {}
     for name in ALGORITHMS:
-        link = fit([row for row in fitted_rows if row["algorithm"] == name], message_s)
+        fitted_rows = [row for row in rows if is_fitted(row) and row["algorithm"] == name]
+        link = fit(fitted_rows, message_s)
         links[name] = link
-        costs = f"latency {1e6 * link.latency_s:.0f} us, message {1e6 * message_s:.1f} us"
-        print(f"{name}: {costs}, byte {1e9 * link.byte_s:.2f} ns")
+        latency_us = round(1e6 * link.latency_s)
+        byte_ns = round(1e9 * link.byte_s, 2)
+        print(f"{name}: latency {latency_us} us, message {message_us} us, byte {byte_ns} ns")
+    return links
+
+
+def main():
+    args = parse_args()
+    measured = json.loads(args.link.read_text()) if args.link else measure(args)
+    write_json(args.out, "measured", measured)
+    rows = measured["rows"]
+    links = fit_all(rows, measured["message_s"])
     show_errors(rows, links)
     fast_links = {}
     pod_links = {}
@@ -447,14 +499,14 @@ def main():
         fast_links[name] = replace(link, byte_s=8e-9 / args.gigabits)
         pod_links[name] = replace(fast_links[name], pod=32, oversubscription=4.0)
     nbytes = int(1e6 * args.megabytes)
-    predicted = {}
-    for title, table_links in (
-        ("full bisection", fast_links),
-        ("pods of 32 hosts, 4:1", pod_links),
-    ):
-        predicted[title] = predictions(table_links, args.ranks, nbytes, args.compute)
-    (args.out / "predicted.json").write_text(json.dumps(predicted, indent=1))
-    job = f"{args.gigabits:g} Gbit/s, {args.ranks} ranks a host, {args.megabytes:g} MB"
+    case = (args.ranks, nbytes, args.compute)
+    predicted = {
+        "full bisection": predictions(fast_links, *case),
+        "pods of 32 hosts, 4:1": predictions(pod_links, *case),
+    }
+    write_json(args.out, "predicted", predicted)
+    rate = f"{args.gigabits:g} Gbit/s"
+    job = f"{rate}, {args.ranks} ranks a host, {args.megabytes:g} MB"
     for title, table in predicted.items():
         print(f"predicted, {job}, {title}:")
         for row in table:
@@ -466,13 +518,15 @@ def print_row(row):
     """Print one row of predictions, with times in milliseconds."""
     entries = []
     for name, value in row.items():
-        shown = value if name == "ranks" else round(1000 * value, 1)
-        entries.append(f"{name} {shown}")
+        if name != "ranks":
+            value = round(1000 * value, 1)
+        entries.append(f"{name} {value}")
     print("  ".join(entries))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--job"]:
-        run_job([int(text) for text in sys.argv[2:]])
+        job_sizes = map(int, sys.argv[2:])
+        run_job(job_sizes)
     else:
         main()

@@ -9,18 +9,15 @@ Before any timing, the contenders train side by side for some steps and must agr
 the replicas of a contender must be equal, bit for bit.
 """
 
-import argparse
-import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
+from command_line import add_merge_options, add_report_options, parser_of
 from gloo import start_gloo
-from harness import AGAIN, run_rounds
 from measure import Environment, timed_block
 from models import MODELS, N_BATCHES, adam, batches, build, train_step
-from report import case, merge, publish
+from report import compare, publish_merged
 from step_contenders import (
     ALL,
     BARE,
@@ -49,15 +46,13 @@ GRADIENT_TOLERANCE = 0.02
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for step-MODEL.json and step-MODEL.png"
-    )
+    parser = parser_of(__doc__)
+    add_report_options(parser, "step-MODEL", n_rounds=10)
+    add_merge_options(parser)
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument(
         "--batch", type=int, default=64, help="rows of one step on all ranks together"
     )
-    parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
     parser.add_argument("--steps", type=int, default=100, help="steps of a block")
     parser.add_argument(
         "--single", action="store_true", help="one rank: hpcdist against bare torch"
@@ -67,12 +62,6 @@ def parse_args():
     )
     parser.add_argument(
         "--only", choices=CONTENDERS, nargs="+", metavar="NAME", help="these contenders alone"
-    )
-    parser.add_argument(
-        "--label", default="", help="what this launch is called when several are merged"
-    )
-    parser.add_argument(
-        "--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports"
     )
     return parser.parse_args()
 
@@ -86,7 +75,8 @@ class Trainer:
         self._data = data
         self._n_taken = 0
         before = watches()
-        self.model, self._optimizer = ALL[name](args.model, args.device, comm)
+        make = ALL[name]
+        self.model, self._optimizer = make(args.model, args.device, comm)
         self._guard = without_watches
         if name in (HPCDIST, SHARDED):
             added_watches = watches() - before
@@ -134,12 +124,16 @@ def check_against(reference, trainer, loss):
     trainer.check_equal_replicas()
     due_loss, due_weights, due_gradients = reference
     weights, gradients = flat(trainer.model)
-    has_gradients = len(gradients) or trainer.name not in (SHARDED, SHARED_FLOOR)
-    gradient_error = largest_difference(gradients, due_gradients) if has_gradients else 0.0
-    errors = [abs(loss - due_loss), largest_difference(weights, due_weights), gradient_error]
-    largest_gradient = float(np.abs(due_gradients).max())
-    limits = [LOSS_TOLERANCE, WEIGHT_TOLERANCE, GRADIENT_TOLERANCE * largest_gradient]
-    if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
+    loss_error = abs(loss - due_loss)
+    weight_error = largest_difference(weights, due_weights)
+    gradient_error = 0.0
+    if len(gradients) or trainer.name not in (SHARDED, SHARED_FLOOR):
+        gradient_error = largest_difference(gradients, due_gradients)
+    errors = np.array([loss_error, weight_error, gradient_error])
+    largest_gradient = np.abs(due_gradients).max()
+    gradient_tolerance = GRADIENT_TOLERANCE * largest_gradient
+    limits = np.array([LOSS_TOLERANCE, WEIGHT_TOLERANCE, gradient_tolerance])
+    if not (errors <= limits).all():
         raise AssertionError(
             f"step: expected loss, weights and gradients of {trainer.name!r} within {limits} of plain torch, got "
             f"{errors}; do not use its timings."
@@ -159,7 +153,9 @@ def flat(model):
         weights.append(parameter.detach().reshape(-1).cpu())
         if type(parameter.grad) is torch.Tensor:
             gradients.append(parameter.grad.reshape(-1).cpu())
-    return [torch.cat(weights).numpy(), torch.cat(gradients).numpy()]
+    flat_weights = torch.cat(weights)
+    flat_gradients = torch.cat(gradients)
+    return flat_weights.numpy(), flat_gradients.numpy()
 
 
 def reference_training(args, comm, n_steps):
@@ -172,9 +168,11 @@ def reference_training(args, comm, n_steps):
         for number in range(n_steps):
             images, labels = rank_rows[number]
             with torch.no_grad():
-                loss = torch.nn.functional.cross_entropy(model(images), labels)
+                outputs = model(images)
+                loss = torch.nn.functional.cross_entropy(outputs, labels)
             train_step(model, optimizer, rows[number])
-    return loss.item(), *flat(model)
+    weights, gradients = flat(model)
+    return loss.item(), weights, gradients
 
 
 def time_contenders(names, baselines, args, comm):
@@ -182,18 +180,19 @@ def time_contenders(names, baselines, args, comm):
     data = batches(args.batch, comm.rank, comm.size, args.device)
     trainers = {name: Trainer(name, args, comm, data) for name in names}
     reference = reference_training(args, comm, N_CHECKED_STEPS)
-    for trainer in trainers.values():
-        loss = trainer.train(N_CHECKED_STEPS).item()
-        if trainer.name != CEILING:
-            check_against(reference, trainer, loss)
+    blocks = {}
+    for name, trainer in trainers.items():
+        loss = trainer.train(N_CHECKED_STEPS)
+        if name != CEILING:
+            check_against(reference, trainer, loss.item())
         trainer.train(args.steps)
-    blocks = {name: partial(trainer.block, args.steps) for name, trainer in trainers.items()}
-    blocks[baselines[0] + AGAIN] = blocks[baselines[0]]
-    wall, cpu = run_rounds(blocks, args.rounds)
-    name = f"{args.model}, one rank" if args.single else args.model
+        blocks[name] = partial(trainer.block, args.steps)
+    title = args.model
+    if args.single:
+        title += ", one rank"
     if args.device == "cuda":
-        name += f", {torch.cuda.get_device_name()}"
-    return case(name, wall, cpu, baselines)
+        title += f", {torch.cuda.get_device_name()}"
+    return compare(title, blocks, baselines, args.rounds)
 
 
 def time_all(args):
@@ -205,31 +204,30 @@ def time_all(args):
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # Adam on random labels meets them after some thousand steps
     environment = Environment(comm)
-    if args.single and args.device == "cpu":
-        cases = [time_contenders(SINGLE, [BARE], args, comm)]
+    is_on_device = args.device == "cuda"
+    stem = f"step-{args.model}"
+    if is_on_device:
+        stem += "-cuda"
+    if args.single and not is_on_device:
+        case = time_contenders(SINGLE, [BARE], args, comm)
     elif args.single:
         with start_gloo(comm, "nccl"):
-            cases = [time_contenders([*SINGLE, DDP_NCCL], [BARE, DDP_NCCL], args, comm)]
+            names = [*SINGLE, DDP_NCCL]
+            case = time_contenders(names, [BARE, DDP_NCCL], args, comm)
     else:
         with start_gloo(comm):
-            names = args.only or (ON_GPUS if args.device == "cuda" else CONTENDERS)
-            baselines = [name for name in BASELINES if name in names] or names[:1]
-            cases = [time_contenders(names, baselines, args, comm)]
-    record = environment.record()
-    if comm.rank == 0:
-        label = args.label or record["mpi"]
-        stem = f"step-{args.model}"
-        if args.device != "cpu":
-            stem += f"-{args.device}"
-        publish({"label": label, "environment": record, "cases": cases}, args.out, stem)
+            names = args.only
+            if not names:
+                names = ON_GPUS if is_on_device else CONTENDERS
+            baselines = [name for name in BASELINES if name in names]
+            case = time_contenders(names, baselines or names[:1], args, comm)
+    environment.publish([case], args.out, stem, args.label)
 
 
 def main():
     args = parse_args()
     if args.merge:
-        reports = [json.loads(path.read_text()) for path in args.merge]
-        merged = {"label": "merged", "environment": [report["environment"] for report in reports]}
-        publish({**merged, "cases": merge(reports)}, args.out, "step")
+        publish_merged(args.merge, args.out, "step")
     else:
         time_all(args)
 

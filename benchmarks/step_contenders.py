@@ -6,10 +6,9 @@ from contextlib import contextmanager
 import floors
 import torch
 import torch.distributed as dist
-from models import adam, build
-from torch import nn
+from models import Trainee, adam, build
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import hpcdist
@@ -28,10 +27,12 @@ SHARED_FLOOR = "floor of shares"
 #: The same where there is one rank.
 BARE = "torch alone"
 DDP = "DDP gloo"
+DDP_STATIC = "DDP gloo, static graph, bucket views"
+DDP_MPI = "DDP, hook: MPI_Allreduce in place"
 DDP_NCCL = "DDP nccl"
 
 
-def replicated(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def replicated(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return the model of a strategy of ours; losses are means over the local batch, as with DDP."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN, device=device)
     with strategy.scope():
@@ -39,7 +40,7 @@ def replicated(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optim
         return model, adam(model)
 
 
-def sharded(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def sharded(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return the same with an optimizer that steps this rank's share."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN, device=device)
     with strategy.scope():
@@ -50,19 +51,19 @@ def sharded(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimize
         return model, optimizer
 
 
-def alone(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def alone(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return a model that knows of no other."""
     model = build(name, device)
     return model, adam(model)
 
 
-def ddp(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def ddp(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return torch's own as it comes."""
     model = DistributedDataParallel(build(name, device))
     return model, adam(model)
 
 
-def ddp_static(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def ddp_static(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return torch's own with the options that make it fastest."""
     model = DistributedDataParallel(
         build(name, device), static_graph=True, gradient_as_bucket_view=True
@@ -70,14 +71,14 @@ def ddp_static(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optim
     return model, adam(model)
 
 
-def ddp_mpi(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def ddp_mpi(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return torch's own with its buckets summed by MPI_Allreduce, in place."""
     model = DistributedDataParallel(build(name, device), gradient_as_bucket_view=True)
     model.register_comm_hook(comm, _sum_by_mpi)
     return model, adam(model)
 
 
-def ddp_backend(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def ddp_backend(name: str, device: str, comm: MPI.Comm) -> Trainee:
     """Return torch's own over our collectives, as a backend of torch.distributed."""
     group = dist.new_group(backend="hpcdist")
     model = DistributedDataParallel(
@@ -86,24 +87,23 @@ def ddp_backend(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Opti
     return model, adam(model)
 
 
-def _sum_by_mpi(
-    comm: MPI.Comm, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    flat = bucket.buffer().div_(comm.size)
+def _sum_by_mpi(comm: MPI.Comm, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    flat = bucket.buffer()
+    flat.div_(comm.size)
     on_host = flat.cpu()
     comm.Allreduce(MPI.IN_PLACE, on_host.numpy())
     if on_host is not flat:
         flat.copy_(on_host)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done: Future[torch.Tensor] = Future()
     done.set_result(flat)
     return done
 
 
 #: Name -> function that makes the model and its optimizer.
-ALL: dict[str, Callable[[str, str, MPI.Comm], tuple[nn.Module, Optimizer]]] = {
+ALL: dict[str, Callable[[str, str, MPI.Comm], Trainee]] = {
     DDP: ddp,
-    "DDP gloo, static graph, bucket views": ddp_static,
-    "DDP, hook: MPI_Allreduce in place": ddp_mpi,
+    DDP_STATIC: ddp_static,
+    DDP_MPI: ddp_mpi,
     "DDP, backend hpcdist": ddp_backend,
     HPCDIST: replicated,
     SHARDED: sharded,
@@ -115,17 +115,11 @@ ALL: dict[str, Callable[[str, str, MPI.Comm], tuple[nn.Module, Optimizer]]] = {
 }
 #: The contenders for models on the host, on several ranks.
 CONTENDERS = [name for name in ALL if name not in (BARE, DDP_NCCL)]
+BASELINES = [DDP, DDP_STATIC, DDP_MPI]
 #: The contenders for models on GPUs; the others compute on the host only.
-ON_GPUS = [
-    DDP,
-    "DDP gloo, static graph, bucket views",
-    "DDP, hook: MPI_Allreduce in place",
-    HPCDIST,
-    CEILING,
-]
+ON_GPUS = [*BASELINES, HPCDIST, CEILING]
 #: What is compared on one rank.
 SINGLE = [BARE, HPCDIST]
-BASELINES = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place"]
 
 
 #: Where our strategies see the steps and the backwards of the process, each by a number.

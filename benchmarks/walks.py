@@ -6,7 +6,6 @@ mpirun -n 2 python benchmarks/walks.py --names     (also each function entered, 
 A reader has to keep these frames in mind, and each frame takes about a tenth of a microsecond of a training step.
 """
 
-import argparse
 import inspect
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from command_line import parser_of
 from torch import nn
 
 import hpcdist
@@ -48,11 +48,13 @@ class Walk:
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE):
             return
-        name = f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_name}"
+        file = Path(code.co_filename).relative_to(PACKAGE)
+        name = f"{file}:{code.co_name}"
         if name == POLL:
             return
         if event == "call":
-            is_iterator = bool(code.co_flags & inspect.CO_GENERATOR) or code.co_name == "__next__"
+            is_generator = bool(code.co_flags & inspect.CO_GENERATOR)
+            is_iterator = is_generator or code.co_name == "__next__"
             self._stack.append(name if is_iterator else None)
             self.entered[name] += 1
             iterators = [entry for entry in self._stack if entry]
@@ -79,7 +81,8 @@ def frames_of_steps(strategy, n_hidden):
     labels = torch.zeros(32, dtype=torch.int64)
     walk = Walk()
     for step in range(2 + N_STEPS):
-        loss = nn.functional.cross_entropy(model(rows), labels)
+        outputs = model(rows)
+        loss = nn.functional.cross_entropy(outputs, labels)
         optimizer.zero_grad()
         if step < 2:
             loss.backward()
@@ -88,7 +91,8 @@ def frames_of_steps(strategy, n_hidden):
         with walk.recording():
             loss.backward()
             optimizer.step()
-    return walk, len(list(model.parameters()))
+    parameters = list(model.parameters())
+    return walk, len(parameters)
 
 
 def walk_a_gradient():
@@ -98,7 +102,8 @@ def walk_a_gradient():
     large, n_large = frames_of_steps(strategy, 9)
     small_total = small.entered.total() / N_STEPS
     large_total = large.entered.total() / N_STEPS
-    per_parameter = (large_total - small_total) / (n_large - n_small)
+    n_further = n_large - n_small
+    per_parameter = (large_total - small_total) / n_further
     return small, per_parameter, small_total, n_small
 
 
@@ -108,9 +113,11 @@ def walk_a_batch():
     rows = np.zeros((512, 8), np.float32)
     labels = np.zeros(512, np.int64)
     dataset = hpcdist.Dataset.from_tensor_slices((rows, labels))
-    dataset = dataset.map(lambda x, y: (x + 1, y))
-    dataset = dataset.shuffle(512, seed=1).batch(64)
-    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    dataset = dataset.map(add_one)
+    dataset = dataset.shuffle(512, seed=1)
+    dataset = dataset.batch(64)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    batches = iter(distributed)
     next(batches)
     walk = Walk()
     with walk.recording():
@@ -119,14 +126,20 @@ def walk_a_batch():
     return walk
 
 
+def add_one(row, label):
+    """Change a row, as the function of a dataset's map."""
+    return row + 1, label
+
+
 def walk_a_save():
     """Return the walk of a checkpoint that is saved and restored, on the calling thread."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
     with strategy.scope():
         model = mlp(1)
         optimizer = torch.optim.Adam(model.parameters())
+    rows = torch.randn(8, 784)
     labels = torch.zeros(8, dtype=torch.int64)
-    loss = nn.functional.cross_entropy(model(torch.randn(8, 784)), labels)
+    loss = nn.functional.cross_entropy(model(rows), labels)
     loss.backward()
     optimizer.step()
     with tempfile.TemporaryDirectory() as name:
@@ -153,17 +166,19 @@ def report(title, walk, per, with_names):
         per: number of steps, batches or saves in it.
         with_names: whether to print each function.
     """
-    n_frames = walk.entered.total() / per
+    n_frames = round(walk.entered.total() / per, 1)
     files = {name.partition(":")[0] for name in walk.entered}
+    n_files = len(files)
     n_functions = len(walk.entered)
-    print(f"{title}: {n_frames:.1f} frames of {n_functions} functions in {len(files)} files")
+    print(f"{title}: {n_frames} frames of {n_functions} functions in {n_files} files")
     if with_names:
         for name, count in walk.entered.most_common():
-            print(f"    {count / per:8.1f}  {name}")
+            n_entered = count / per
+            print(f"    {n_entered:8.1f}  {name}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--names", action="store_true", help="print each function entered, and how often"
     )
@@ -173,8 +188,9 @@ def main():
     save, restore = walk_a_save()
     if MPI.COMM_WORLD.rank == 0:
         print(f"a gradient: {per_parameter:.1f} frames for each further parameter and step")
-        each = f"{total / n_parameters:.1f} each"
-        report(f"a step of {n_parameters} parameters ({each})", gradient, N_STEPS, args.names)
+        each = round(total / n_parameters, 1)
+        title = f"a step of {n_parameters} parameters ({each} each)"
+        report(title, gradient, N_STEPS, args.names)
         n_iterators = len(batch.deepest_iterators)
         report(f"a batch ({n_iterators} nested iterators)", batch, N_STEPS, args.names)
         report("a save", save, 1, args.names)

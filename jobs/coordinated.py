@@ -45,7 +45,12 @@ def main():
     strategy = hpcdist.ParameterServerStrategy(resolver)
     torch.manual_seed(1)
     with strategy.scope():
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        model = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, 256),
+            nn.ReLU(),
+            nn.Linear(256, 10),
+        )
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         mean_loss = hpcdist.metrics.Mean()
         accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
@@ -56,23 +61,31 @@ def main():
         dataset = hpcdist.Dataset.from_tensor_slices(train)
         return dataset.shuffle().batch(args.batch).repeat()
 
-    iterator = iter(coordinator.create_per_worker_dataset(make_batches))
-    test = coordinator.create_per_worker_resource(lambda: load_digits()[1])
+    def load_test():
+        _, rows = load_digits()
+        return rows
+
+    batches = coordinator.create_per_worker_dataset(make_batches)
+    iterator = iter(batches)
+    test = coordinator.create_per_worker_resource(load_test)
 
     def train_steps(iterator, n_steps):
         for _ in range(n_steps):
             images, labels = next(iterator)
             optimizer.zero_grad()
-            losses = cross_entropy(model(images), labels, reduction="none")
-            hpcdist.compute_average_loss(losses).backward()
+            scores = model(images)
+            losses = cross_entropy(scores, labels, reduction="none")
+            loss = hpcdist.compute_average_loss(losses)
+            loss.backward()
             optimizer.step()
             mean_loss.update_state(losses.detach())
 
     @torch.no_grad()
     def test_rows(test, start, stop):
         images, labels = test
-        scores = model(images[start:stop])
-        accuracy.update_state(labels[start:stop], scores)
+        rows = slice(start, stop)
+        scores = model(images[rows])
+        accuracy.update_state(labels[rows], scores)
 
     def evaluate():
         """Have each row tested once, by any worker; return the accuracy."""
@@ -80,7 +93,8 @@ def main():
         _, (_, labels) = load_digits()
         n_rows = len(labels)
         for start in range(0, n_rows, 100):
-            coordinator.schedule(test_rows, args=(test, start, start + 100))
+            stop = start + 100
+            coordinator.schedule(test_rows, args=(test, start, stop))
         coordinator.join()
         return float(accuracy.result())
 
@@ -88,7 +102,8 @@ def main():
     checkpoint = hpcdist.Checkpoint(
         model=model, optimizer=optimizer, strategy=strategy, mean_loss=mean_loss, metrics=metrics
     )
-    manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
+    folder = args.run_dir / "checkpoints"
+    manager = hpcdist.CheckpointManager(checkpoint, folder)
     handler = hpcdist.PreemptionCheckpointHandler(None, manager, save_every_steps=args.save_every)
     start = "new run"
     if handler.restored_path:
@@ -100,18 +115,22 @@ def main():
         for epoch in range(len(metrics), args.epochs):
             last_step = (epoch + 1) * steps_per_epoch
             while (n_left := last_step - handler.total_run_calls) > 0:
-                for first in range(0, n_left, STEPS_PER_CALL):
-                    n_steps = min(STEPS_PER_CALL, n_left - first)
+                while n_left > 0:
+                    n_steps = min(STEPS_PER_CALL, n_left)
                     coordinator.schedule(train_steps, args=(iterator, n_steps))
+                    n_left -= n_steps
                 coordinator.join()  # saves, and stops on request
             loss = float(mean_loss.result())
             right = evaluate()
             step = handler.total_run_calls
-            progress = f"epoch {epoch + 1}/{args.epochs}  step {step}"
-            print(f"{progress}  loss {loss:.4f}  accuracy {right:.4f}", flush=True)
+            number = epoch + 1
+            progress = f"epoch {number}/{args.epochs}  step {step}"
+            scores = f"loss {loss:.4f}  accuracy {right:.4f}"
+            print(f"{progress}  {scores}", flush=True)
             metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
             mean_loss.reset_state()
-    print(f"accuracy {evaluate():.4f}  checkpoint {handler.latest_path}", flush=True)
+    right = evaluate()
+    print(f"accuracy {right:.4f}  checkpoint {handler.latest_path}", flush=True)
 
 
 if __name__ == "__main__":

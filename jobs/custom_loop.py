@@ -35,8 +35,10 @@ def main():
     torch.manual_seed(1)
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=args.replicas)
     train, test = load_digits()
-    train_set = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=1).batch(args.batch)
-    test_set = hpcdist.Dataset.from_tensor_slices(test).batch(args.batch)
+    train_set = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=1)
+    train_set = train_set.batch(args.batch)
+    test_set = hpcdist.Dataset.from_tensor_slices(test)
+    test_set = test_set.batch(args.batch)
     train_batches = strategy.experimental_distribute_dataset(train_set)
     test_batches = strategy.experimental_distribute_dataset(test_set)
 
@@ -67,7 +69,8 @@ def main():
     @torch.no_grad()
     def test_step(images, labels):
         scores = model(images)
-        test_loss.update_state(cross_entropy(scores, labels, reduction="none"))
+        losses = cross_entropy(scores, labels, reduction="none")
+        test_loss.update_state(losses)
         test_accuracy.update_state(labels, scores)
 
     for epoch in range(args.epochs):
@@ -75,17 +78,22 @@ def main():
         total = 0.0
         n_batches = 0
         for batch in train_batches:
-            total += strategy.reduce("sum", strategy.run(train_step, args=batch), axis=None).item()
+            replica_losses = strategy.run(train_step, args=batch)
+            loss = strategy.reduce("sum", replica_losses, axis=None)
+            total += loss.item()
             n_batches += 1
         model.eval()
         for batch in test_batches:
             strategy.run(test_step, args=batch)
-        results = [float(metric.result()) for metric in (train_accuracy, test_loss, test_accuracy)]
+        results = [total / n_batches]
+        for metric in (train_accuracy, test_loss, test_accuracy):
+            results.append(float(metric.result()))
+            metric.reset_state()
         if strategy.is_chief:
             text = "loss {:.6f}  accuracy {:.4f}  test loss {:.6f}  test accuracy {:.4f}"
-            print(f"epoch {epoch + 1}  " + text.format(total / n_batches, *results), flush=True)
-        for metric in (train_accuracy, test_loss, test_accuracy):
-            metric.reset_state()
+            scores = text.format(*results)
+            number = epoch + 1
+            print(f"epoch {number}  {scores}", flush=True)
 
 
 if __name__ == "__main__":

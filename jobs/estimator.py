@@ -43,9 +43,13 @@ def parse_args():
 
 def model_fn(params):
     """Return a compiled model; called once on each worker."""
-    model = hpcdist.Model(
-        nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    network = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
     )
+    model = hpcdist.Model(network)
     model.compile(
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=params["lr"], momentum=0.9),
         loss=SparseCategoricalCrossentropy(from_logits=True),
@@ -95,9 +99,9 @@ def main():
     )
     if results is not None and classifier.strategy.is_chief:
         metrics, _ = results
-        print(
-            f"global step {metrics['global_step']}  accuracy {metrics['accuracy']:.4f}", flush=True
-        )
+        step = metrics["global_step"]
+        accuracy = metrics["accuracy"]
+        print(f"global step {step}  accuracy {accuracy:.4f}", flush=True)
 
 
 if __name__ == "__main__":

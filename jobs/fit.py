@@ -18,7 +18,7 @@ import json
 from pathlib import Path
 
 import torch
-from images import load_digits, load_mnist
+from images import build_cnn, load_digits, load_mnist
 from torch import nn
 
 import hpcdist
@@ -56,16 +56,12 @@ def parse_args():
 
 def build_mlp(height, width):
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(height * width, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10)
+        nn.Flatten(),
+        nn.Linear(height * width, 256),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(256, 10),
     )
-
-
-def build_cnn(height, width):
-    pooled = ((height - 2) // 2) * ((width - 2) // 2)
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(32 * pooled, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
 
 
 MODELS = {"mlp": build_mlp, "cnn": build_cnn}
@@ -84,7 +80,10 @@ def main():
     hpcdist.set_random_seed(1)
     train, test = load_mnist(args.data) if args.data else load_digits()
     with strategy.scope():
-        model = hpcdist.Model(MODELS[args.model](*train[0].shape[2:]))
+        images, _ = train
+        _, _, height, width = images.shape
+        network = MODELS[args.model](height, width)
+        model = hpcdist.Model(network)
         model.compile(
             optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.002),
             loss=SparseCategoricalCrossentropy(from_logits=True),
@@ -92,11 +91,12 @@ def main():
         )
     if strategy.cluster_resolver.task_type == "evaluator":
         folder = args.run_dir / "evaluation"
-        hpcdist.SidecarEvaluator(
-            model, test, args.run_dir / "checkpoints", log_dir=folder, poll_s=0.2
-        ).start()
+        checkpoints = args.run_dir / "checkpoints"
+        evaluator = hpcdist.SidecarEvaluator(model, test, checkpoints, log_dir=folder, poll_s=0.2)
+        evaluator.start()
+    save_freq = args.save_every or "epoch"
     callbacks = [
-        BackupAndRestore(args.run_dir, save_freq=args.save_every or "epoch"),
+        BackupAndRestore(args.run_dir, save_freq=save_freq),
         ReduceLROnPlateau(patience=2, factor=0.5),
         ModelCheckpoint(args.run_dir / "best.h5", save_best_only=True),
         CSVLogger(args.run_dir / "log.csv"),
@@ -112,9 +112,11 @@ def main():
         verbose=2,
     )
     loss, accuracy = model.evaluate(*test, verbose=0)
-    model.print_once(f"test loss {loss:.4f}  test accuracy {accuracy:.4f}")
+    results = f"test loss {loss:.4f}  test accuracy {accuracy:.4f}"
+    model.print_once(results)
     if strategy.is_chief:
-        (args.run_dir / "history.json").write_text(json.dumps(history.history))
+        path = args.run_dir / "history.json"
+        path.write_text(json.dumps(history.history))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python jobs/gan.py --replicas 4 --steps 200
 """
 
 import argparse
+import itertools
 
 import torch
 from images import load_digits
@@ -31,12 +32,21 @@ def parse_args():
 
 
 def build_generator():
-    return nn.Sequential(nn.Linear(NOISE, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid())
+    return nn.Sequential(
+        nn.Linear(NOISE, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.Sigmoid(),
+    )
 
 
 def build_discriminator():
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(64, 1)
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        nn.LeakyReLU(0.2),
+        nn.Dropout(0.2),
+        nn.Linear(64, 1),
     )
 
 
@@ -45,7 +55,8 @@ def main():
     torch.manual_seed(1)
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=args.replicas)
     (images, _), _ = load_digits()
-    dataset = hpcdist.Dataset.from_tensor_slices(images).shuffle(seed=1).repeat().batch(args.batch)
+    dataset = hpcdist.Dataset.from_tensor_slices(images).shuffle(seed=1)
+    dataset = dataset.repeat().batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
 
     with strategy.scope():
@@ -58,12 +69,17 @@ def main():
         scores = discriminator(images)
         targets = torch.full_like(scores, float(is_real))
         losses = binary_cross_entropy_with_logits(scores, targets, reduction="none")
-        return hpcdist.compute_average_loss(losses[:, 0], global_batch_size=args.batch)
+        losses = losses[:, 0]
+        return hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
 
     def train_step(real):
-        generated = generator(torch.randn(len(real), NOISE))
+        n_rows = len(real)
+        noise = torch.randn(n_rows, NOISE)
+        generated = generator(noise)
         discriminator_optimizer.zero_grad()
-        discriminator_loss = judged(real, is_real=True) + judged(generated.detach(), is_real=False)
+        real_loss = judged(real, is_real=True)
+        generated_loss = judged(generated.detach(), is_real=False)
+        discriminator_loss = real_loss + generated_loss
         discriminator_loss.backward()
         discriminator_optimizer.step()
         generator_optimizer.zero_grad()
@@ -72,14 +88,17 @@ def main():
         generator_optimizer.step()
         return generator_loss.detach(), discriminator_loss.detach()
 
-    for step, real in zip(range(1, args.steps + 1), batches, strict=False):
-        losses = strategy.run(train_step, args=(real,))
+    first_batches = itertools.islice(batches, args.steps)
+    for step, real in enumerate(first_batches, 1):
+        replica_losses = strategy.run(train_step, args=(real,))
         if step % 100 == 0 or step == args.steps:
-            of_generator, of_discriminator = (
-                strategy.reduce("sum", loss, axis=None).item() for loss in losses
-            )
+            losses = []
+            for loss in replica_losses:
+                total = strategy.reduce("sum", loss, axis=None)
+                losses.append(total.item())
             if strategy.is_chief:
-                results = f"generator {of_generator:.6f}  discriminator {of_discriminator:.6f}"
+                text = "generator {:.6f}  discriminator {:.6f}"
+                results = text.format(*losses)
                 print(f"step {step}  {results}", flush=True)
 
 

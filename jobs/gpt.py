@@ -53,23 +53,28 @@ def parse_args():
 
 def load_text(n_bytes):
     """Return the first characters of the files of Python's library, as numbers."""
-    folder = Path(os.__file__).parent
+    library = Path(os.__file__)
+    folder = library.parent
     source = b""
-    for file in sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")):
+    files = sorted(folder.glob("*.py"))
+    files += sorted(folder.glob("*/*.py"))
+    for file in files:
         if len(source) >= n_bytes:
             break
         source += file.read_bytes()
     characters = np.frombuffer(source[:n_bytes], np.uint8)
-    return characters[characters < N_CHARACTERS].astype(np.int64)
+    is_ascii = characters < N_CHARACTERS
+    return characters[is_ascii].astype(np.int64)
 
 
 def windows_of(text, context):
     """Return (n, context) windows of characters, and for each character the next one."""
+    shape = (-1, context)
     n_windows = (len(text) - 1) // context
-    n_characters = n_windows * context
-    windows = text[:n_characters].reshape(n_windows, context)
-    next_characters = text[1 : n_characters + 1].reshape(n_windows, context)
-    return windows, next_characters
+    stop = n_windows * context
+    windows = text[:stop]
+    next_characters = text[1 : stop + 1]
+    return windows.reshape(shape), next_characters.reshape(shape)
 
 
 class Block(nn.Module):
@@ -83,18 +88,25 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
         )
 
     def forward(self, x):
         """Return (rows, length, width) values of the same shape."""
         rows, length, width = x.shape
-        qkv = self.qkv(self.norm_1(x)).view(rows, length, 3, self.n_heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        normalized = self.norm_1(x)
+        qkv = self.qkv(normalized)
+        heads = qkv.view(rows, length, 3, self.n_heads, -1)
+        heads = heads.permute(2, 0, 3, 1, 4)
+        query, key, value = heads
         attention = scaled_dot_product_attention(query, key, value, is_causal=True)
-        attention = attention.transpose(1, 2).reshape(rows, length, width)
+        attention = attention.transpose(1, 2)
+        attention = attention.reshape(rows, length, width)
         x = x + self.out(attention)
-        return x + self.mlp(self.norm_2(x))
+        normalized = self.norm_2(x)
+        return x + self.mlp(normalized)
 
 
 class GPT(nn.Module):
@@ -104,17 +116,22 @@ class GPT(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(N_CHARACTERS, width)
         self.places = nn.Embedding(context, width)
-        blocks = [Block(width, n_heads) for _ in range(n_layers)]
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = nn.Sequential()
+        for _ in range(n_layers):
+            self.blocks.append(Block(width, n_heads))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, N_CHARACTERS)
 
     def forward(self, x):
         """Return the logits."""
-        places = torch.arange(x.shape[1], device=x.device)
-        x = self.characters(x) + self.places(places)
+        _, length = x.shape
+        numbers = torch.arange(length, device=x.device)
+        characters = self.characters(x)
+        places = self.places(numbers)
+        x = characters + places
         x = self.blocks(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x)
 
 
 def write(model, prompt, context, n_characters=160):
@@ -122,27 +139,36 @@ def write(model, prompt, context, n_characters=160):
     text = [ord(character) for character in prompt]
     draws = np.random.default_rng(1)
     for _ in range(n_characters):
-        window = np.array([text[-context:]])
-        logits = model.predict_on_batch(window)[0, -1].astype(np.float64)
-        chances = np.exp(logits - logits.max())
+        characters = text[-context:]
+        window = np.array([characters])
+        logits_of_window = model.predict_on_batch(window)
+        logits = logits_of_window[0, -1].astype(np.float64)
+        logits -= logits.max()
+        chances = np.exp(logits)
         chances /= chances.sum()
         character = draws.choice(N_CHARACTERS, p=chances)
         text.append(int(character))
-    return "".join(map(chr, text))
+    characters = map(chr, text)
+    return "".join(characters)
 
 
 def main():
     args = parse_args()
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     hpcdist.set_random_seed(1)
-    text = load_text(args.kib << 10)
+    n_bytes = args.kib << 10
+    text = load_text(n_bytes)
     n_train = len(text) * 9 // 10
-    train_rows = windows_of(text[:n_train], args.context)
-    validation_rows = windows_of(text[n_train:], args.context)
-    train = hpcdist.Dataset.from_tensor_slices(train_rows)
-    validation = hpcdist.Dataset.from_tensor_slices(validation_rows).batch(256)
+    train_text = text[:n_train]
+    validation_text = text[n_train:]
+    train_rows = windows_of(train_text, args.context)
+    validation_rows = windows_of(validation_text, args.context)
+    train = hpcdist.Dataset.from_tensor_slices(train_rows).shuffle(seed=1)
+    batches = train.batch(args.batch)
+    validation = hpcdist.Dataset.from_tensor_slices(validation_rows)
     with strategy.scope():
-        model = hpcdist.Model(GPT(args.context, args.width, args.layers, args.heads))
+        network = GPT(args.context, args.width, args.layers, args.heads)
+        model = hpcdist.Model(network)
         model.compile(
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.003),
             loss=SparseCategoricalCrossentropy(from_logits=True),
@@ -150,16 +176,18 @@ def main():
             gradient_accumulation_steps=args.pieces,
             dtype_policy=args.precision,
         )
+    backup = BackupAndRestore(args.run_dir, save_freq=100)
     model.fit(
-        train.shuffle(seed=1).batch(args.batch).repeat(),
+        batches.repeat(),
         epochs=args.epochs,
         steps_per_epoch=args.steps,
-        validation_data=validation,
+        validation_data=validation.batch(256),
         validation_steps=10,
-        callbacks=[BackupAndRestore(args.run_dir, save_freq=100)],
+        callbacks=[backup],
         verbose=2,
     )
-    model.print_once(write(model, args.prompt, args.context))
+    written = write(model, args.prompt, args.context)
+    model.print_once(written)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""Image data for the jobs: scikit-learn's digits, and MNIST's files."""
+"""Images for the jobs: scikit-learn's digits, MNIST's files, and a small convolutional network for both."""
 
 import numpy as np
 import torch
+from torch import nn
 
 import hpcdist
+
+#: Numbers of digits to train on, and to test on.
+SPLIT = [1437, 360]
 
 
 def load_digits():
@@ -11,13 +15,15 @@ def load_digits():
     from sklearn.datasets import load_digits as bundled
 
     digits = bundled()
-    order = np.random.RandomState(0).permutation(len(digits.target))
+    n_images = len(digits.target)
+    order = np.random.RandomState(0).permutation(n_images)
     pixels = digits.images[order] / 16
-    images = torch.tensor(pixels, dtype=torch.float32).unsqueeze(1)
+    images = torch.tensor(pixels, dtype=torch.float32)
+    images = images.unsqueeze(1)
     labels = torch.tensor(digits.target[order])
-    train = (images[:1437], labels[:1437])
-    test = (images[1437:], labels[1437:])
-    return train, test
+    train_images, test_images = images.split(SPLIT)
+    train_labels, test_labels = labels.split(SPLIT)
+    return (train_images, train_labels), (test_images, test_labels)
 
 
 def load_mnist(folder):
@@ -26,7 +32,24 @@ def load_mnist(folder):
         parts = hpcdist.datasets.mnist.load_data(folder)
     except hpcdist.errors.DataError as error:
         raise SystemExit(str(error)) from None
-    return [
-        (torch.from_numpy(images).unsqueeze(1) / 255, torch.from_numpy(labels).long())
-        for images, labels in parts
-    ]
+    tensors = []
+    for images, labels in parts:
+        pixels = torch.from_numpy(images).unsqueeze(1)
+        labels = torch.from_numpy(labels)
+        tensors.append((pixels / 255, labels.long()))
+    return tensors
+
+
+def build_cnn(height, width):
+    """Return a network of one convolution and two linear layers, for 10 classes of images of this size."""
+    pooled_height = (height - 2) // 2
+    pooled_width = (width - 2) // 2
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * pooled_height * pooled_width, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )

@@ -27,16 +27,15 @@ BATCH = 32
 
 def get_compiled_model():
     """Make a simple network of two layers, and compile it."""
-    model = hpcdist.Model(
-        nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(64, 256),
-            nn.ReLU(),
-            nn.Linear(256, 256),
-            nn.ReLU(),
-            nn.Linear(256, 10),
-        )
+    network = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
     )
+    model = hpcdist.Model(network)
     model.compile(
         optimizer="adam",
         loss=hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -48,16 +47,20 @@ def get_compiled_model():
 def get_dataset():
     """Return (rows to train on, to validate, to test)."""
     (x, y), test = load_digits()
-    return (
-        hpcdist.Dataset.from_tensor_slices((x[:-200], y[:-200])).shuffle(seed=1).batch(BATCH),
-        hpcdist.Dataset.from_tensor_slices((x[-200:], y[-200:])).batch(BATCH),
-        hpcdist.Dataset.from_tensor_slices(test).batch(BATCH),
-    )
+    train_rows = (x[:-200], y[:-200])
+    val_rows = (x[-200:], y[-200:])
+    train_dataset = hpcdist.Dataset.from_tensor_slices(train_rows).shuffle(seed=1)
+    train_dataset = train_dataset.batch(BATCH)
+    val_dataset = hpcdist.Dataset.from_tensor_slices(val_rows)
+    val_dataset = val_dataset.batch(BATCH)
+    test_dataset = hpcdist.Dataset.from_tensor_slices(test)
+    return train_dataset, val_dataset, test_dataset.batch(BATCH)
 
 
 def make_or_restore_model(checkpoint_dir):
     """Restore the latest model, or make a new one if there is no checkpoint."""
-    checkpoints = [checkpoint_dir + "/" + name for name in os.listdir(checkpoint_dir)]
+    names = os.listdir(checkpoint_dir)
+    checkpoints = [checkpoint_dir + "/" + name for name in names]
     if checkpoints:
         latest_checkpoint = max(checkpoints, key=os.path.getctime)
         print_once("Restoring from " + latest_checkpoint)
@@ -77,9 +80,8 @@ def run_training(checkpoint_dir, first_epoch, epochs):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = make_or_restore_model(checkpoint_dir)
-        callbacks = [
-            ModelCheckpoint(filepath=checkpoint_dir + "/ckpt-{epoch}.keras", save_freq="epoch")
-        ]
+        filepath = checkpoint_dir + "/ckpt-{epoch}.keras"
+        callbacks = [ModelCheckpoint(filepath=filepath, save_freq="epoch")]
         train_dataset, val_dataset, _ = get_dataset()
         model.fit(
             train_dataset,
@@ -103,7 +105,8 @@ def main():
     torch.manual_seed(1)
     run_training(checkpoint_dir, 0, args.epochs)
     model = run_training(checkpoint_dir, args.epochs, 2 * args.epochs)
-    _, accuracy = model.evaluate(get_dataset()[2], verbose=0)
+    _, _, test_dataset = get_dataset()
+    _, accuracy = model.evaluate(test_dataset, verbose=0)
     model.print_once(f"test accuracy {accuracy:.2g}")
 
 

@@ -22,11 +22,9 @@ DECAY = 1e-4
 def main():
     torch.manual_seed(0)
     strategy = hpcdist.MultiWorkerMirroredStrategy()
-    dataset = (
-        hpcdist.Dataset.from_tensors((torch.ones(1), torch.ones(1)))
-        .repeat(ROWS)
-        .batch(GLOBAL_BATCH)
-    )
+    row = (torch.ones(1), torch.ones(1))
+    dataset = hpcdist.Dataset.from_tensors(row).repeat(ROWS)
+    dataset = dataset.batch(GLOBAL_BATCH)
     batches = strategy.experimental_distribute_dataset(dataset)
 
     with strategy.scope():
@@ -37,20 +35,26 @@ def main():
 
     def train_step(x, y):
         optimizer.zero_grad()
-        squares = (model(x) - y).square()[:, 0]
-        loss = hpcdist.compute_average_loss(squares, global_batch_size=GLOBAL_BATCH)
-        loss = loss + hpcdist.scale_regularization_loss(DECAY * model.weight.square())
+        predictions = model(x)
+        errors = predictions - y
+        errors = errors[:, 0]
+        loss = hpcdist.compute_average_loss(errors.square(), global_batch_size=GLOBAL_BATCH)
+        decay = DECAY * model.weight.square()
+        loss = loss + hpcdist.scale_regularization_loss(decay)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
     for epoch in range(EPOCHS):
-        losses = [
-            strategy.reduce("sum", strategy.run(train_step, args=batch), axis=None).item()
-            for batch in batches
-        ]
+        losses = []
+        for batch in batches:
+            replica_losses = strategy.run(train_step, args=batch)
+            loss = strategy.reduce("sum", replica_losses, axis=None)
+            losses.append(loss.item())
         if strategy.is_chief:
-            print(f"epoch {epoch + 1}  loss {sum(losses) / len(losses):.6f}", flush=True)
+            mean_loss = sum(losses) / len(losses)
+            number = epoch + 1
+            print(f"epoch {number}  loss {mean_loss:.6f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def parse_args():
 
 def with_bias(images):
     """Return images with one more column, of ones, whose weights are the bias."""
-    ones = np.ones((len(images), 1))
+    n_images = len(images)
+    ones = np.ones((n_images, 1))
     return np.concatenate([images, ones], axis=1)
 
 
@@ -40,9 +41,11 @@ def gradient_and_loss(weights, images, labels):
     probabilities = np.exp(logits)
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     rows = np.arange(len(labels))
-    losses = -np.log(probabilities[rows, labels])
+    chances = probabilities[rows, labels]
+    losses = -np.log(chances)
     probabilities[rows, labels] -= 1
-    return inputs.T @ probabilities, losses.sum()
+    gradient = inputs.T @ probabilities
+    return gradient, losses.sum()
 
 
 def main():
@@ -51,12 +54,15 @@ def main():
     images, labels = load_digits(return_X_y=True)
     images = images / 16
     dataset = hpcdist.Dataset.from_tensor_slices((images, labels))
-    dataset = dataset.shuffle(seed=1).batch(args.batch)
+    dataset = dataset.shuffle(seed=1)
+    dataset = dataset.batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
-    weights = np.zeros((images.shape[1] + 1, 10))
+    _, n_pixels = images.shape
+    weights = np.zeros((n_pixels + 1, 10))
 
     checkpoint = hpcdist.Checkpoint(weights=weights, data=batches, strategy=strategy)
-    manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
+    folder = args.run_dir / "checkpoints"
+    manager = hpcdist.CheckpointManager(checkpoint, folder)
     schedule = hpcdist.SaveSchedule(every_steps=50)
     handler = hpcdist.PreemptionCheckpointHandler(
         strategy.cluster_resolver, manager, schedule=schedule
@@ -66,18 +72,23 @@ def main():
         gradient, loss = gradient_and_loss(weights, images, labels)
         sums = np.array([loss, len(labels)])
         hpcdist.grouped_all_reduce([gradient, sums])  # ranks without rows take part too
-        weights[...] -= args.rate * gradient / sums[1]
-        return sums[0] / sums[1]
+        total_loss, n_rows = sums
+        mean_gradient = gradient / n_rows
+        weights[...] -= args.rate * mean_gradient
+        return total_loss / n_rows
 
     with handler:  # saves periodically, on a stop request, and at the end
         while batches.epoch < args.epochs:
             losses = [handler.run(train_step, *batch) for batch in batches]
             if strategy.is_chief and losses:
+                epoch = batches.epoch
                 mean_loss = np.mean(losses)
-                print(f"epoch {batches.epoch}  loss {mean_loss:.4f}", flush=True)
+                print(f"epoch {epoch}  loss {mean_loss:.4f}", flush=True)
     if strategy.is_chief:
-        logits = with_bias(images) @ weights
-        accuracy = np.mean(logits.argmax(1) == labels)
+        inputs = with_bias(images)
+        logits = inputs @ weights
+        predictions = logits.argmax(1)
+        accuracy = np.mean(predictions == labels)
         print(f"accuracy {accuracy:.4f}  checkpoint {handler.latest_path}")
 
 

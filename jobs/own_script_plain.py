@@ -42,26 +42,42 @@ class Digits(Dataset):
     def __getitem__(self, row):
         image = self.images[row]
         if self.is_augmented:
-            image = np.roll(image, np.random.randint(-1, 2, size=2), axis=(1, 2))
-            image = image + 0.1 * np.random.randn(*image.shape).astype(np.float32)
-        return image, self.labels[row]
+            shift = np.random.randint(-1, 2, size=2)
+            noise = np.random.randn(*image.shape)
+            image = np.roll(image, shift, axis=(1, 2))
+            image = image + 0.1 * noise.astype(np.float32)
+        label = self.labels[row]
+        return image, label
 
 
 def build(learning_rate):
     """Return a model and its optimizer."""
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 10),
-    )  # fmt: skip
-    return model, torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(128, 10),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    return model, optimizer
 
 
 @torch.no_grad()
 def accuracy_of(model, batches):
     """Return the share of pictures whose digit the model finds."""
     model.eval()
-    n_right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in batches)
+    n_right = 0
+    for images, labels in batches:
+        predictions = model(images).argmax(1)
+        is_right = predictions == labels
+        n_right += int(is_right.sum())
     return n_right / len(batches.dataset)
 
 
@@ -71,18 +87,22 @@ def main():
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     train_rows, test_rows = load_digits()
+    train_digits = Digits(*train_rows, is_augmented=True)
+    test_digits = Digits(*test_rows, is_augmented=False)
     loader = DataLoader(
-        Digits(*train_rows, is_augmented=True),
+        train_digits,
         batch_size=args.batch,
         shuffle=True,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,
     )
-    test_loader = DataLoader(Digits(*test_rows, is_augmented=False), batch_size=180)
+    test_loader = DataLoader(test_digits, batch_size=180)
     model, optimizer = build(learning_rate=3e-3)
-    schedule = CosineAnnealingLR(optimizer, args.epochs * len(loader))
+    n_steps = args.epochs * len(loader)
+    schedule = CosineAnnealingLR(optimizer, n_steps)
     scaler = torch.amp.GradScaler("cpu")
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffers=True)
+    moving_mean = get_ema_multi_avg_fn(0.98)
+    ema = AveragedModel(model, multi_avg_fn=moving_mean, use_buffers=True)
     best = torch.zeros(())
     writer = SummaryWriter(run_dir / "tensorboard")
 
@@ -91,7 +111,8 @@ def main():
         for images, labels in tqdm(loader, desc=f"epoch {epoch}", disable=None):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = cross_entropy(model(images), labels)
+                outputs = model(images)
+                loss = cross_entropy(outputs, labels)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -110,7 +131,9 @@ def main():
 
     train()
     writer.close()
-    print(f"best accuracy {best.item():.4f}, at the end {accuracy_of(ema, test_loader):.4f}")
+    best_accuracy = best.item()
+    last_accuracy = accuracy_of(ema, test_loader)
+    print(f"best accuracy {best_accuracy:.4f}, at the end {last_accuracy:.4f}")
 
 
 if __name__ == "__main__":

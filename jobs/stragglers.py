@@ -59,17 +59,24 @@ def main():
     torch.manual_seed(1)
     train, test = load_digits()
     with strategy.scope():
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        model = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
         accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
     dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=1)
     dataset = dataset.batch(args.batch).repeat()
-    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    batches = iter(distributed)
     stalls = random.Random(strategy.rank)
 
     def train_step(images, labels):
         optimizer.zero_grad()
-        losses = cross_entropy(model(images), labels, reduction="none")
+        scores = model(images)
+        losses = cross_entropy(scores, labels, reduction="none")
         loss = hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
         loss.backward()
         compute_s = args.compute_s
@@ -78,20 +85,26 @@ def main():
         time.sleep(compute_s)
         optimizer.step()
 
-    strategy.run(train_step, args=next(batches))
+    @torch.no_grad()
+    def test_step(images, labels):
+        scores = model(images)
+        accuracy.update_state(labels, scores)
+
+    first_batch = next(batches)
+    strategy.run(train_step, args=first_batch)
     strategy.barrier()
     started = time.perf_counter()
-    for batch in itertools.islice(batches, args.steps - 1):
+    n_timed_steps = args.steps - 1
+    for batch in itertools.islice(batches, n_timed_steps):
         strategy.run(train_step, args=batch)
     strategy.barrier()
     seconds = time.perf_counter() - started
     if args.strategy == "ps":
         strategy.refresh()  # all workers evaluate the same values
-    with torch.no_grad():
-        strategy.run(lambda: accuracy.update_state(test[1], model(test[0])))
+    strategy.run(test_step, args=test)
     right = float(accuracy.result())
     if strategy.is_chief:
-        rate = (args.steps - 1) / seconds
+        rate = n_timed_steps / seconds
         results = f"{rate:.1f} steps/s of each worker, accuracy {right:.4f}"
         if args.strategy == "ps":
             staleness = strategy.statistics()["staleness"]

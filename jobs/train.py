@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from images import load_digits, load_mnist
+from images import build_cnn, load_digits, load_mnist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -48,17 +48,13 @@ def positive(text):
 
 def build_mlp(height, width):
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(height * width, 256), nn.ReLU(),
-        nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10),
-    )  # fmt: skip
-
-
-def build_cnn(height, width):
-    pooled = ((height - 2) // 2) * ((width - 2) // 2)
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(32 * pooled, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Flatten(),
+        nn.Linear(height * width, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
 
 
 def make_strategy(args):
@@ -89,7 +85,9 @@ def main():
     train, test = load_mnist(args.data) if args.data else load_digits()
 
     with strategy.scope():
-        model = MODELS[args.model](*train[0].shape[2:])
+        images, _ = train
+        _, _, height, width = images.shape
+        model = MODELS[args.model](height, width)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         mean_loss = hpcdist.metrics.Mean()
         accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
@@ -115,12 +113,15 @@ def main():
             append(args.run_dir / "train.log", text)
 
     beginning = f"resuming from {handler.restored_path}" if handler.restored_path else "new run"
-    report(f"{strategy.num_replicas_in_sync} replicas; {beginning}, on {strategy.device.type}")
+    n_replicas = strategy.num_replicas_in_sync
+    report(f"{n_replicas} replicas; {beginning}, on {strategy.device.type}")
 
     def train_step(images, labels):
         optimizer.zero_grad()
-        losses = cross_entropy(model(images), labels, reduction="none")
-        hpcdist.compute_average_loss(losses, global_batch_size=args.batch).backward()
+        scores = model(images)
+        losses = cross_entropy(scores, labels, reduction="none")
+        loss = hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
+        loss.backward()
         optimizer.step()
         mean_loss.update_state(losses.detach())
 
@@ -147,8 +148,8 @@ def main():
             loss = float(mean_loss.result())
             right = evaluate()
             step = handler.total_run_calls
-            scores = f"loss {loss:.4f}  test accuracy {right:.4f}"
-            report(f"epoch {epoch + 1}/{args.epochs}  step {step}  {scores}")
+            place = f"epoch {epoch + 1}/{args.epochs}  step {step}"
+            report(f"{place}  loss {loss:.4f}  test accuracy {right:.4f}")
             metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
             mean_loss.reset_state()
         right = evaluate()

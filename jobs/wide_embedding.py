@@ -10,9 +10,11 @@ not wait for each other.
 
 import argparse
 import time
+from statistics import mean
 
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hpcdist
 
@@ -43,11 +45,13 @@ def make_strategy(args):
 def clicks(n_rows, n_features, seed=1):
     """Return ((n_rows, 8) numbers of features, (n_rows,) labels): some features are frequent, as words are."""
     generator = torch.Generator().manual_seed(seed)
-    skewed = torch.rand(n_rows, 8, generator=generator) ** 6
+    uniform = torch.rand(n_rows, 8, generator=generator)
+    skewed = uniform**6
     features = (skewed * n_features).long()
     weights = torch.randn(n_features, generator=generator)
     scores = weights[features].sum(1)
-    return features, (scores > 0).float()
+    labels = scores > 0
+    return features, labels.float()
 
 
 def main():
@@ -55,20 +59,25 @@ def main():
     strategy = make_strategy(args)
     torch.manual_seed(1)
     with strategy.scope():
-        embedding = nn.EmbeddingBag(args.features, args.width, mode="sum", sparse=not args.dense)
+        is_sparse = not args.dense
+        embedding = nn.EmbeddingBag(args.features, args.width, mode="sum", sparse=is_sparse)
         head = nn.Linear(args.width, 1)
-        optimizer_class = torch.optim.Adam if args.dense else torch.optim.SparseAdam
+        optimizer_class = torch.optim.SparseAdam if is_sparse else torch.optim.Adam
         embedding_optimizer = optimizer_class(embedding.parameters(), lr=0.01)
         head_optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
-    rows = clicks(args.steps * args.batch, args.features)
-    dataset = hpcdist.Dataset.from_tensor_slices(rows).batch(args.batch)
+    n_rows = args.steps * args.batch
+    rows = clicks(n_rows, args.features)
+    dataset = hpcdist.Dataset.from_tensor_slices(rows)
+    dataset = dataset.batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
 
     def train_step(features, labels):
         embedding_optimizer.zero_grad()
         head_optimizer.zero_grad()
-        logits = head(embedding(features))[:, 0]
-        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        sums = embedding(features)
+        logits = head(sums)
+        logits = logits[:, 0]
+        losses = binary_cross_entropy_with_logits(logits, labels, reduction="none")
         loss = hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
         loss.backward()
         embedding_optimizer.step()
@@ -84,14 +93,14 @@ def main():
             started = time.perf_counter()
     seconds = time.perf_counter() - started
     if strategy.is_chief:
-        first = sum(losses[:20]) / 20
-        last = sum(losses[-20:]) / 20
+        first = mean(losses[:20])
+        last = mean(losses[-20:])
         kind = "dense" if args.dense else "sparse"
-        rate = (args.steps - WARM_UP_STEPS) / seconds
-        print(
-            f"{args.strategy}, {kind}: loss {first:.4f} to {last:.4f}, {rate:.1f} steps/s",
-            flush=True,
-        )
+        n_timed_steps = args.steps - WARM_UP_STEPS
+        rate = n_timed_steps / seconds
+        setting = f"{args.strategy}, {kind}"
+        change = f"loss {first:.4f} to {last:.4f}"
+        print(f"{setting}: {change}, {rate:.1f} steps/s", flush=True)
 
 
 if __name__ == "__main__":

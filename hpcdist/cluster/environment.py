@@ -241,7 +241,11 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     if "CUDA_VISIBLE_DEVICES" in environ:
         names = environ["CUDA_VISIBLE_DEVICES"].split(",")
         return sum(name.strip() not in ("", "-1") for name in names)
-    return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
+    n_gpus = 0
+    for name in os.listdir("/dev"):
+        if re.fullmatch(r"nvidia\d+", name):
+            n_gpus += 1
+    return n_gpus
 
 
 def timeout_s(environ: Mapping[str, str]) -> float:
@@ -339,7 +343,7 @@ def debug_names(environ: Mapping[str, str]) -> frozenset[str]:
         ConfigurationError: for an unknown name.
     """
     text = environ.get("HPCDIST_DEBUG", "")
-    names = frozenset(name.strip() for name in text.split(",")) - {""}
+    names = frozenset(map(str.strip, text.split(","))) - {""}
     if not names.issubset(DEBUG_NAMES):
         valid_names = ", ".join(DEBUG_NAMES)
         raise ConfigurationError(

@@ -71,7 +71,7 @@ class ClusterSpec:
         for type_, addresses in jobs.items():
             tasks = _numbered(type_, addresses)
             tasks_of[type_] = tasks
-            all_addresses += [address for _, address in tasks]
+            all_addresses += dict(tasks).values()
         _check_distinct(all_addresses)
         ordered: list[tuple[str, _Tasks]] = []
         for type_ in TASK_TYPES:
@@ -128,7 +128,7 @@ class ClusterSpec:
         """
         address_of = self._tasks_of(type_)
         n_indices = max(address_of) + 1
-        return [address_of.get(index) for index in range(n_indices)]
+        return list(map(address_of.get, range(n_indices)))
 
     def num_tasks(self, type_: str) -> int:
         """Return the number of tasks of one type.
@@ -205,6 +205,7 @@ def _numbered(type_: str, addresses: Addresses) -> _Tasks:
         )
     if not isinstance(addresses, Mapping):
         addresses = dict(enumerate(addresses))
+    indices = []
     tasks = []
     for index, address in addresses.items():
         if not str(index).isdecimal() or isinstance(index, bool):
@@ -217,7 +218,8 @@ def _numbered(type_: str, addresses: Addresses) -> _Tasks:
             )
         # a cluster that was read from JSON has texts as indices
         tasks.append((int(index), address))
-    for index, n_tasks in Counter(index for index, _ in tasks).items():
+        indices.append(int(index))
+    for index, n_tasks in Counter(indices).items():
         if n_tasks > 1:
             raise ConfigurationError(
                 f"cluster: expected every index once in cluster.{type_}, got {index} {n_tasks} times; number the tasks."

@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from typing import Any
 
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputOptions
 from hpcdist.data.prefetch import Items, on_device

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from hpcdist.data.batches import Division
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.iterator import Delivery, on_host
 from hpcdist.data.loader_reader import LoaderReader
 from hpcdist.data.loader_worker import ItemRequest

@@ -18,7 +18,7 @@ from hpcdist.gradients.device_staging import ProducerStreams
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.slot import weigh
 from hpcdist.plan.buckets import BucketShape, Entry, plan_buckets
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals
 
 #: Returns the divisor of sums, by the sums of the counts; None if they are not divided.
 DivisorOf = Callable[[Sequence[float]], float | None]
@@ -89,7 +89,7 @@ class Bucket:
             self.flat.zero_()
             views = [view for view, value in zip(views, values, strict=True) if value is not None]
         try:
-            torch_hooks.copy_all(views, present_values)
+            tensor_internals.copy_all(views, present_values)
         except RuntimeError:
             self.require_kinds(gradients)
             raise

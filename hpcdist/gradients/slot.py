@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from hpcdist.errors import GradientError
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals
 from hpcdist.program.tensors import has_values, is_dense
 
 
@@ -44,7 +44,7 @@ class Slot(ABC):
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
-        self.reference = torch_hooks.weak_reference(parameter)
+        self.reference = tensor_internals.weak_reference(parameter)
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.shape = parameter.shape

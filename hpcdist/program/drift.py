@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals
 from hpcdist.program.model_plan import IdentitySet, NamedParameter
 from hpcdist.program.tensors import in_memory_order, is_dense
 
@@ -110,7 +110,7 @@ class StateDigests:
         itemsizes: list[int] = []
         for name, parameter in parameters:
             self._names.append(name)
-            self._parameters.append(torch_hooks.weak_reference(parameter))
+            self._parameters.append(tensor_internals.weak_reference(parameter))
             sizes.append(parameter.numel())
             itemsizes.append(parameter.element_size())
         self._slices = plan_slices(sizes, itemsizes)

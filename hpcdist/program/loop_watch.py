@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
-from hpcdist.program import torch_hooks
+from hpcdist.program import loader_hooks, tensor_internals, torch_hooks
 from hpcdist.program.generators import StepGenerators
 from hpcdist.program.own_loaders import OwnLoader
 from hpcdist.program.part_tensors import PartTensors, leaves_of, length_of
@@ -53,7 +53,7 @@ class LoopWatch:
             weakref.WeakKeyDictionary()
         )
         torch_hooks.around_any_backward(self)
-        torch_hooks.around_loaders(self)
+        loader_hooks.around_loaders(self)
         torch_hooks.after_any_step(self._after_step)
         flags.loop.watch_forwards_with(self._watch_forwards)
 
@@ -108,7 +108,7 @@ class LoopWatch:
             references: list[Callable[[], Any]] = []
             for leaf in leaves_of(nests):
                 if isinstance(leaf, _WEAK):
-                    references.append(torch_hooks.weak_reference(leaf))
+                    references.append(tensor_internals.weak_reference(leaf))
             self._newest = (part, references)
 
     def _watch_forwards(self, is_needed: bool) -> None:

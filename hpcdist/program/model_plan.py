@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import ConfigurationError, DesyncError
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals
 from hpcdist.program.tensors import is_storable, layout
 
 
@@ -70,7 +70,7 @@ class IdentitySet(Generic[T]):
         """Add an object as the last one, even if it has the id of an object that is gone."""
         if item not in self:
             self._references.pop(id(item), None)
-            self._references[id(item)] = torch_hooks.weak_reference(item)
+            self._references[id(item)] = tensor_internals.weak_reference(item)
 
 
 class ModuleSet(IdentitySet[nn.Module]):

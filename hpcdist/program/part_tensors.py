@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hpcdist.program import torch_hooks
-from hpcdist.program.torch_hooks import StorageName
+from hpcdist.program import tensor_internals
+from hpcdist.program.tensor_internals import StorageName
 from hpcdist.runtime.parts import Part
 
 #: Number of known tensors and arrays from which on freed ones are removed.
@@ -93,7 +93,7 @@ class PartTensors:
                 self._add_tensor(leaf, part)
 
     def _add_tensor(self, tensor: Tensor, part: Part) -> None:
-        number = torch_hooks.storage_number(tensor)
+        number = tensor_internals.storage_number(tensor)
         if number not in self._of_tensors:
             self._of_tensors[number] = _TensorMemory(StorageName(tensor))
         addresses = _addresses(tensor.data_ptr(), _nbytes(tensor))
@@ -119,7 +119,7 @@ class PartTensors:
 
     def _part_of(self, tensor: Tensor) -> Part | None:
         address: int = tensor.data_ptr()
-        number = torch_hooks.storage_number(tensor)
+        number = tensor_internals.storage_number(tensor)
         memory = self._of_tensors.get(number)
         if memory is None:
             return self._part_of_array(address)

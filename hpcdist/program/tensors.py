@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.dtypes import dtype_name
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals
 
 Array = npt.NDArray[Any]
 
@@ -122,7 +122,7 @@ def is_only_holder(tensor: Tensor) -> bool:
 
     Two holders are counted: the tensor, and the storage object that is asked.
     """
-    return torch_hooks.n_holders(tensor) == 2
+    return tensor_internals.n_holders(tensor) == 2
 
 
 def describe_numerics() -> dict[str, str | int]:

@@ -1,4 +1,6 @@
-"""Every torch hook that hpcdist uses. All dependencies on torch's internals are in this file.
+"""The hooks by which hpcdist sees modules, backwards and steps, and what tells which code of torch is running.
+
+All that hpcdist uses of torch's internals is here, in `loader_hooks.py` and in `tensor_internals.py`.
 
 A parameter's hooks hold the objects that they call, so that a model keeps summing for as long as it lives. Hooks around
 steps hold them weakly, so that a strategy whose models are gone is freed.
@@ -8,15 +10,14 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.optim.optimizer import (
     Optimizer,
@@ -24,24 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import unserializable_hook
-from torch.utils.weak import TensorWeakRef
-
-Item = TypeVar("Item")
-#: Release of torch, such as (2, 13).
-_RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
-#: Whether plain weak references to tensors are sound. Up to 2.8 a tensor may be freed while the object that a
-#: reference returned is used.
-_HAS_PLAIN_REFERENCES = _RELEASE >= (2, 13)
-
-
-def weak_reference(item: Item) -> Callable[[], Item | None]:
-    """Return a weak reference to an object, such as a tensor: a function that returns the object while it lives."""
-    if isinstance(item, Tensor) and not _HAS_PLAIN_REFERENCES:
-        return TensorWeakRef(item)
-    return weakref.ref(item)
 
 
 class Handle(Protocol):
@@ -424,31 +408,14 @@ def call_at_gradient_of(
     tensor.register_hook(unserializable_hook(lambda gradient: call()))  # type: ignore[no-untyped-call]
 
 
-def _can_increment_several() -> bool:
-    try:
-        torch.autograd.graph.increment_version(())
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-_takes_several_tensors = _can_increment_several()
-
-
-def increment_versions(tensors: Sequence[Tensor]) -> None:
-    """Let autograd know that tensors were written past its counters. Some releases of torch take one tensor a call."""
-    if _takes_several_tensors:
-        torch.autograd.graph.increment_version(tensors)
-        return
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
-
-
 def is_transforming() -> bool:
     """Return whether torch.func, such as vmap or jacrev, or jit.trace makes the call that is running."""
     if torch._C._get_tracing_state() is not None:
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_call_of_module = nn.Module._call_impl.__code__
 
 
 def is_in_forward() -> bool:
@@ -469,24 +436,6 @@ def as_plain_code() -> Iterator[None]:
             yield
         finally:
             torch._C._set_tracing_state(trace)  # type: ignore[attr-defined]
-
-
-class StorageName:
-    """Names the memory of a tensor and of all its views. While the name exists, no other memory gets its number."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.number: int = self._reference.cdata
-
-    @property
-    def is_freed(self) -> bool:
-        """Whether no tensor has this memory any more."""
-        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
-
-
-def storage_number(tensor: Tensor) -> int:
-    """Return the number of a tensor's memory, as `StorageName` has it."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def at_gradient_of(tensor: Tensor, see: Callable[[], None]) -> None:
@@ -517,90 +466,6 @@ def is_watched(parameter: nn.Parameter) -> bool:
 def is_in_backward() -> bool:
     """Return whether a backward makes the call that is running, also in autograd's threads for devices."""
     return int(torch._C._current_graph_task_id()) != -1
-
-
-#: Operations of torch that a sharded gradient supports: to zero it, and to unscale it.
-ZEROING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
-UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-T = TypeVar("T", bound=Tensor)
-
-
-def unscale(
-    gradients: list[Tensor],
-    found_inf: Tensor,
-    inverse_scale: Tensor,
-) -> None:
-    """Multiply gradients by the inverse scale of a GradScaler; write 1 to `found_inf` if one is infinite or NaN."""
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
-
-
-def n_holders(tensor: Tensor) -> int:
-    """Return the number of objects that hold a tensor's memory: tensors, and the storage object that counts them."""
-    # a local variable, so that the object is counted in every release of torch
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source to its target, as `copy_` does, in one call."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def move_means(
-    means: list[Tensor],
-    values: list[Tensor],
-    factor: float,
-) -> None:
-    """Replace each mean by factor * mean + (1 - factor) * value."""
-    torch._foreach_lerp_(means, values, 1 - factor)
-
-
-def move_mean_squares(
-    means: list[Tensor],
-    values: list[Tensor],
-    factor: float,
-) -> None:
-    """Replace each mean by factor * mean + (1 - factor) * value²."""
-    torch._foreach_mul_(means, factor)
-    torch._foreach_addcmul_(means, values, values, 1 - factor)
-
-
-def move_maxima(
-    maxima: list[Tensor],
-    values: list[Tensor],
-    factor: float,
-    epsilon: float,
-) -> list[Tensor]:
-    """Replace each maximum by the larger of factor * maximum and the absolute value; return them plus epsilon."""
-    torch._foreach_mul_(maxima, factor)
-    torch._foreach_maximum_(maxima, torch._foreach_abs(values))
-    return list(torch._foreach_add(maxima, epsilon))
-
-
-def roots_of(values: list[Tensor], epsilon: float) -> list[Tensor]:
-    """Return the square root of each value + epsilon."""
-    roots = list(torch._foreach_add(values, epsilon))
-    torch._foreach_sqrt_(roots)
-    return roots
-
-
-def subtract_quotients(
-    targets: list[Any],
-    dividends: list[Tensor],
-    divisors: list[Tensor],
-    factor: float,
-) -> None:
-    """Subtract factor * dividend / divisor from each target."""
-    torch._foreach_addcdiv_(targets, dividends, divisors, -factor)
-
-
-def make_memoryless(kind: type[T], like: Tensor) -> T:
-    """Return a tensor without memory, with the shape, strides, dtype and device of another one."""
-    memoryless_tensor: T = Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-    )
-    return memoryless_tensor
 
 
 def is_step_of_scaler() -> bool:
@@ -731,105 +596,3 @@ def _show_after_step(
 
 register_optimizer_step_pre_hook(_show_before_step)
 register_optimizer_step_post_hook(_show_after_step)
-
-
-class LoaderWatcher(Protocol):
-    """Sees the DataLoaders that the main thread iterates over."""
-
-    def before_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
-        """See that a pass is about to begin; return a context in which its iterator is made."""
-
-    def before_draw(self, loader: "DataLoader[Any]") -> None:
-        """See that a batch is about to be drawn."""
-
-    def after_draw(self, loader: "DataLoader[Any]", batch: Any) -> None:
-        """See a batch that was drawn."""
-
-    def after_pass(self, loader: "DataLoader[Any]") -> None:
-        """See that there were no more batches."""
-
-
-#: Watchers that see DataLoaders, by number, held weakly.
-_loader_watchers: "dict[int, weakref.ref[LoaderWatcher]]" = {}
-#: The loader of each iterator.
-_loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]" = (
-    weakref.WeakKeyDictionary()
-)
-#: Iterators of loaders whose class overrides `__iter__`, before the first batch of a pass.
-_unseen: "weakref.WeakSet[_BaseDataLoaderIter]" = weakref.WeakSet()
-_call_of_module = nn.Module._call_impl.__code__
-_make_iterator = DataLoader.__iter__
-_init_iterator = _BaseDataLoaderIter.__init__
-_next_batch = _BaseDataLoaderIter.__next__
-
-
-def around_loaders(watcher: LoaderWatcher) -> None:
-    """Show the DataLoaders of the main thread to a watcher, which is held weakly.
-
-    Loaders of a class with `is_shown = False`, which read for other loaders, are not shown. torch has no hook for
-    loaders, so the methods that make an iterator and draw from it are wrapped.
-    """
-    _loader_watchers[next(_watcher_numbers)] = weakref.ref(watcher)
-    DataLoader.__iter__ = _watched_iterator  # type: ignore[method-assign]
-    _BaseDataLoaderIter.__init__ = _watched_init  # type: ignore[method-assign, assignment]
-    _BaseDataLoaderIter.__next__ = _watched_next  # type: ignore[method-assign, assignment]
-
-
-def _alive_loader_watchers() -> list[LoaderWatcher]:
-    watchers = [reference() for reference in _loader_watchers.values()]
-    return [watcher for watcher in watchers if watcher is not None]
-
-
-def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
-    if not _is_shown() or not getattr(loader, "is_shown", True):
-        return _make_iterator(loader)
-    beginnings = [watcher.before_pass(loader) for watcher in _alive_loader_watchers()]
-    with ExitStack() as stack:
-        for beginning in beginnings:
-            stack.enter_context(beginning)
-        iterator = _make_iterator(loader)
-    _loaders[iterator] = weakref.ref(loader)
-    _unseen.discard(iterator)  # a class that overrides __iter__ has called this one
-    return iterator
-
-
-def _watched_init(
-    iterator: _BaseDataLoaderIter,
-    loader: "DataLoader[Any]",
-) -> None:
-    _init_iterator(iterator, loader)
-    if type(loader).__iter__ is not _watched_iterator:  # as torchdata's StatefulDataLoader
-        _loaders[iterator] = weakref.ref(loader)
-        _unseen.add(iterator)
-
-
-def _is_shown() -> bool:
-    """Return whether this is the main thread, and no worker process of a loader."""
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    return is_main_thread and get_worker_info() is None
-
-
-def _watched_next(iterator: _BaseDataLoaderIter) -> Any:
-    reference = _loaders.get(iterator)
-    loader = None if reference is None else reference()
-    if loader is None or not _is_shown():
-        return _next_batch(iterator)
-    watchers = _alive_loader_watchers()
-    if iterator in _unseen:
-        _unseen.remove(iterator)
-        for watcher in watchers:
-            watcher.before_pass(loader)
-    for watcher in watchers:
-        watcher.before_draw(loader)
-    try:
-        batch = _next_batch(iterator)
-    except StopIteration:
-        for watcher in watchers:
-            watcher.after_pass(loader)
-        # the iterator may be used for another pass
-        if type(loader).__iter__ is not _watched_iterator:
-            _unseen.add(iterator)
-        raise
-    for watcher in watchers:
-        watcher.after_draw(loader, batch)
-    return batch

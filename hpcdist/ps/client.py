@@ -1,134 +1,30 @@
-"""A worker's side of the parameter servers: which shard lies where, and one exchange for each step."""
+"""A worker's side of the parameter servers: one exchange with all of them for each step."""
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.errors import (
-    DesyncError,
-    GradientError,
-    HpcdistError,
-    PSUnavailable,
-    UsageError,
-    error_class,
-)
+from hpcdist.errors import HpcdistError, PSUnavailable, UsageError, error_class
 from hpcdist.ps import pickles
-from hpcdist.ps.layout import (
-    NOTHING,
-    ROWS,
-    ROWS_HERE,
-    WHOLE,
-    WHOLE_HERE,
-    Entries,
-    Packer,
-    ShardSpec,
-    States,
-    Unpacker,
-    Values,
-    padded,
-    parts_of,
-    specs_to_text,
-    state_of_text,
-    state_to_text,
-)
+from hpcdist.ps.known_servers import Fields, KnownServer, KnownShard, ShardState, joined, states_of
+from hpcdist.ps.layout import NOTHING, ShardSpec, Unpacker, specs_to_text, state_of_text
 from hpcdist.ps.messages import Kind, Message
 from hpcdist.ps.server import COPY
 from hpcdist.ps.transport import Mailbox
 from hpcdist.ps.updates import Settings, check_optimizer, is_elementwise
-from hpcdist.runtime.node_memory import map_memory
 from hpcdist.runtime.step_flags import Request
 
-#: How often values of a server of this node are read while it writes, before they are asked for in a message.
-_N_READS = 4
 #: The groups of an optimizer, as servers get them: the settings of each group, and the numbers of its variables.
 Groups = list[tuple[Settings, list[int]]]
 #: A request: the number of its server, and the fields of its message.
-_ServerRequest = tuple[int, dict[str, Any]]
-#: The gradient of one shard in a push: its kind, the number of rows, and the tensors.
-_Gradient = tuple[int, int, list[Tensor]]
-
-
-@dataclass
-class _KnownShard:
-    """A shard as this worker knows it.
-
-    Attributes:
-        spec: rows of the variable that the shard consists of.
-        variable: the variable that the shard is a part of.
-        version: version of the shard's values in the variable.
-    """
-
-    spec: ShardSpec
-    variable: nn.Parameter
-    version: int = 0
-
-    @torch.no_grad()
-    def write(self, values: Tensor, rows: Tensor | None = None) -> None:
-        """Copy values into the variable."""
-        if not self.variable.dim():
-            self.variable.copy_(values)
-            return
-        part = self.variable[self.spec.start : self.spec.stop]
-        if rows is None:
-            part.copy_(values)
-        else:
-            part[rows] = values.to(part.device)
-
-    def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a tensor of the variable's shape that are this shard's."""
-        if not tensor.dim():
-            return tensor
-        return tensor[self.spec.start : self.spec.stop]
-
-    def values(self) -> Tensor:
-        """Return the rows of the variable that are this shard's."""
-        return self.part_of(self.variable.detach())
-
-
-@dataclass
-class _KnownServer:
-    """A server as this worker knows it.
-
-    Attributes:
-        rank: rank of the server.
-        packer: packs the payloads of requests to the server.
-        shards: shards that the server holds, in its order.
-        n_adopted: number of shards of each adoption.
-        paths: paths of the memory in which a server of this node has the values of each adoption, as far as it has
-            announced them.
-        mapped_values: values of the first adoptions, in that memory.
-    """
-
-    rank: int
-    packer: Packer
-    shards: list[_KnownShard] = field(default_factory=list)
-    n_adopted: list[int] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    mapped_values: list[Values] = field(default_factory=list)
-
-    def indices_of(self, variables: Collection[int]) -> list[int]:
-        """Return the indices of the shards that are parts of some variables, given by their numbers."""
-        return [
-            index for index, shard in enumerate(self.shards) if shard.spec.variable in variables
-        ]
-
-    def map_values(self) -> list[Values]:
-        """Return the values that a server of this node has announced, mapped at their first use."""
-        n_announced = min(len(self.paths), len(self.n_adopted))
-        for adoption in range(len(self.mapped_values), n_announced):
-            begin = sum(self.n_adopted[:adoption])
-            shards = self.shards[begin : begin + self.n_adopted[adoption]]
-            specs = [shard.spec for shard in shards]
-            memory = map_memory(self.paths[adoption])
-            self.mapped_values.append(Values(memory, specs))
-        return self.mapped_values
+_ServerRequest = tuple[int, Fields]
 
 
 @dataclass
@@ -144,13 +40,6 @@ class _KnownOptimizer:
     optimizer: Optimizer
     members: list[list[int]]
     sent_settings: list[Settings] = field(default_factory=list)
-
-
-class _ShardState(NamedTuple):
-    """The state that an optimizer has for one shard."""
-
-    shard: _KnownShard
-    state: dict[str, Any]
 
 
 class Client:
@@ -184,7 +73,7 @@ class Client:
         chunk_bytes: int | None = None,
     ) -> None:
         self._mailbox = mailbox
-        self._servers = [_KnownServer(rank, mailbox.packer(rank)) for rank in servers]
+        self._servers = [KnownServer(rank, mailbox.packer(rank)) for rank in servers]
         self._worker = worker
         self._name = name
         self._timeout_s = timeout_s
@@ -220,10 +109,10 @@ class Client:
         requests: list[_ServerRequest] = []
         for number, new_specs in specs.items():
             server = self._servers[number]
-            new_shards: list[_KnownShard] = []
+            new_shards: list[KnownShard] = []
             values: list[Tensor] = []
             for spec in new_specs:
-                shard = _KnownShard(spec, variables[spec.variable])
+                shard = KnownShard(spec, variables[spec.variable])
                 new_shards.append(shard)
                 values.append(shard.values())
             server.shards += new_shards
@@ -270,7 +159,8 @@ class Client:
         for server in self._servers:
             for index in server.indices_of(variables):
                 shard_keys.add(server.shards[index].spec.key)
-        check_optimizer(type(optimizer), is_split=len(shard_keys) > len(variables))
+        is_split = len(shard_keys) > len(variables)
+        check_optimizer(type(optimizer), is_split)
         requests: list[_ServerRequest] = []
         for server_number, server in enumerate(self._servers):
             server_groups: Groups = []
@@ -278,7 +168,7 @@ class Client:
                 server_groups.append((settings, server.indices_of(members)))
             pickle = pickles.dumps((type(optimizer), optimizer.defaults, server_groups))
             pickle_tensor = torch.from_numpy(pickle.copy())
-            text, tensors = _states_of(server, {number: optimizer})
+            text, tensors = states_of(server, {number: optimizer})
             fields = {
                 "numbers": np.array([number, len(pickle)], np.int64),
                 "text": text,
@@ -321,67 +211,66 @@ class Client:
             The requests that all workers act on after this step.
         """
         known_optimizer = self._optimizers[number]
-        optimizer = known_optimizer.optimizer
         has_new_settings = settings != known_optimizer.sent_settings
         known_optimizer.sent_settings = settings
         self.clock += 1
+        text = ""
+        if has_new_settings:
+            text = json.dumps(settings)
+        requests = self._pushes(number, text, request)
+        versions_before = self._first_versions()
+        answers = self._answers("step", Kind.STEP, requests)
+        due = self._take(answers)
+        self._count_missed(versions_before)
+        return due
+
+    def _pushes(self, number: int, text: str, request: Request) -> list[_ServerRequest]:
+        """Return the requests of a step in the order in which they are sent: one for each part of each server.
+
+        Args:
+            number: number of the optimizer.
+            text: settings that servers do not have yet; empty if there are none.
+            request: request of this worker to all workers.
+        """
+        optimizer = self._optimizers[number].optimizer
         parameter_ids: set[int] = set()
         for group in optimizer.param_groups:
             parameter_ids.update(map(id, group["params"]))
         part_bytes = None
         if is_elementwise(type(optimizer)):
             part_bytes = self.chunk_bytes
-        text = ""
-        if has_new_settings:
-            text = json.dumps(settings)
         requests: list[_ServerRequest] = []
         for server_number, server in enumerate(self._servers):
-            shards = server.shards
-            gradients: list[_Gradient] = []
-            pushed_tensors: list[Tensor] = []
-            for shard in shards:
-                if id(shard.variable) in parameter_ids:
-                    gradient = _gradient_of(shard)
-                    gradients.append(gradient)
-                    pushed_tensors += gradient[2]
-                else:
-                    gradients.append((NOTHING, 0, []))
-            payload = server.packer.pack(pushed_tensors)
-            stop = 0
-            for begin, end in parts_of([shard.spec for shard in shards], part_bytes):
-                is_last = end == len(shards)
-                numbers = [number, begin, int(is_last)]
-                start = stop
-                part = zip(shards[begin:end], gradients[begin:end], strict=True)
-                for shard, (kind, n_rows, tensors) in part:
-                    numbers += [kind, n_rows, shard.version]
-                    for tensor in tensors:
-                        stop += padded(tensor.numel() * tensor.itemsize)
-                fields = {
-                    "numbers": np.array(numbers, np.int64),
-                    "text": text,
-                    "payload": payload[start:stop],
-                    "request": int(Request.NONE),
-                }
-                # the first server alone decides after which step all act on a request
-                if server_number == 0 and is_last:
-                    fields["request"] = int(request)
+            parts = server.push(number, parameter_ids, part_bytes)
+            # the first server alone decides after which step all act on a request
+            if server_number == 0:
+                parts[-1]["request"] = int(request)
+            for fields in parts:
+                fields["text"] = text
                 requests.append((server_number, fields))
         # all servers have something to do at once
         requests.sort(key=_first_shard_of)
-        first_shards: list[tuple[_KnownShard, int]] = []
+        return requests
+
+    def _first_versions(self) -> list[int]:
+        """Return the version of the first shard of each server that has shards."""
+        versions: list[int] = []
         for server in self._servers:
             if server.shards:
-                shard = server.shards[0]
-                first_shards.append((shard, shard.version))
-        answers = self._answers("step", Kind.STEP, requests)
-        due = self._take(answers)
+                versions.append(server.shards[0].version)
+        return versions
+
+    def _count_missed(self, versions_before: list[int]) -> None:
+        """Count the pushes of other workers that servers applied since values had some versions.
+
+        Args:
+            versions_before: versions of each server's first shard before this worker's push. -1 counts nothing.
+        """
         n_updates = 1  # this push is one of them
-        for shard, version_before in first_shards:
-            if version_before >= 0:
-                n_updates = max(n_updates, shard.version - version_before)
+        for before, after in zip(versions_before, self._first_versions(), strict=True):
+            if before >= 0:
+                n_updates = max(n_updates, after - before)
         self.n_missed = n_updates - 1
-        return due
 
     def pull(self, number: int = 0) -> None:
         """Write the values that servers have now into the variables.
@@ -416,34 +305,11 @@ class Client:
                 news = json.loads(message.text)
                 self.signal = self.signal or news["signal"]
                 server.paths += news["paths"]
-            begin = int(message.numbers[0])
-            entries: Entries = message.numbers[1:].reshape(-1, 3).tolist()
-            shards = server.shards[begin : begin + len(entries)]
-            self._require_later(shards, entries)
-            if any(kind in (WHOLE_HERE, ROWS_HERE) for kind, _, _ in entries):
-                if not _read(server, message, begin, entries):
-                    has_torn_read = True
-                    continue
-            else:
-                _unpack(message, shards, entries)
-            for shard, (_, _, version) in zip(shards, entries, strict=True):
-                shard.version = version
+            if not server.take(message, self._name):
+                has_torn_read = True
         if has_torn_read:
             self.pull(COPY)
         return due
-
-    def _require_later(
-        self,
-        shards: list[_KnownShard],
-        entries: Entries,
-    ) -> None:
-        """Raise DesyncError if a server has older values of a shard than it had before."""
-        for shard, (_, _, version) in zip(shards, entries, strict=True):
-            if version < shard.version:
-                raise DesyncError(
-                    f"pull: expected version {shard.version} of {shard.spec.name!r} or a later one, got {version} on "
-                    f"{self._name}; servers must not be replaced in a job."
-                )
 
     # -- states -----------------------------------------------------------------------------------------------------
 
@@ -454,20 +320,21 @@ class Client:
             return
         numbers = np.array([number], np.int64)
         answers = self._ask_all("save", Kind.STATE, numbers=numbers)
-        states_by_variable: dict[int, list[_ShardState]] = {}
+        states_by_variable: dict[int, list[ShardState]] = {}
         for server_number, message in answers:
             shards = self._servers[server_number].shards
-            states = state_of_text(message.text, Unpacker(message.payload))
+            payload = Unpacker(message.payload)
+            states = state_of_text(message.text, payload)
             for (_, index), state in states.items():
                 shard = shards[index]
                 shard_states = states_by_variable.setdefault(id(shard.variable), [])
-                shard_states.append(_ShardState(shard, state))
+                shard_states.append(ShardState(shard, state))
         for shard_states in states_by_variable.values():
             shard_states.sort(key=lambda shard_state: shard_state.shard.spec.start)
             first = shard_states[0]
             state_of_variable: dict[str, Any] = {}
             for name in first.state:
-                state_of_variable[name] = _joined(shard_states, name)
+                state_of_variable[name] = joined(shard_states, name)
             optimizer.state[first.shard.variable] = state_of_variable
 
     def _number_of_known(self, optimizer: Optimizer) -> int | None:
@@ -497,7 +364,7 @@ class Client:
         for server_number, server in enumerate(self._servers):
             indices = server.indices_of(variables)
             values = [server.shards[index].values() for index in indices]
-            text, tensors = _states_of(server, numbered)
+            text, tensors = states_of(server, numbered)
             fields = {
                 "numbers": np.array([len(indices), *indices, *numbered], np.int64),
                 "text": text,
@@ -598,106 +465,6 @@ def _first_shard_of(request: _ServerRequest) -> int:
     """Return the number of the first shard in a part of a push."""
     _, fields = request
     return int(fields["numbers"][1])
-
-
-def _read(
-    server: _KnownServer,
-    message: Message,
-    begin: int,
-    entries: Entries,
-) -> bool:
-    """Copy values from where a server of this node has them; return whether it did not write meanwhile."""
-    stop = begin + len(entries)
-    shards = server.shards[begin:stop]
-    all_values = server.map_values()
-    all_tensors: list[Tensor] = []
-    for values in all_values:
-        all_tensors += values.tensors
-    tensors = all_tensors[begin:stop]
-    for _ in range(_N_READS):
-        counters = [values.counter for values in all_values]
-        if any(counter & 1 for counter in counters):
-            os.sched_yield()
-            continue
-        payload = Unpacker(message.payload)
-        for shard, tensor, (kind, n_rows, _) in zip(shards, tensors, entries, strict=True):
-            if kind == WHOLE_HERE:
-                shard.write(tensor)
-            elif kind == ROWS_HERE:
-                indices = payload.take((n_rows,), torch.int64)
-                shard.write(tensor[indices], indices)
-        if counters == [values.counter for values in all_values]:
-            return True
-    return False
-
-
-def _unpack(
-    message: Message,
-    shards: list[_KnownShard],
-    entries: Entries,
-) -> None:
-    """Write values that came in a message into the variables."""
-    payload = Unpacker(message.payload)
-    for shard, (kind, n_rows, _) in zip(shards, entries, strict=True):
-        dtype = shard.spec.torch_dtype
-        if kind == WHOLE:
-            shard.write(payload.take(shard.spec.shape, dtype))
-        elif kind == ROWS:
-            indices = payload.take((n_rows,), torch.int64)
-            values = payload.take((n_rows, *shard.spec.row_shape), dtype)
-            shard.write(values, indices)
-
-
-def _gradient_of(shard: _KnownShard) -> _Gradient:
-    """Return the gradient of a shard for a push: its kind, the number of rows, and the tensors."""
-    gradient = shard.variable.grad
-    if gradient is None:
-        return NOTHING, 0, []
-    if gradient.dtype is not shard.spec.torch_dtype or gradient.shape != shard.variable.shape:
-        raise GradientError(
-            f"step: expected a gradient of {shard.spec.dtype} as the servers have {shard.spec.name!r}, got "
-            f"{gradient.dtype} of shape {tuple(gradient.shape)}; convert the model before its first use."
-        )
-    if not gradient.is_sparse:
-        return WHOLE, 0, [shard.part_of(gradient)]
-    gradient = gradient.coalesce()
-    indices = gradient._indices()[0]
-    is_own = (indices >= shard.spec.start) & (indices < shard.spec.stop)
-    rows = indices[is_own] - shard.spec.start
-    return ROWS, len(rows), [rows, gradient._values()[is_own]]
-
-
-def _states_of(
-    server: _KnownServer,
-    optimizers: Mapping[int, Optimizer],
-) -> tuple[str, list[Tensor]]:
-    """Return the states of optimizers, as far as they have any, for the shards of a server."""
-    states: States = {}
-    for number, optimizer in optimizers.items():
-        # of chunks that servers have as a whole the first one has all values that are not of rows
-        takes_each_chunk = is_elementwise(type(optimizer))
-        seen_keys: set[tuple[int, ...]] = set()
-        for index, shard in enumerate(server.shards):
-            is_first = takes_each_chunk or shard.spec.key not in seen_keys
-            seen_keys.add(shard.spec.key)
-            for name, value in optimizer.state.get(shard.variable, {}).items():
-                if isinstance(value, Tensor) and value.shape == shard.variable.shape:
-                    states.setdefault((number, index), {})[name] = shard.part_of(value)
-                elif is_first:
-                    states.setdefault((number, index), {})[name] = value
-    return state_to_text(states)
-
-
-def _joined(shard_states: list[_ShardState], name: str) -> Any:
-    """Return one value of an optimizer's state for a whole variable, given the states of its shards in order."""
-    parts = [shard_state.state[name] for shard_state in shard_states]
-    if len(parts) == 1:
-        return parts[0]
-    for part, (shard, _) in zip(parts, shard_states, strict=True):
-        is_of_rows = isinstance(part, Tensor) and tuple(part.shape) == tuple(shard.spec.shape)
-        if not is_of_rows:
-            return parts[0]
-    return torch.cat(parts).to(shard_states[0].shard.variable.device)
 
 
 def _error_of(text: str, server_number: int) -> HpcdistError:

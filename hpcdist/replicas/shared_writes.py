@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals
 from hpcdist.program.model_plan import IdentitySet
 from hpcdist.program.settings import settings_of
 from hpcdist.program.tensors import to_array
@@ -80,7 +80,7 @@ class SharedWrites:
         self._references = []
         for name, parameter in parameters:
             self._names.append(name)
-            self._references.append(torch_hooks.weak_reference(parameter))
+            self._references.append(tensor_internals.weak_reference(parameter))
         self._n_runs = 0
         if self._marks is not None:
             self.begin()

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.torch_source import is_loader
 from hpcdist.errors import UsageError
 from hpcdist.program import owners

@@ -5,7 +5,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.errors import UsageError
 from hpcdist.program.optimizer_drivers import (
     averages_of,

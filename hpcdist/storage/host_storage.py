@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.group import Group
 from hpcdist.errors import GradientError
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals
 from hpcdist.program.hidden import hide_gradients, restore_gradients
 from hpcdist.program.model_plan import IdentitySet, NamedParameter
 from hpcdist.program.owners import Stepper
@@ -97,7 +97,7 @@ class HostStorage:
             if self._is_first:
                 tensor.copy_(parameter)
             new_tensors.append((parameter, tensor))
-            reference = torch_hooks.weak_reference(parameter)
+            reference = tensor_internals.weak_reference(parameter)
             self.shared.append(Shared(name, reference, tensor))
             self._adopted.add(parameter)
         self._wait()
@@ -173,7 +173,7 @@ class HostStorage:
         if not self._is_first:
             for parameter, memory in self._copies_on_devices():
                 parameter.copy_(memory)
-        torch_hooks.increment_versions(parameters)
+        tensor_internals.increment_versions(parameters)
 
     def _copies_on_devices(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters on devices that are alive, with the shared memory that they copy."""

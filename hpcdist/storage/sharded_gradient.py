@@ -14,7 +14,7 @@ from hpcdist.collectives import library
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import OPS
 from hpcdist.errors import GradientError
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals
 
 
 class ShardedGradient(Tensor):
@@ -39,7 +39,7 @@ class ShardedGradient(Tensor):
         group: Group,
     ) -> "ShardedGradient":
         """Return the gradient of a parameter, whose name errors show."""
-        gradient: ShardedGradient = torch_hooks.make_memoryless(cls, parameter)
+        gradient: ShardedGradient = tensor_internals.make_memoryless(cls, parameter)
         gradient.share = share
         gradient.is_zero = False
         gradient._name = name
@@ -67,11 +67,11 @@ class ShardedGradient(Tensor):
         is_list = bool(args) and isinstance(args[0], (list, tuple))
         operands = args[0] if is_list else args[:1]
         gradients = [operand for operand in operands if isinstance(operand, cls)]
-        if func in torch_hooks.ZEROING:
+        if func in tensor_internals.ZEROING:
             for operand in operands:
                 _zero(operand)
             return None if is_list else args[0]
-        if func is torch_hooks.UNSCALING and len(gradients) == len(operands):
+        if func is tensor_internals.UNSCALING and len(gradients) == len(operands):
             return _unscale(gradients, *args[1:])
         if not gradients:
             values = (*args, *(kwargs or {}).values())
@@ -113,7 +113,7 @@ def _unscale(
 ) -> None:
     """Unscale shares, and let all ranks know whether any has found infinity or NaN. Collective over the group."""
     shares = [gradient.share for gradient in gradients]
-    torch_hooks.unscale(shares, found_inf, inverse_scale)
+    tensor_internals.unscale(shares, found_inf, inverse_scale)
     group = gradients[0]._group
     is_infinite = np.array([float(found_inf)], np.float32)
     with group.recorded("found_inf", is_infinite):

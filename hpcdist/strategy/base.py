@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction
 from hpcdist.data.options import InputOptions
 from hpcdist.data.rows import explaining_empty_parts

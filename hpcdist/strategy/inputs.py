@@ -8,12 +8,8 @@ import torch
 
 from hpcdist.collectives.objects import all_gather_objects
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import (
-    DistributedDataset,
-    DistributedInput,
-    as_dataset,
-    check_distributable,
-)
+from hpcdist.data.distributed import DistributedDataset, as_dataset, check_distributable
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.distributed_loader import DistributedLoader, has_own_sampler
 from hpcdist.data.distributed_stream import DistributedStream, has_stream_in_workers
 from hpcdist.data.from_function import (

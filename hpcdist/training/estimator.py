@@ -23,7 +23,7 @@ from hpcdist.checkpoint.store import latest_checkpoint
 from hpcdist.cluster.resolvers import MPIClusterResolver
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.collectives.objects import broadcast_object
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.errors import DataError, UsageError, log
 from hpcdist.nest import leaves, with_leaves
 from hpcdist.saving.checkpoint import Checkpoint

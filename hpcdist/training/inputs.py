@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.elements import is_torch_data
 from hpcdist.errors import DataError, UsageError
 from hpcdist.nest import children_of, is_nest, leaves, map_nest, with_children, with_leaves

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.program import torch_hooks
+from hpcdist.program import tensor_internals, torch_hooks
 
 Closure = Callable[[], Any]
 
@@ -146,9 +146,9 @@ class RMSprop(torch.optim.RMSprop):
             gradients = _gradients_of(parameters, "RMSprop")
             squares = _states_of(self, parameters, ["square_avg"])["square_avg"]
             if parameters:
-                torch_hooks.move_mean_squares(squares, gradients, group["alpha"])
-                divisors = torch_hooks.roots_of(squares, group["eps"])
-                torch_hooks.subtract_quotients(parameters, gradients, divisors, group["lr"])
+                tensor_internals.move_mean_squares(squares, gradients, group["alpha"])
+                divisors = tensor_internals.roots_of(squares, group["eps"])
+                tensor_internals.subtract_quotients(parameters, gradients, divisors, group["lr"])
         return loss
 
 
@@ -167,10 +167,12 @@ class Adamax(_Counting, torch.optim.Adamax):
             beta1, beta2 = group["betas"]
             gradients = _gradients_of(parameters, "Adamax")
             states = _states_of(self, parameters, ["exp_avg", "exp_inf"])
-            torch_hooks.move_means(states["exp_avg"], gradients, beta1)
-            divisors = torch_hooks.move_maxima(states["exp_inf"], gradients, beta2, group["eps"])
+            tensor_internals.move_means(states["exp_avg"], gradients, beta1)
+            divisors = tensor_internals.move_maxima(
+                states["exp_inf"], gradients, beta2, group["eps"]
+            )
             rate = group["lr"] / (1 - beta1**number)
-            torch_hooks.subtract_quotients(parameters, states["exp_avg"], divisors, rate)
+            tensor_internals.subtract_quotients(parameters, states["exp_avg"], divisors, rate)
         return loss
 
 

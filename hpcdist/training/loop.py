@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcdist.data.distributed import DistributedDataset, DistributedInput
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.row_writer import RowFile
 from hpcdist.errors import DataError, UsageError
 from hpcdist.nest import leaves, map_nest, with_leaves

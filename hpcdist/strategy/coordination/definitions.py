@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.errors import ClosureInputError, HpcdistError, UsageError
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.program import torch_hooks

@@ -16,7 +16,7 @@ LIMITS = {
     "hpcdist": (0, 0, 2, 15, 0, 4.7),
     "hpcdist/checkpoint": (0, 0, 3, 12, 0, 5.5),
     "hpcdist/cli": (0, 0, 14, 26, 0, 5.4),
-    "hpcdist/cluster": (0, 0, 13, 29, 0, 5.5),
+    "hpcdist/cluster": (0, 0, 13, 23, 0, 5.5),
     "hpcdist/collectives": (2, 0, 14, 23, 0, 5.5),
     "hpcdist/data": (1, 0, 6, 21, 0, 5.5),
     "hpcdist/diagnostics": (0, 0, 0, 20, 0, 5.5),
@@ -36,8 +36,8 @@ LIMITS = {
     "hpcdist/torch_backend": (0, 0, 7, 23, 0, 5.5),
     "hpcdist/training": (0, 0, 6, 24, 0, 5.5),
     "slurm": (0, 0, 3, 12, 0, 5.5),
-    "jobs": (0, 0, 12, 10, 0, 6.1),
-    "benchmarks": (0, 0, 8, 27, 0, 6.2),
+    "jobs": (0, 0, 11, 3, 0, 5.5),
+    "benchmarks": (0, 0, 5, 13, 0, 5.8),
     "tests": (2, 1, 22, 47, 141, 7.0),
 }
 
