@@ -26,7 +26,12 @@ from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training import inputs, named_metrics, optimizers
 from hpcdist.training.callbacks import Callback, History, as_callbacks
-from hpcdist.training.description import describe, describe_layers, last_layer_of, table_of_layers
+from hpcdist.training.description import (
+    describe,
+    describe_compiled,
+    last_layer_of,
+    table_of_layers,
+)
 from hpcdist.training.loop import (
     Fit,
     FitOptions,
@@ -130,7 +135,6 @@ class Model(nn.Module):
         self._half: torch.dtype | None = None
         self.steps_per_execution = 1
         self.loss_scale: LossScale | None = None
-        self._layers: Any = None
 
     @property
     def batch_rows(self) -> int | None:
@@ -230,7 +234,6 @@ class Model(nn.Module):
             raise UsageError(
                 "compile: expected no jit_compile for a subclass without a module, got it; compile its parts."
             )
-        self._layers = describe_layers(self.net)
         with self.strategy.scope():
             self.optimizer = optimizers.get(optimizer, self.parameters())
             if self.loss_scale is not None and isinstance(self.optimizer, ZeroRedundancyOptimizer):
@@ -1010,18 +1013,17 @@ class Model(nn.Module):
         Raises:
             CheckpointError: when it cannot be written; on all ranks.
         """
+        compiled = None
         optimizer: dict[str, Any] = {}
-        if self.optimizer is None:
-            layers = describe_layers(self.net)
-        else:
-            layers = self._layers
+        if self.optimizer is not None:
             optimizer = {"optimizer": self.optimizer}
-        extra: list[str] = []
-        if self._regularizers:
-            extra.append("regularizers")
-        if self.has_added_losses:
-            extra.append("add_loss")
-        description = describe(self, layers, extra)
+            extra: list[str] = []
+            if self._regularizers:
+                extra.append("regularizers")
+            if self.has_added_losses:
+                extra.append("add_loss")
+            compiled = describe_compiled(self.optimizer, self.compiled_with, extra)
+        description = describe(self.net, compiled)
         checkpoint = Checkpoint(
             model=self.net, description=description, **optimizer, **self._with_strategy()
         )
