@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +19,9 @@ from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training.backup import BackupAndRestore
 from hpcdist.training.callbacks import Callback, kind_of
+from hpcdist.training.compiled_module import CompiledModule
 from hpcdist.training.inputs import by_name, rows_of_batches
 from hpcdist.training.progress import Progress
-
-if TYPE_CHECKING:
-    from hpcdist.training.model import Model
 
 #: Cardinality of a dataset without end.
 _INFINITE = -1
@@ -68,7 +66,7 @@ class Position:
     #: All ranks must call `state_dict` together.
     is_state_collective = True
 
-    def __init__(self, model: "Model", epoch: int) -> None:
+    def __init__(self, model: CompiledModule, epoch: int) -> None:
         self._model = model
         self._last = None
         self.epoch = epoch
@@ -131,7 +129,7 @@ class LocalLogs(Mapping[str, float]):
     Metrics of torchmetrics are left out: reading one is collective.
     """
 
-    def __init__(self, model: "Model") -> None:
+    def __init__(self, model: CompiledModule) -> None:
         self._model = model
         self._names = [
             name
@@ -166,7 +164,7 @@ class Fit:
 
     def __init__(
         self,
-        model: "Model",
+        model: CompiledModule,
         train: DistributedInput,
         validation: DistributedInput | None,
         options: FitOptions,
@@ -430,7 +428,7 @@ def n_batches_of(batches: DistributedInput) -> int | None:
 
 
 def _evaluate(
-    model: "Model",
+    model: CompiledModule,
     batches: DistributedInput,
     steps: int | None,
     call: Callable[..., None],
@@ -476,7 +474,7 @@ def _dropping_last(batches: DistributedInput) -> Iterator[None]:
 
 
 def evaluation(
-    model: "Model",
+    model: CompiledModule,
     batches: DistributedInput,
     steps: int | None,
     callbacks: Sequence[Callback],
@@ -491,7 +489,7 @@ def evaluation(
 
 def _caller(
     callbacks: Sequence[Callback],
-    model: "Model",
+    model: CompiledModule,
     steps: int | None,
     verbose: int | str,
 ) -> Callable[..., None]:
@@ -508,7 +506,7 @@ def _caller(
 
 
 def prediction(
-    model: "Model",
+    model: CompiledModule,
     batches: DistributedInput,
     steps: int | None,
     callbacks: Sequence[Callback],
