@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from hpcdist.errors import CheckpointMismatch
-from hpcdist.tf_compat import metrics
+from hpcdist.tf_compat import losses, metrics
 from hpcdist.tf_compat.metric import Metric
-from hpcdist.training import losses, optimizers
+from hpcdist.training import optimizers
 
 #: Arguments of `Model.compile` that may be lists or dicts.
 NESTS = ("loss", "metrics", "weighted_metrics", "loss_weights")

@@ -358,7 +358,7 @@ class CategoricalCrossentropy(_OfProbabilities):
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred)
         truth = truth * (1 - self.label_smoothing) + self.label_smoothing / truth.shape[-1]
-        return -(truth * _log_probabilities(y_pred, self.from_logits)).sum(-1)
+        return -(truth * log_probabilities(y_pred, self.from_logits)).sum(-1)
 
 
 class SparseCategoricalCrossentropy(_OfProbabilities):
@@ -395,7 +395,7 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
             logs = y_pred
             formula = functional.cross_entropy
         else:
-            logs = _log_probabilities(y_pred, False)
+            logs = log_probabilities(y_pred, False)
             formula = functional.nll_loss
         ignored = _NO_CLASS
         if self.ignore_class is not None:
@@ -542,7 +542,7 @@ def _mean_of_last(values: Tensor) -> Tensor:
     return values
 
 
-def _log_probabilities(y_pred: Tensor, are_logits: bool) -> Tensor:
+def log_probabilities(y_pred: Tensor, are_logits: bool) -> Tensor:
     """Return the logarithms of probabilities, which are logits, or are divided by their sum."""
     if are_logits:
         return functional.log_softmax(y_pred, -1)
