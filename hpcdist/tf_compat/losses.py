@@ -281,13 +281,13 @@ class _OfProbabilities(Loss):
             raise UsageError(
                 f"{self.name}: expected probabilities, as it was made with from_logits=False, got outputs from "
                 f"{low:.3g} to {high:.3g}{flaw}; use "
-                f"{_class_name(self)}(from_logits=True), or end the model with {self._activation}."
+                f"{type(self).__name__}(from_logits=True), or end the model with {self._activation}."
             )
         if self.from_logits and are_probabilities and self._can_tell(predictions):
             raise UsageError(
                 f"{self.name}: expected logits, as it was made with from_logits=True, got outputs from {low:.3g} to "
                 f"{high:.3g} that add up to 1 in each row; leave out the last {self._activation}, or use "
-                f"{_class_name(self)}()."
+                f"{type(self).__name__}()."
             )
 
     def _can_tell(self, y_pred: Tensor) -> bool:
@@ -295,16 +295,8 @@ class _OfProbabilities(Loss):
         return y_pred.shape[-1] > 1
 
 
-class BinaryCrossentropy(_OfProbabilities):
-    """The cross-entropy of predictions with truths of 0 and 1; the mean over the truths of a row.
-
-    Args:
-        from_logits: whether predictions are logits, as from a last layer without sigmoid.
-        label_smoothing: fraction by which truths are moved to 1/2, from 0 to 1.
-        reduction, name: as for `Loss`.
-    """
-
-    _activation = "Sigmoid"
+class _Smoothed(_OfProbabilities):
+    """A loss of probabilities, or of logits, whose truths may be smoothed."""
 
     def __init__(
         self,
@@ -315,6 +307,18 @@ class BinaryCrossentropy(_OfProbabilities):
     ) -> None:
         super().__init__(from_logits, reduction, name)
         self.label_smoothing = label_smoothing
+
+
+class BinaryCrossentropy(_Smoothed):
+    """The cross-entropy of predictions with truths of 0 and 1; the mean over the truths of a row.
+
+    Args:
+        from_logits: whether predictions are logits, as from a last layer without sigmoid.
+        label_smoothing: fraction by which truths are moved to 1/2, from 0 to 1.
+        reduction, name: as for `Loss`.
+    """
+
+    _activation = "Sigmoid"
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
@@ -335,7 +339,7 @@ class BinaryCrossentropy(_OfProbabilities):
         return False
 
 
-class CategoricalCrossentropy(_OfProbabilities):
+class CategoricalCrossentropy(_Smoothed):
     """The cross-entropy of (rows, classes) predictions with one-hot truths.
 
     Args:
@@ -343,16 +347,6 @@ class CategoricalCrossentropy(_OfProbabilities):
         label_smoothing: fraction by which truths are moved to 1/classes, from 0 to 1.
         reduction, name: as for `Loss`.
     """
-
-    def __init__(
-        self,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        reduction: str = "sum_over_batch_size",
-        name: str | None = None,
-    ) -> None:
-        super().__init__(from_logits, reduction, name)
-        self.label_smoothing = label_smoothing
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
@@ -518,10 +512,6 @@ def snake_case(name: str) -> str:
     """Return the name of a class as Keras names its objects: "MeanSquaredError" -> "mean_squared_error"."""
     name = re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
-
-
-def _class_name(loss: Loss) -> str:
-    return type(loss).__name__
 
 
 def _like(y_true: Tensor, y_pred: Tensor) -> Tensor:

@@ -798,8 +798,7 @@ class CSVLogger(Callback):
                 line = self._text_of(self._rows[-1:]).rstrip("\n")
                 durable.append_line(Disk(), self._path, line)
             else:
-                durable.make_folders(Disk(), self._path.parent)
-                durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
+                self._replace_file()
         except OSError as error:
             self._is_written = False
             self.retries.failed(error)
@@ -811,9 +810,17 @@ class CSVLogger(Callback):
         """Try a last time to write lines that could not be written before."""
         if self.retries.failure is not None:
             with contextlib.suppress(OSError):  # it was logged before
-                durable.make_folders(Disk(), self._path.parent)
-                durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
+                self._replace_file()
                 self.retries.succeeded()
+
+    def _replace_file(self) -> None:
+        """Write all lines so far.
+
+        Raises:
+            OSError: when they cannot be written.
+        """
+        durable.make_folders(Disk(), self._path.parent)
+        durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
 
     def _text_of(self, rows: Sequence[dict[str, str]], has_header: bool = False) -> str:
         """Return rows as lines of the file."""

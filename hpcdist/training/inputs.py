@@ -86,19 +86,6 @@ def _distributed(
     return distributed_dataset
 
 
-def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
-    """Return the first rows of a nest of arrays, and its last `fraction` of rows, as Keras' validation_split does."""
-    n_rows = len(leaves(arrays)[0])
-    first = int(n_rows * (1 - fraction))
-    if not 0 < first < n_rows:
-        raise UsageError(
-            f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."
-        )
-    first_rows = map_nest(lambda array: array[:first], arrays)
-    last_rows = map_nest(lambda array: array[first:], arrays)
-    return first_rows, last_rows
-
-
 def split_all(
     x: Any,
     y: Any,
@@ -108,16 +95,24 @@ def split_all(
     """Return (x, y, sample_weight) of all rows but the last `fraction`, and a tuple of the last rows.
 
     A part that is None is None in the first result, and left out of the second one.
+
+    Raises:
+        UsageError: if one of them is without rows.
     """
+    n_rows = len(leaves(x)[0])
+    first = int(n_rows * (1 - fraction))
+    if not 0 < first < n_rows:
+        raise UsageError(
+            f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."
+        )
     first_parts: list[Any] = []
     last_parts: list[Any] = []
     for part in (x, y, weight):
         if part is None:
             first_parts.append(None)
         else:
-            first_rows, last_rows = split(part, fraction)
-            first_parts.append(first_rows)
-            last_parts.append(last_rows)
+            first_parts.append(map_nest(lambda array: array[:first], part))
+            last_parts.append(map_nest(lambda array: array[first:], part))
     return (first_parts[0], first_parts[1], first_parts[2]), tuple(last_parts)
 
 
@@ -148,14 +143,10 @@ def unpack(element: Any) -> tuple[Any, Any, Any]:
             f"their own: ((a, b), y)."
         )
     x, y, weight = [*parts, None, None][:3]
-    x = _tensors_of(x)
+    x = map_nest(_tensor_of, x)
     if y is not None:
-        y = _tensors_of(y)
+        y = map_nest(_tensor_of, y)
     return x, y, weight
-
-
-def _tensors_of(nest: Any) -> Any:
-    return map_nest(_tensor_of, nest) if is_nest(nest) else _tensor_of(nest)
 
 
 def _tensor_of(value: Any) -> Tensor:

@@ -138,8 +138,6 @@ class LocalLogs(Mapping[str, float]):
         ]
 
     def __getitem__(self, name: str) -> float:
-        if name not in self._names:
-            raise KeyError(name)
         value = self._model.local_result(name)
         if value is None:
             raise KeyError(name)
@@ -201,16 +199,13 @@ class Fit:
                 f"fit: expected steps_per_epoch of at most {n_batches}, the batches of the dataset, got {n_steps}; "
                 f"leave it out, or call repeat() on the dataset."
             )
-        for callback in self._callbacks:
-            callback.set_model(model)
-            callback.set_params(
-                {
-                    "epochs": options.epochs,
-                    "initial_epoch": options.initial_epoch,
-                    "steps": n_steps,
-                    "verbose": options.verbose,
-                }
-            )
+        params = {
+            "epochs": options.epochs,
+            "initial_epoch": options.initial_epoch,
+            "steps": n_steps,
+            "verbose": options.verbose,
+        }
+        self._call_callbacks = _caller(self._callbacks, model, params)
 
     def run(self) -> None:
         """Train; with a BackupAndRestore from where an earlier run was. Collective over chief and workers.
@@ -227,7 +222,7 @@ class Fit:
             saving = self._backup.over(self._objects(), self._callbacks_of_user)
         with saving, _dropping_last(self._train):
             self._epochs()
-        self._call("on_train_end", self._model.history.history and self._last_logs())
+        self._call("on_train_end", self._last_logs())
 
     def _require_same_callbacks(self) -> None:
         strategy = self._model.strategy
@@ -368,8 +363,7 @@ class Fit:
     def _call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks. A stop request waits: between two callbacks the state is of no use."""
         with self._backup.busy() if self._backup else contextlib.nullcontext():
-            for callback in self._callbacks:
-                getattr(callback, hook)(*args)
+            self._call_callbacks(hook, *args)
 
 
 def _kind_with_hooks(callback: Callback) -> str:
@@ -481,7 +475,8 @@ def evaluation(
     verbose: int | str,
 ) -> dict[str, float]:
     """Evaluate, for `Model.evaluate`. Collective over chief and workers."""
-    call = _caller([*callbacks, Progress(verbose)], model, steps or n_batches_of(batches), verbose)
+    params = {"epochs": 1, "steps": steps or n_batches_of(batches), "verbose": verbose}
+    call = _caller([*callbacks, Progress(verbose)], model, params)
     require_end(batches, steps, "evaluate", "steps")
     model.reset_metrics()
     return _evaluate(model, batches, steps, call, Position(model, 0))
@@ -490,13 +485,12 @@ def evaluation(
 def _caller(
     callbacks: Sequence[Callback],
     model: CompiledModule,
-    steps: int | None,
-    verbose: int | str,
+    params: dict[str, Any],
 ) -> Callable[..., None]:
-    """Return a function that calls a hook of all callbacks, outside of fit."""
+    """Return a function that calls a hook of all callbacks, which take the model and the parameters."""
     for callback in callbacks:
         callback.set_model(model)
-        callback.set_params({"epochs": 1, "steps": steps, "verbose": verbose})
+        callback.set_params(dict(params))
 
     def call(hook: str, *args: Any) -> None:
         for callback in callbacks:
@@ -515,7 +509,8 @@ def prediction(
 
     Collective over chief and workers.
     """
-    call = _caller(callbacks, model, steps or n_batches_of(batches), 0)
+    params = {"epochs": 1, "steps": steps or n_batches_of(batches), "verbose": 0}
+    call = _caller(callbacks, model, params)
     require_end(batches, steps, "predict", "steps")
     call("on_predict_begin")
     number = -1
