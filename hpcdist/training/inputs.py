@@ -228,12 +228,14 @@ def weights_of_classes(y: Any, table: Tensor) -> Tensor:
     return weights.float().to(labels.device)
 
 
-def table_of_classes(class_weight: dict[int, float]) -> Tensor:
-    """Return (2, n) float64: classes, and the weight of each; further classes weigh 1.
+def table_of_classes(class_weight: dict[int, float] | None) -> Tensor | None:
+    """Return (2, n) float64: classes, and the weight of each; further classes weigh 1. None without weights.
 
     Raises:
         UsageError: for classes that are no whole numbers, and weights that are no numbers.
     """
+    if class_weight is None:
+        return None
     try:
         columns = [list(class_weight), list(class_weight.values())]
         table = torch.tensor(columns, dtype=torch.float64)

@@ -122,9 +122,7 @@ class Model(CompiledModule):
                 f"fit: expected epochs of at least initial_epoch, got {epochs} and {initial_epoch}; epochs count "
                 f"from 0."
             )
-        self._class_weights = None
-        if class_weight is not None:
-            self._class_weights = inputs.table_of_classes(class_weight)
+        self._class_weights = inputs.table_of_classes(class_weight)
         if validation_split:
             if validation_data is not None or not (is_nest(x) or hasattr(x, "shape")):
                 raise UsageError(
@@ -311,9 +309,7 @@ class Model(CompiledModule):
         weight: Any,
         class_weight: dict[int, float] | None,
     ) -> dict[str, float]:
-        self._class_weights = None
-        if class_weight is not None:
-            self._class_weights = inputs.table_of_classes(class_weight)
+        self._class_weights = inputs.table_of_classes(class_weight)
         with self.strategy.scope():
             rows = len(leaves(x)[0])
             batches = inputs.distribute(
