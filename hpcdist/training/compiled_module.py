@@ -86,7 +86,7 @@ class CompiledModule(nn.Module):
         self.steps_per_execution = 1
         self.loss_scale: LossScale | None = None
         self.compiled_with: dict[str, Any] = {}
-        self._options = CompileOptions()
+        self._compile_options = CompileOptions()
         self._objective: Objective | None = None
         self._regularizers: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
         self._added_losses: list[Any] = []
@@ -182,9 +182,9 @@ class CompiledModule(nn.Module):
             "weighted_metrics": weighted_metrics,
             "options": asdict(options),
         }
-        if options.changes_gradients and not self._options.changes_gradients:
+        if options.changes_gradients and not self._compile_options.changes_gradients:
             weakref.finalize(self, torch_hooks.before_any_step(self._require_own_step).remove)
-        self._options = options
+        self._compile_options = options
         self.steps_per_execution = steps_per_execution
         self.loss_scale = LossScale() if options.scales_losses else None
         self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
@@ -401,7 +401,7 @@ class CompiledModule(nn.Module):
         self.optimizer.zero_grad()
         x, y, weight = inputs.unpack(data)
         train = self._train_on_piece
-        if self._options.gradient_accumulation_steps > 1:
+        if self._compile_options.gradient_accumulation_steps > 1:
             train = self._train_in_pieces
         logs = train(x, y, weight)
         self.step()
@@ -414,7 +414,7 @@ class CompiledModule(nn.Module):
         weight: Any,
     ) -> Mapping[str, Any]:
         *first_pieces, last_piece = inputs.pieces(
-            (x, y, weight), self._options.gradient_accumulation_steps
+            (x, y, weight), self._compile_options.gradient_accumulation_steps
         )
         share = 1 / (len(first_pieces) + 1)
         n_rows = len(leaves(x)[0])
@@ -448,11 +448,11 @@ class CompiledModule(nn.Module):
         """Let the optimizer step, in a train_step of your own, after `backward`: on clipped gradients, if asked for."""
         self._step_state.has_own_call = True
         parameters: list[nn.Parameter] = []
-        if self._options.changes_gradients:
+        if self._compile_options.changes_gradients:
             parameters = self.trainable_variables
         if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
             return  # an overflow, which all ranks see
-        largest_norm = self._options.global_clipnorm
+        largest_norm = self._compile_options.global_clipnorm
         if largest_norm is not None:
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.clip_grad_norm_(largest_norm)
@@ -467,7 +467,7 @@ class CompiledModule(nn.Module):
     def _require_own_step(self, optimizer: Any, closure: Any) -> None:
         """Raise UsageError when an optimizer steps by itself, on gradients that are scaled, or not clipped."""
         is_ours = optimizer is self.optimizer or self._step_state.is_training
-        if self._options.changes_gradients and is_ours and not _is_stepping.get():
+        if self._compile_options.changes_gradients and is_ours and not _is_stepping.get():
             raise self._own_call_refusal(f"a step of {type(optimizer).__name__}")
 
     def _own_call_refusal(self, actual: str) -> UsageError:
@@ -503,7 +503,7 @@ class CompiledModule(nn.Module):
         # a last batch may leave nothing for this replica, and few modules take no rows
         if is_empty:
             x = map_nest(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), x)
-        half = self._options.half
+        half = self._compile_options.half
         try:
             with torch.autocast(device.type, half) if half else contextlib.nullcontext():
                 outputs = self._call_on(x)
@@ -559,7 +559,7 @@ class CompiledModule(nn.Module):
             returned = self.strategy.run(step, args=(batch,))
         finally:
             state.is_training = False
-        if is_training and self._options.changes_gradients and not state.has_own_call:
+        if is_training and self._compile_options.changes_gradients and not state.has_own_call:
             raise self._own_call_refusal("neither")
         if self.loss_scale is not None and is_training:
             self.loss_scale.update()
