@@ -174,7 +174,8 @@ class MeanSquaredError(Loss):
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
-        return _mean_of_last((y_pred - _like(y_true, y_pred)).square())
+        errors = y_pred - _like(y_true, y_pred)
+        return _mean_of_last(errors.square())
 
 
 class MeanAbsoluteError(Loss):
@@ -182,7 +183,8 @@ class MeanAbsoluteError(Loss):
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
-        return _mean_of_last((y_pred - _like(y_true, y_pred)).abs())
+        errors = y_pred - _like(y_true, y_pred)
+        return _mean_of_last(errors.abs())
 
 
 class MeanAbsolutePercentageError(Loss):
@@ -225,10 +227,11 @@ class Hinge(Loss):
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred)
-        is_binary = bool(((truth == 0) | (truth == 1)).all())
-        if is_binary:
+        is_binary = (truth == 0) | (truth == 1)
+        if bool(is_binary.all()):
             truth = 2 * truth - 1
-        return _mean_of_last((1 - truth * y_pred).clamp_min(0))
+        distances = 1 - truth * y_pred
+        return _mean_of_last(distances.clamp_min(0))
 
 
 class KLDivergence(Loss):
@@ -238,7 +241,8 @@ class KLDivergence(Loss):
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred).clamp(_EPSILON, 1)
         predictions = y_pred.clamp(_EPSILON, 1)
-        return (truth * (truth / predictions).log()).sum(-1)
+        ratios = truth / predictions
+        return (truth * ratios.log()).sum(-1)
 
 
 class _OfProbabilities(Loss):
@@ -328,8 +332,10 @@ class BinaryCrossentropy(_Smoothed):
             values = functional.binary_cross_entropy_with_logits(y_pred, truth, reduction="none")
             return _mean_of_last(values)
         probabilities = y_pred.clamp(_EPSILON, 1 - _EPSILON)
-        loss_of_ones = -truth * probabilities.log()
-        log_likelihood_of_zeros = (1 - truth) * (1 - probabilities).log()
+        logs = probabilities.log()
+        loss_of_ones = -truth * logs
+        complements = 1 - probabilities
+        log_likelihood_of_zeros = (1 - truth) * complements.log()
         return _mean_of_last(loss_of_ones - log_likelihood_of_zeros)
 
     def _sums(self, y_pred: Tensor) -> Tensor:
@@ -352,7 +358,8 @@ class CategoricalCrossentropy(_Smoothed):
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred)
         truth = truth * (1 - self.label_smoothing) + self.label_smoothing / truth.shape[-1]
-        return -(truth * log_probabilities(y_pred, self.from_logits)).sum(-1)
+        likelihoods = truth * log_probabilities(y_pred, self.from_logits)
+        return -likelihoods.sum(-1)
 
 
 class SparseCategoricalCrossentropy(_OfProbabilities):
@@ -379,7 +386,8 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
         if self.ignore_class is None:
             return None
         labels = torch.as_tensor(y_true)
-        return int((labels != self.ignore_class).sum()), labels.numel()
+        n_counted = int((labels != self.ignore_class).sum())
+        return n_counted, labels.numel()
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
@@ -537,4 +545,5 @@ def log_probabilities(y_pred: Tensor, are_logits: bool) -> Tensor:
     if are_logits:
         return functional.log_softmax(y_pred, -1)
     probabilities = y_pred / y_pred.sum(-1, keepdim=True)
-    return probabilities.clamp(_EPSILON, 1 - _EPSILON).log()
+    inside = probabilities.clamp(_EPSILON, 1 - _EPSILON)
+    return inside.log()

@@ -186,8 +186,12 @@ class CompiledModule(nn.Module):
             weakref.finalize(self, torch_hooks.before_any_step(self._require_own_step).remove)
         self._compile_options = options
         self.steps_per_execution = steps_per_execution
-        self.loss_scale = LossScale() if options.scales_losses else None
-        self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
+        self.loss_scale = None
+        if options.scales_losses:
+            self.loss_scale = LossScale()
+        self._compiled_modules = []
+        if jit_compile:
+            self._compiled_modules = [torch.compile(self.net)]
 
     def _require_applicable(self, options: CompileOptions) -> None:
         """Raise UsageError for options that do not go with the strategy, the model or an overridden train_step."""
@@ -309,8 +313,13 @@ class CompiledModule(nn.Module):
     @property
     def losses(self) -> list[Tensor]:
         """The losses of regularizers and `add_loss`, as they are now; for custom loops: `sum(model.losses)`."""
-        added = [loss() if callable(loss) else loss for loss in self._added_losses]
-        return [*(make(parameter) for make, parameter in self._regularizers), *added]
+        losses = [make(parameter) for make, parameter in self._regularizers]
+        for loss in self._added_losses:
+            value = loss
+            if callable(loss):
+                value = loss()
+            losses.append(value)
+        return losses
 
     def compute_loss(
         self,
@@ -340,7 +349,7 @@ class CompiledModule(nn.Module):
         objective.total.update_state(counted_rows)
         if self.strategy.is_averaging:
             mean = rows.mean() if len(rows) else rows.sum()
-            return mean + (0 if extra is None else extra)
+            return mean if extra is None else mean + extra
         # asynchronous workers, too, push their part of a round
         n_replicas = self.strategy.n_replicas
         n_rows = self._step_state.global_rows
@@ -496,7 +505,7 @@ class CompiledModule(nn.Module):
     def call_with(self, x: Any) -> Any:
         """Return the outputs for x: a tuple is several inputs, a dict inputs by name."""
         if self._added_losses:
-            self._added_losses[:] = [loss for loss in self._added_losses if callable(loss)]
+            self._added_losses[:] = filter(callable, self._added_losses)
         device = self._device
         x = map_nest(lambda leaf: leaf.to(device), x)
         is_empty = not self.training and inputs.is_empty(x)
@@ -624,7 +633,7 @@ class CompiledModule(nn.Module):
         if not other_values:
             return {}
         means = self.strategy.reduce_all(
-            ReduceOp.MEAN, [_as_floats(value) for value in other_values.values()]
+            ReduceOp.MEAN, list(map(_as_floats, other_values.values()))
         )
         return {name: _number(mean) for name, mean in zip(other_values, means, strict=True)}
 

@@ -11,7 +11,7 @@ from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.elements import is_torch_data
 from hpcdist.errors import DataError, UsageError
-from hpcdist.nest import children_of, is_nest, leaves, map_nest, with_children, with_leaves
+from hpcdist.nest import is_nest, leaves, map_nest, with_children, with_leaves
 from hpcdist.strategy.base import Strategy
 
 #: Rows of a global batch of arrays, unless told otherwise, as in Keras.
@@ -135,7 +135,7 @@ def unpack(element: Any) -> tuple[Any, Any, Any]:
 
     Arrays become tensors, of float64 in torch's default dtype, as Keras' floatx.
     """
-    parts = children_of(element) if isinstance(element, (tuple, list)) else [element]
+    parts = _parts_of(element)
     n_parts = len(parts)
     if n_parts > 3:
         raise UsageError(
@@ -147,6 +147,13 @@ def unpack(element: Any) -> tuple[Any, Any, Any]:
     if y is not None:
         y = map_nest(_tensor_of, y)
     return x, y, weight
+
+
+def _parts_of(element: Any) -> list[Any]:
+    """Return x, and y and sample_weight where an element has them."""
+    if isinstance(element, (tuple, list)):
+        return list(element)
+    return [element]
 
 
 def _tensor_of(value: Any) -> Tensor:
@@ -255,7 +262,7 @@ def with_class_weights(element: Any, table: Tensor | None) -> Any:
     """Return an element with the weights of its rows multiplied by the weights of their classes."""
     if table is None:
         return element
-    parts = children_of(element) if isinstance(element, (tuple, list)) else [element]
+    parts = _parts_of(element)
     if len(parts) < 2:
         raise UsageError("fit: expected y with class_weight, got batches of x alone; give labels.")
     weight = weights_of_classes(parts[1], table)
