@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import UsageError
+from hpcdist.tf_compat import losses
 from hpcdist.tf_compat.metric import (
     Array,
     Metric,
@@ -195,22 +196,33 @@ class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
         return super()._scores(classes, y_pred)
 
 
-class MeanSquaredError(_MeanOfRows):
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+class _MeanOfLoss(_MeanOfRows):
+    """The mean of a loss of elements, in float64: (rows,), or (rows, n), whose rows are averaged first."""
+
+    _loss: losses.Loss
+
+    def _scores(self, y_true: Array, y_pred: Array) -> Array:
+        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        # of each element: the bits of torch's mean of a long row depend on the number of threads
+        flat_truth = torch.from_numpy(truth.reshape(-1))
+        flat_predictions = torch.from_numpy(predictions.reshape(-1))
+        elements = self._loss.call(flat_truth, flat_predictions).numpy()
+        return means_of_rows(elements.reshape(truth.shape))
+
+
+class MeanSquaredError(_MeanOfLoss):
     """The mean of squared errors: (rows,), or (rows, n), whose rows are averaged first."""
 
-    def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        errors = predictions - truth
-        return means_of_rows(np.square(errors))
+    _loss = losses.MeanSquaredError()
 
 
-class MeanAbsoluteError(_MeanOfRows):
+class MeanAbsoluteError(_MeanOfLoss):
     """The mean of absolute errors: (rows,), or (rows, n), whose rows are averaged first."""
 
-    def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        errors = predictions - truth
-        return means_of_rows(np.abs(errors))
+    _loss = losses.MeanAbsoluteError()
 
 
 class RootMeanSquaredError(MeanSquaredError):
@@ -221,11 +233,10 @@ class RootMeanSquaredError(MeanSquaredError):
         return super().result().sqrt()
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-
-class _SmoothedCrossentropy(_MeanOfRows):
+class _SmoothedCrossentropy(_MeanOfLoss):
     """A mean cross-entropy whose truths may be smoothed."""
+
+    _kind: type[losses.Loss]
 
     def __init__(
         self,
@@ -234,16 +245,15 @@ class _SmoothedCrossentropy(_MeanOfRows):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(name)
-        self._from_logits = from_logits
-        self._smoothing = label_smoothing
+        self._arguments: dict[str, Any] = {
+            "from_logits": from_logits,
+            "label_smoothing": label_smoothing,
+        }
+        self._loss = self._kind(**self._arguments)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make a metric like this one."""
-        return {
-            **super().get_config(),
-            "from_logits": self._from_logits,
-            "label_smoothing": self._smoothing,
-        }
+        return {**super().get_config(), **self._arguments}
 
 
 class BinaryCrossentropy(_SmoothedCrossentropy):
@@ -255,18 +265,7 @@ class BinaryCrossentropy(_SmoothedCrossentropy):
         label_smoothing: fraction, from 0 to 1, by which truths are moved towards 1/2.
     """
 
-    def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        truth = truth * (1 - self._smoothing) + 0.5 * self._smoothing
-        if self._from_logits:
-            distances = np.abs(predictions)
-            linear = np.maximum(predictions, 0) - predictions * truth
-            tail = np.log1p(np.exp(-distances))
-            return means_of_rows(linear + tail)
-        predictions = np.clip(predictions, _EPSILON, 1 - _EPSILON)
-        of_ones = -truth * np.log(predictions)
-        of_zeros = (1 - truth) * np.log1p(-predictions)
-        return means_of_rows(of_ones - of_zeros)
+    _kind = losses.BinaryCrossentropy
 
 
 class CategoricalCrossentropy(_SmoothedCrossentropy):
@@ -278,13 +277,12 @@ class CategoricalCrossentropy(_SmoothedCrossentropy):
         label_smoothing: fraction, from 0 to 1, by which truths are moved towards 1/classes.
     """
 
+    _kind = losses.CategoricalCrossentropy
+
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        n_classes = truth.shape[-1]
-        truth = truth * (1 - self._smoothing) + self._smoothing / n_classes
-        logs = _log_probabilities(predictions, self._from_logits)
-        likelihoods = (truth * logs).sum(-1)
-        return np.asarray(-likelihoods)
+        scores = self._loss.call(torch.from_numpy(truth), torch.from_numpy(predictions))
+        return np.asarray(scores)
 
 
 class SparseCategoricalCrossentropy(_MeanOfRows):
@@ -309,21 +307,10 @@ class SparseCategoricalCrossentropy(_MeanOfRows):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred).astype(np.int64)
-        logs = _log_probabilities(to_floats(y_pred), self._from_logits)
+        predictions = torch.from_numpy(to_floats(y_pred))
+        logs = np.asarray(losses.log_probabilities(predictions, self._from_logits))
         logs_of_class = np.take_along_axis(logs, classes[..., None], -1)
-        return -logs_of_class[..., 0]
-
-
-def _log_probabilities(predictions: Array, are_logits: bool) -> Array:
-    """Return logarithms of the probabilities of classes, from logits, or from numbers that are divided by their sum."""
-    if are_logits:
-        shifted = predictions - predictions.max(-1, keepdims=True)
-        exponentials = np.exp(shifted)
-        total = exponentials.sum(-1, keepdims=True)
-        return np.asarray(shifted - np.log(total))
-    total = predictions.sum(-1, keepdims=True)
-    probabilities = np.clip(predictions / total, _EPSILON, 1 - _EPSILON)
-    return np.asarray(np.log(probabilities))
+        return np.asarray(-logs_of_class[..., 0])
 
 
 # -- counts of right and wrong answers ---------------------------------------------------------------------------------

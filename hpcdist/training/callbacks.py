@@ -12,16 +12,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.read import read_text
 from hpcdist.errors import UsageError
 from hpcdist.retries import Retries
-
-if TYPE_CHECKING:
-    from hpcdist.training.model import Model
 
 logger = logging.getLogger("hpcdist")
 
@@ -42,15 +39,15 @@ class Callback:
 
     Attributes:
         saved: names of the attributes that are saved.
-        model: model that is trained.
+        model: the `Model` that is trained, of any subclass.
         params: arguments of fit: epochs, steps (None where not known), verbose.
     """
 
     saved: tuple[str, ...] = ()
-    model: "Model"
+    model: Any
     params: dict[str, Any]
 
-    def set_model(self, model: "Model") -> None:
+    def set_model(self, model: Any) -> None:
         """Take the model; fit calls it first."""
         self.model = model
 
@@ -204,7 +201,7 @@ class _ForeignCallback(Callback):
         """The name of the object's class."""
         return type(self._callback).__name__
 
-    def set_model(self, model: "Model") -> None:
+    def set_model(self, model: Any) -> None:
         """Pass the model to the object, with the optimizer as Keras has it."""
         super().set_model(model)
         self._hand_on("set_model", "model", _ForeignModel(model))
@@ -246,7 +243,7 @@ class _ForeignCallback(Callback):
 class _ForeignModel:
     """A model as callbacks of other libraries see it: its optimizer has the attributes of Keras' optimizers."""
 
-    def __init__(self, model: "Model") -> None:
+    def __init__(self, model: Any) -> None:
         vars(self)["_model"] = model
 
     @property
@@ -271,13 +268,13 @@ class _ForeignOptimizer:
 
     __slots__ = ("_model",)
 
-    def __init__(self, model: "Model") -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
 
     @property
     def learning_rate(self) -> float:
         """The rate of the first group; setting it scales the rates of further groups in proportion."""
-        return self._model.learning_rate
+        return float(self._model.learning_rate)
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
@@ -433,7 +430,7 @@ class _Monitor(Callback):
     def _is_min(self) -> bool:
         if self.mode != "auto":
             return self.mode == "min"
-        direction = self.model.direction_of(self.monitor.removeprefix("val_"))
+        direction: str | None = self.model.direction_of(self.monitor.removeprefix("val_"))
         if direction is None:
             raise UsageError(
                 f"{type(self).__name__}: expected a metric whose best value is known to be its largest or smallest, "
@@ -801,8 +798,7 @@ class CSVLogger(Callback):
                 line = self._text_of(self._rows[-1:]).rstrip("\n")
                 durable.append_line(Disk(), self._path, line)
             else:
-                durable.make_folders(Disk(), self._path.parent)
-                durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
+                self._replace_file()
         except OSError as error:
             self._is_written = False
             self.retries.failed(error)
@@ -814,9 +810,17 @@ class CSVLogger(Callback):
         """Try a last time to write lines that could not be written before."""
         if self.retries.failure is not None:
             with contextlib.suppress(OSError):  # it was logged before
-                durable.make_folders(Disk(), self._path.parent)
-                durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
+                self._replace_file()
                 self.retries.succeeded()
+
+    def _replace_file(self) -> None:
+        """Write all lines so far.
+
+        Raises:
+            OSError: when they cannot be written.
+        """
+        durable.make_folders(Disk(), self._path.parent)
+        durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
 
     def _text_of(self, rows: Sequence[dict[str, str]], has_header: bool = False) -> str:
         """Return rows as lines of the file."""

@@ -8,39 +8,31 @@ import inspect
 import json
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from hpcdist.errors import CheckpointMismatch, UsageError
-from hpcdist.tf_compat import metrics
+from hpcdist.errors import CheckpointMismatch
+from hpcdist.tf_compat import losses, metrics
 from hpcdist.tf_compat.metric import Metric
-from hpcdist.training import losses, optimizers
+from hpcdist.training import optimizers
 
-if TYPE_CHECKING:
-    from hpcdist.training.model import Model
-
+#: Arguments of `Model.compile` that may be lists or dicts.
+NESTS = ("loss", "metrics", "weighted_metrics", "loss_weights")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def describe(
-    model: "Model",
-    layers: Any,
-    extra: list[str],
-) -> str:
-    """Return the layers of a model, and how it was compiled, as JSON.
+def describe(net: nn.Module, compiled: Any) -> str:
+    """Return the layers of a module, and how its model was compiled, as JSON.
 
     Args:
-        model: the model to describe.
-        layers: result of `describe_layers` for its module.
-        extra: names of further things that it trains with, which cannot be made again.
+        net: module to describe.
+        compiled: result of `describe_compiled` for its model. None before `compile`.
     """
-    frozen = [
-        name for name, parameter in model.net.named_parameters() if not parameter.requires_grad
-    ]
-    compiled = describe_compiled(model, extra)
+    layers = describe_layers(net)
+    frozen = [name for name, parameter in net.named_parameters() if not parameter.requires_grad]
     return json.dumps({"layers": layers, "frozen": frozen, "compiled": compiled})
 
 
@@ -142,7 +134,7 @@ def _make_layer(kind: str, arguments: dict[str, Any]) -> nn.Module | None:
     make = getattr(nn, kind, None)
     if not (inspect.isclass(make) and issubclass(make, nn.Module)):
         return None
-    constructor_arguments = {name: _without_list(value) for name, value in arguments.items()}
+    constructor_arguments = {name: without_list(value) for name, value in arguments.items()}
     try:
         layer: nn.Module = make(**constructor_arguments)
     except (TypeError, ValueError, RuntimeError):
@@ -150,7 +142,7 @@ def _make_layer(kind: str, arguments: dict[str, Any]) -> nn.Module | None:
     return layer
 
 
-def _without_list(value: Any) -> Any:
+def without_list(value: Any) -> Any:
     """Return an argument that was read from JSON as a constructor takes it: a list as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
@@ -158,27 +150,33 @@ def _without_list(value: Any) -> Any:
 # -- how it was compiled ----------------------------------------------------------------------------------------------
 
 
-def describe_compiled(model: "Model", extra: list[str]) -> Any:
-    """Return how a model was compiled, as JSON. "lost" has the names of arguments that cannot be made again."""
-    if model.optimizer is None:
-        return None
-    compile_arguments = model.compiled_with
+def describe_compiled(
+    optimizer: Any,
+    compiled_with: dict[str, Any],
+    extra: list[str],
+) -> Any:
+    """Return how a model was compiled, as JSON. "lost" has the names of arguments that cannot be made again.
+
+    Args:
+        optimizer: optimizer of the model.
+        compiled_with: `Model.compiled_with`.
+        extra: names of further things that it trains with, which cannot be made again.
+    """
     defaults: dict[str, Any] = {}
-    for name, value in model.optimizer.defaults.items():
+    for name, value in optimizer.defaults.items():
         if isinstance(value, (*_PLAIN, tuple)):
             defaults[name] = value
     described: dict[str, Any] = {}
     lost = list(extra)
-    for name in ("loss", "metrics", "weighted_metrics", "loss_weights"):
-        described[name] = _describe_nest(compile_arguments[name])
-        if compile_arguments[name] is not None and described[name] is None:
+    for name in NESTS:
+        described[name] = _describe_nest(compiled_with[name])
+        if compiled_with[name] is not None and described[name] is None:
             lost.append(name)
-    optimizer = optimizers.name_of(type(model.optimizer))
     return {
         "lost": lost,
-        "optimizer": optimizer,
+        "optimizer": optimizers.name_of(type(optimizer)),
         "defaults": defaults,
-        "options": compile_arguments["options"],
+        "options": compiled_with["options"],
         **described,
     }
 
@@ -217,7 +215,7 @@ def _arguments_of_loss(loss: losses.Loss) -> dict[str, Any]:
     return arguments
 
 
-def _make_nest(description: Any) -> Any:
+def make_nest(description: Any) -> Any:
     """Return the losses, metrics or weights that `_describe_nest` has described.
 
     Raises:
@@ -227,9 +225,9 @@ def _make_nest(description: Any) -> Any:
         case None:
             return None
         case {"dict": dict(parts)}:
-            return {key: _make_nest(part) for key, part in parts.items()}
+            return {key: make_nest(part) for key, part in parts.items()}
         case {"list": list(items)}:
-            return [_make_nest(item) for item in items]
+            return [make_nest(item) for item in items]
         case {"plain": value}:
             return value
         case {"loss": str(kind), "arguments": dict(arguments)}:
@@ -241,42 +239,6 @@ def _make_nest(description: Any) -> Any:
     raise CheckpointMismatch(
         f"load_model: expected losses and metrics of hpcdist, got {str(description)[:60]!r}; compile in a factory."
     )
-
-
-def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
-    """Compile a model as `describe_compiled` says.
-
-    Raises:
-        CheckpointMismatch: for an optimizer that is neither one of torch nor one that has a name.
-        UsageError: for a loss of the program's own.
-    """
-    kind = optimizers.class_of(compiled["optimizer"])
-    if kind is None:
-        raise CheckpointMismatch(
-            f"load_model: expected an optimizer of torch.optim, got {compiled['optimizer']!r}; compile in the factory."
-        )
-    accepted = optimizers.settings_of(kind)
-    defaults: dict[str, Any] = {}
-    for name, value in compiled["defaults"].items():
-        if name in accepted:
-            defaults[name] = _without_list(value)
-    compile_parameters = inspect.signature(model.compile).parameters
-    unknown = sorted(set(compiled["options"]) - set(compile_parameters))
-    if unknown:
-        raise CheckpointMismatch(
-            f"load_model: expected options of compile, got {unknown}; give a factory."
-        )
-    if compiled["lost"]:
-        raise UsageError(
-            f"load_model: expected a model that was compiled by names, and of hpcdist.losses and metrics, got "
-            f"{compiled['lost']} of the program's own; give a factory that makes the model and compiles it."
-        )
-    with model.strategy.scope():  # metrics belong to it
-        nests = {
-            name: _make_nest(compiled.get(name))
-            for name in ("loss", "metrics", "weighted_metrics", "loss_weights")
-        }
-    model.compile(lambda parameters: kind(parameters, **defaults), **nests, **compiled["options"])
 
 
 def last_layer_of(net: nn.Module) -> nn.Module | None:

@@ -11,7 +11,7 @@ from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed_input import DistributedInput
 from hpcdist.data.elements import is_torch_data
 from hpcdist.errors import DataError, UsageError
-from hpcdist.nest import children_of, is_nest, leaves, map_nest, with_children, with_leaves
+from hpcdist.nest import is_nest, leaves, map_nest, with_children, with_leaves
 from hpcdist.strategy.base import Strategy
 
 #: Rows of a global batch of arrays, unless told otherwise, as in Keras.
@@ -86,19 +86,6 @@ def _distributed(
     return distributed_dataset
 
 
-def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
-    """Return the first rows of a nest of arrays, and its last `fraction` of rows, as Keras' validation_split does."""
-    n_rows = len(leaves(arrays)[0])
-    first = int(n_rows * (1 - fraction))
-    if not 0 < first < n_rows:
-        raise UsageError(
-            f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."
-        )
-    first_rows = map_nest(lambda array: array[:first], arrays)
-    last_rows = map_nest(lambda array: array[first:], arrays)
-    return first_rows, last_rows
-
-
 def split_all(
     x: Any,
     y: Any,
@@ -108,16 +95,24 @@ def split_all(
     """Return (x, y, sample_weight) of all rows but the last `fraction`, and a tuple of the last rows.
 
     A part that is None is None in the first result, and left out of the second one.
+
+    Raises:
+        UsageError: if one of them is without rows.
     """
+    n_rows = len(leaves(x)[0])
+    first = int(n_rows * (1 - fraction))
+    if not 0 < first < n_rows:
+        raise UsageError(
+            f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."
+        )
     first_parts: list[Any] = []
     last_parts: list[Any] = []
     for part in (x, y, weight):
         if part is None:
             first_parts.append(None)
         else:
-            first_rows, last_rows = split(part, fraction)
-            first_parts.append(first_rows)
-            last_parts.append(last_rows)
+            first_parts.append(map_nest(lambda array: array[:first], part))
+            last_parts.append(map_nest(lambda array: array[first:], part))
     return (first_parts[0], first_parts[1], first_parts[2]), tuple(last_parts)
 
 
@@ -140,7 +135,7 @@ def unpack(element: Any) -> tuple[Any, Any, Any]:
 
     Arrays become tensors, of float64 in torch's default dtype, as Keras' floatx.
     """
-    parts = children_of(element) if isinstance(element, (tuple, list)) else [element]
+    parts = _parts_of(element)
     n_parts = len(parts)
     if n_parts > 3:
         raise UsageError(
@@ -148,14 +143,17 @@ def unpack(element: Any) -> tuple[Any, Any, Any]:
             f"their own: ((a, b), y)."
         )
     x, y, weight = [*parts, None, None][:3]
-    x = _tensors_of(x)
+    x = map_nest(_tensor_of, x)
     if y is not None:
-        y = _tensors_of(y)
+        y = map_nest(_tensor_of, y)
     return x, y, weight
 
 
-def _tensors_of(nest: Any) -> Any:
-    return map_nest(_tensor_of, nest) if is_nest(nest) else _tensor_of(nest)
+def _parts_of(element: Any) -> list[Any]:
+    """Return x, and y and sample_weight where an element has them."""
+    if isinstance(element, (tuple, list)):
+        return list(element)
+    return [element]
 
 
 def _tensor_of(value: Any) -> Tensor:
@@ -237,12 +235,14 @@ def weights_of_classes(y: Any, table: Tensor) -> Tensor:
     return weights.float().to(labels.device)
 
 
-def table_of_classes(class_weight: dict[int, float]) -> Tensor:
-    """Return (2, n) float64: classes, and the weight of each; further classes weigh 1.
+def table_of_classes(class_weight: dict[int, float] | None) -> Tensor | None:
+    """Return (2, n) float64: classes, and the weight of each; further classes weigh 1. None without weights.
 
     Raises:
         UsageError: for classes that are no whole numbers, and weights that are no numbers.
     """
+    if class_weight is None:
+        return None
     try:
         columns = [list(class_weight), list(class_weight.values())]
         table = torch.tensor(columns, dtype=torch.float64)
@@ -262,7 +262,7 @@ def with_class_weights(element: Any, table: Tensor | None) -> Any:
     """Return an element with the weights of its rows multiplied by the weights of their classes."""
     if table is None:
         return element
-    parts = children_of(element) if isinstance(element, (tuple, list)) else [element]
+    parts = _parts_of(element)
     if len(parts) < 2:
         raise UsageError("fit: expected y with class_weight, got batches of x alone; give labels.")
     weight = weights_of_classes(parts[1], table)

@@ -1,5 +1,6 @@
 """load_model: a model from the one file that `Model.save` and ModelCheckpoint write."""
 
+import inspect
 import json
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from hpcdist.errors import CheckpointMismatch, UsageError
 from hpcdist.saving.checkpoint import load_checkpoint, read_value
 from hpcdist.training import optimizers
-from hpcdist.training.description import compile_as, make_layers
+from hpcdist.training.description import NESTS, make_layers, make_nest, without_list
 from hpcdist.training.model import Model
 
 
@@ -40,7 +41,7 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
         if name in description["frozen"]:
             parameter.requires_grad_(False)
     if model.optimizer is None and compiled is not None:
-        compile_as(model, compiled)
+        _compile_as(model, compiled)
     objects: dict[str, Any] = {"model": model.net}
     if model.optimizer is not None and compiled is not None:
         name = optimizers.name_of(type(model.optimizer))
@@ -52,3 +53,36 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
         objects["optimizer"] = model.optimizer
     load_checkpoint(filepath, **objects)
     return model
+
+
+def _compile_as(model: Model, compiled: dict[str, Any]) -> None:
+    """Compile a model as `describe_compiled` says.
+
+    Raises:
+        CheckpointMismatch: for an optimizer that is neither one of torch nor one that has a name.
+        UsageError: for a loss of the program's own.
+    """
+    kind = optimizers.class_of(compiled["optimizer"])
+    if kind is None:
+        raise CheckpointMismatch(
+            f"load_model: expected an optimizer of torch.optim, got {compiled['optimizer']!r}; compile in the factory."
+        )
+    accepted = optimizers.settings_of(kind)
+    defaults: dict[str, Any] = {}
+    for name, value in compiled["defaults"].items():
+        if name in accepted:
+            defaults[name] = without_list(value)
+    compile_parameters = inspect.signature(model.compile).parameters
+    unknown = sorted(set(compiled["options"]) - set(compile_parameters))
+    if unknown:
+        raise CheckpointMismatch(
+            f"load_model: expected options of compile, got {unknown}; give a factory."
+        )
+    if compiled["lost"]:
+        raise UsageError(
+            f"load_model: expected a model that was compiled by names, and of hpcdist.losses and metrics, got "
+            f"{compiled['lost']} of the program's own; give a factory that makes the model and compiles it."
+        )
+    with model.strategy.scope():  # metrics belong to it
+        nests = {name: make_nest(compiled.get(name)) for name in NESTS}
+    model.compile(lambda parameters: kind(parameters, **defaults), **nests, **compiled["options"])

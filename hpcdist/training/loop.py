@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +20,9 @@ from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training.backup import BackupAndRestore
 from hpcdist.training.callbacks import Callback, kind_of
+from hpcdist.training.compiled_module import CompiledModule
 from hpcdist.training.inputs import by_name, rows_of_batches
 from hpcdist.training.progress import Progress
-
-if TYPE_CHECKING:
-    from hpcdist.training.model import Model
 
 #: Cardinality of a dataset without end.
 _INFINITE = -1
@@ -69,7 +67,7 @@ class Position:
     #: All ranks must call `state_dict` together.
     is_state_collective = True
 
-    def __init__(self, model: "Model", epoch: int) -> None:
+    def __init__(self, model: CompiledModule, epoch: int) -> None:
         self._model = model
         self._last = None
         self.epoch = epoch
@@ -132,7 +130,7 @@ class LocalLogs(Mapping[str, float]):
     Metrics of torchmetrics are left out: reading one is collective.
     """
 
-    def __init__(self, model: "Model") -> None:
+    def __init__(self, model: CompiledModule) -> None:
         self._model = model
         self._names = [
             name
@@ -141,8 +139,6 @@ class LocalLogs(Mapping[str, float]):
         ]
 
     def __getitem__(self, name: str) -> float:
-        if name not in self._names:
-            raise KeyError(name)
         value = self._model.local_result(name)
         if value is None:
             raise KeyError(name)
@@ -167,7 +163,7 @@ class Fit:
 
     def __init__(
         self,
-        model: "Model",
+        model: CompiledModule,
         train: DistributedInput,
         validation: DistributedInput | None,
         options: FitOptions,
@@ -204,16 +200,13 @@ class Fit:
                 f"fit: expected steps_per_epoch of at most {n_batches}, the batches of the dataset, got {n_steps}; "
                 f"leave it out, or call repeat() on the dataset."
             )
-        for callback in self._callbacks:
-            callback.set_model(model)
-            callback.set_params(
-                {
-                    "epochs": options.epochs,
-                    "initial_epoch": options.initial_epoch,
-                    "steps": n_steps,
-                    "verbose": options.verbose,
-                }
-            )
+        params = {
+            "epochs": options.epochs,
+            "initial_epoch": options.initial_epoch,
+            "steps": n_steps,
+            "verbose": options.verbose,
+        }
+        self._call_callbacks = _caller(self._callbacks, model, params)
 
     def run(self) -> None:
         """Train; with a BackupAndRestore from where an earlier run was. Collective over chief and workers.
@@ -230,7 +223,7 @@ class Fit:
             saving = self._backup.over(self._objects(), self._callbacks_of_user)
         with saving, _dropping_last(self._train):
             self._epochs()
-        self._call("on_train_end", self._model.history.history and self._last_logs())
+        self._call("on_train_end", self._last_logs())
 
     def _require_same_callbacks(self) -> None:
         strategy = self._model.strategy
@@ -371,8 +364,7 @@ class Fit:
     def _call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks. A stop request waits: between two callbacks the state is of no use."""
         with self._backup.busy() if self._backup else contextlib.nullcontext():
-            for callback in self._callbacks:
-                getattr(callback, hook)(*args)
+            self._call_callbacks(hook, *args)
 
 
 def _kind_with_hooks(callback: Callback) -> str:
@@ -431,7 +423,7 @@ def n_batches_of(batches: DistributedInput) -> int | None:
 
 
 def _evaluate(
-    model: "Model",
+    model: CompiledModule,
     batches: DistributedInput,
     steps: int | None,
     call: Callable[..., None],
@@ -477,14 +469,15 @@ def _dropping_last(batches: DistributedInput) -> Iterator[None]:
 
 
 def evaluation(
-    model: "Model",
+    model: CompiledModule,
     batches: DistributedInput,
     steps: int | None,
     callbacks: Sequence[Callback],
     verbose: int | str,
 ) -> dict[str, float]:
     """Evaluate, for `Model.evaluate`. Collective over chief and workers."""
-    call = _caller([*callbacks, Progress(verbose)], model, steps or n_batches_of(batches), verbose)
+    params = {"epochs": 1, "steps": steps or n_batches_of(batches), "verbose": verbose}
+    call = _caller([*callbacks, Progress(verbose)], model, params)
     require_end(batches, steps, "evaluate", "steps")
     model.reset_metrics()
     return _evaluate(model, batches, steps, call, Position(model, 0))
@@ -492,14 +485,13 @@ def evaluation(
 
 def _caller(
     callbacks: Sequence[Callback],
-    model: "Model",
-    steps: int | None,
-    verbose: int | str,
+    model: CompiledModule,
+    params: dict[str, Any],
 ) -> Callable[..., None]:
-    """Return a function that calls a hook of all callbacks, outside of fit."""
+    """Return a function that calls a hook of all callbacks, which take the model and the parameters."""
     for callback in callbacks:
         callback.set_model(model)
-        callback.set_params({"epochs": 1, "steps": steps, "verbose": verbose})
+        callback.set_params(dict(params))
 
     def call(hook: str, *args: Any) -> None:
         for callback in callbacks:
@@ -509,7 +501,7 @@ def _caller(
 
 
 def prediction(
-    model: "Model",
+    model: CompiledModule,
     batches: DistributedInput,
     steps: int | None,
     callbacks: Sequence[Callback],
@@ -518,7 +510,8 @@ def prediction(
 
     Collective over chief and workers.
     """
-    call = _caller(callbacks, model, steps or n_batches_of(batches), 0)
+    params = {"epochs": 1, "steps": steps or n_batches_of(batches), "verbose": 0}
+    call = _caller(callbacks, model, params)
     require_end(batches, steps, "predict", "steps")
     call("on_predict_begin")
     number = -1

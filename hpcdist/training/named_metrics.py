@@ -5,9 +5,9 @@ from typing import Any
 
 from hpcdist.errors import UsageError
 from hpcdist.tf_compat import metrics
+from hpcdist.tf_compat.losses import Loss, named, snake_case
 from hpcdist.tf_compat.metric import Array, Metric, to_floats
 from hpcdist.tf_compat.torch_metric import TorchMetric
-from hpcdist.training.losses import Loss, named, snake_case
 
 
 class NamedAccuracy(metrics.Accuracy):

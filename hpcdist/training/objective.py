@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from hpcdist.errors import UsageError
 from hpcdist.nest import is_nest, leaves, map_nest
+from hpcdist.tf_compat import losses
 from hpcdist.tf_compat.metrics import Mean
 from hpcdist.tf_compat.torch_metric import TorchMetric
-from hpcdist.training import losses, named_metrics
+from hpcdist.training import named_metrics
 
 
 class NamedMetric(NamedTuple):

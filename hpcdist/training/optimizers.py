@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
+from hpcdist.tf_compat.losses import named
 from hpcdist.training import keras_optimizers
-from hpcdist.training.losses import named
 
 
 def _fused(kind: Callable[..., Optimizer], **settings: Any) -> Callable[..., Optimizer]:

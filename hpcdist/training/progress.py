@@ -123,7 +123,7 @@ class Progress(Callback):
     @property
     def _epoch(self) -> int:
         """The number of the epoch in progress, from 0."""
-        ended_epochs = self.model.history.epoch
+        ended_epochs: list[int] = self.model.history.epoch
         if ended_epochs:
             return ended_epochs[-1] + 1
         return int(self.params["initial_epoch"])

@@ -55,7 +55,7 @@ BOUNDS = {
     r"store\.wait\(.*timedelta": "its argument",
     r"dispatch\.py stop: self\._thread\.join\(\)": "HPCDIST_TIMEOUT_S: Dispatcher._run ends the job then",
     r"worker\.py __exit__: self\._thread\.join\(\)": "BEAT_S: the thread looks whether it is over",
-    r"time_spent\.py|tf_compat/metrics\.py|training/model\.py": "no wait: a metric, or a counter",
+    r"time_spent\.py|tf_compat/metrics\.py|training/compiled_module\.py": "no wait: a metric, or a counter",
     r": (sums|reducer|self\.checkpoint|self|model\.strategy|self\._ranks)\.(gather|allgather|barrier|recv)\(": (
         "with our own calls, which are bounded themselves"
     ),

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from hpcdist.training.model import _first_parameter
+from hpcdist.training.compiled_module import _first_parameter
 
 
 def with_children(*children):

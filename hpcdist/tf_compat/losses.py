@@ -175,7 +175,8 @@ class MeanSquaredError(Loss):
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
-        return _mean_of_last((y_pred - _like(y_true, y_pred)).square())
+        errors = y_pred - _like(y_true, y_pred)
+        return _mean_of_last(errors.square())
 
 
 class MeanAbsoluteError(Loss):
@@ -183,7 +184,8 @@ class MeanAbsoluteError(Loss):
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
-        return _mean_of_last((y_pred - _like(y_true, y_pred)).abs())
+        errors = y_pred - _like(y_true, y_pred)
+        return _mean_of_last(errors.abs())
 
 
 class MeanAbsolutePercentageError(Loss):
@@ -226,10 +228,11 @@ class Hinge(Loss):
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred)
-        is_binary = bool(((truth == 0) | (truth == 1)).all())
-        if is_binary:
+        is_binary = (truth == 0) | (truth == 1)
+        if bool(is_binary.all()):
             truth = 2 * truth - 1
-        return _mean_of_last((1 - truth * y_pred).clamp_min(0))
+        distances = 1 - truth * y_pred
+        return _mean_of_last(distances.clamp_min(0))
 
 
 class KLDivergence(Loss):
@@ -239,7 +242,8 @@ class KLDivergence(Loss):
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred).clamp(_EPSILON, 1)
         predictions = y_pred.clamp(_EPSILON, 1)
-        return (truth * (truth / predictions).log()).sum(-1)
+        ratios = truth / predictions
+        return (truth * ratios.log()).sum(-1)
 
 
 class _OfProbabilities(Loss):
@@ -282,13 +286,13 @@ class _OfProbabilities(Loss):
             raise UsageError(
                 f"{self.name}: expected probabilities, as it was made with from_logits=False, got outputs from "
                 f"{low:.3g} to {high:.3g}{flaw}; use "
-                f"{_class_name(self)}(from_logits=True), or end the model with {self._activation}."
+                f"{type(self).__name__}(from_logits=True), or end the model with {self._activation}."
             )
         if self.from_logits and are_probabilities and self._can_tell(predictions):
             raise UsageError(
                 f"{self.name}: expected logits, as it was made with from_logits=True, got outputs from {low:.3g} to "
                 f"{high:.3g} that add up to 1 in each row; leave out the last {self._activation}, or use "
-                f"{_class_name(self)}()."
+                f"{type(self).__name__}()."
             )
 
     def _can_tell(self, y_pred: Tensor) -> bool:
@@ -296,7 +300,21 @@ class _OfProbabilities(Loss):
         return y_pred.shape[-1] > 1
 
 
-class BinaryCrossentropy(_OfProbabilities):
+class _Smoothed(_OfProbabilities):
+    """A loss of probabilities, or of logits, whose truths may be smoothed."""
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        reduction: str = "sum_over_batch_size",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(from_logits, reduction, name)
+        self.label_smoothing = label_smoothing
+
+
+class BinaryCrossentropy(_Smoothed):
     """The cross-entropy of predictions with truths of 0 and 1; the mean over the truths of a row.
 
     Args:
@@ -307,16 +325,6 @@ class BinaryCrossentropy(_OfProbabilities):
 
     _activation = "Sigmoid"
 
-    def __init__(
-        self,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        reduction: str = "sum_over_batch_size",
-        name: str | None = None,
-    ) -> None:
-        super().__init__(from_logits, reduction, name)
-        self.label_smoothing = label_smoothing
-
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred)
@@ -325,8 +333,10 @@ class BinaryCrossentropy(_OfProbabilities):
             values = functional.binary_cross_entropy_with_logits(y_pred, truth, reduction="none")
             return _mean_of_last(values)
         probabilities = y_pred.clamp(_EPSILON, 1 - _EPSILON)
-        loss_of_ones = -truth * probabilities.log()
-        log_likelihood_of_zeros = (1 - truth) * (1 - probabilities).log()
+        logs = probabilities.log()
+        loss_of_ones = -truth * logs
+        complements = 1 - probabilities
+        log_likelihood_of_zeros = (1 - truth) * complements.log()
         return _mean_of_last(loss_of_ones - log_likelihood_of_zeros)
 
     def _sums(self, y_pred: Tensor) -> Tensor:
@@ -336,7 +346,7 @@ class BinaryCrossentropy(_OfProbabilities):
         return False
 
 
-class CategoricalCrossentropy(_OfProbabilities):
+class CategoricalCrossentropy(_Smoothed):
     """The cross-entropy of (rows, classes) predictions with one-hot truths.
 
     Args:
@@ -345,21 +355,12 @@ class CategoricalCrossentropy(_OfProbabilities):
         reduction, name: as for `Loss`.
     """
 
-    def __init__(
-        self,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        reduction: str = "sum_over_batch_size",
-        name: str | None = None,
-    ) -> None:
-        super().__init__(from_logits, reduction, name)
-        self.label_smoothing = label_smoothing
-
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
         truth = _like(y_true, y_pred)
         truth = truth * (1 - self.label_smoothing) + self.label_smoothing / truth.shape[-1]
-        return -(truth * _log_probabilities(y_pred, self.from_logits)).sum(-1)
+        likelihoods = truth * log_probabilities(y_pred, self.from_logits)
+        return -likelihoods.sum(-1)
 
 
 class SparseCategoricalCrossentropy(_OfProbabilities):
@@ -386,7 +387,8 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
         if self.ignore_class is None:
             return None
         labels = torch.as_tensor(y_true)
-        return int((labels != self.ignore_class).sum()), labels.numel()
+        n_counted = int((labels != self.ignore_class).sum())
+        return n_counted, labels.numel()
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
@@ -396,7 +398,7 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
             logs = y_pred
             formula = functional.cross_entropy
         else:
-            logs = _log_probabilities(y_pred, False)
+            logs = log_probabilities(y_pred, False)
             formula = functional.nll_loss
         ignored = _NO_CLASS
         if self.ignore_class is not None:
@@ -521,10 +523,6 @@ def snake_case(name: str) -> str:
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
-def _class_name(loss: Loss) -> str:
-    return type(loss).__name__
-
-
 def _like(y_true: Tensor, y_pred: Tensor) -> Tensor:
     """Return the truth in the dtype and dimensions of predictions; a last dimension of 1 is added or dropped."""
     if y_true.dim() == y_pred.dim() - 1 and y_pred.shape[-1] == 1:
@@ -543,9 +541,10 @@ def _mean_of_last(values: Tensor) -> Tensor:
     return values
 
 
-def _log_probabilities(y_pred: Tensor, are_logits: bool) -> Tensor:
+def log_probabilities(y_pred: Tensor, are_logits: bool) -> Tensor:
     """Return the logarithms of probabilities, which are logits, or are divided by their sum."""
     if are_logits:
         return functional.log_softmax(y_pred, -1)
     probabilities = y_pred / y_pred.sum(-1, keepdim=True)
-    return probabilities.clamp(_EPSILON, 1 - _EPSILON).log()
+    inside = probabilities.clamp(_EPSILON, 1 - _EPSILON)
+    return inside.log()
