@@ -199,7 +199,7 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
         has_nccl: whether libnccl is found.
         id_form: bytes, as cupy 14 makes unique ids, or tuple of signed numbers, as older ones.
     """
-    cupy, cuda, nccl, cupyx = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
+    cupy, cuda, nccl, cupyx = map(types.ModuleType, ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
     cupy.__path__ = cuda.__path__ = []
     cupy.cuda = cuda
     cuda.nccl = nccl
@@ -252,7 +252,9 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
     cuda.get_current_stream = lambda: cupy.local.streams[-1] if cupy.local.streams else cupy.stream
 
     def asarray(array, dtype=None):
-        return array if isinstance(array, Array) else Array(cupy, np.array(array, dtype))
+        if isinstance(array, Array):
+            return array
+        return Array(cupy, np.array(array, dtype))
 
     cupy.ndarray = Array
     cupy.from_dlpack = from_dlpack
@@ -272,7 +274,9 @@ def _fill_nccl(cupy, nccl, mpi, id_form):
 
     def get_unique_id():
         raw = np.random.default_rng().integers(0, 256, 128, np.uint8)
-        return raw.tobytes() if id_form is bytes else tuple(raw.view(np.int8).tolist())
+        if id_form is bytes:
+            return raw.tobytes()
+        return tuple(raw.view(np.int8).tolist())
 
     class NcclCommunicator(_Communicator):
         def __init__(self, size, unique_id, rank):
@@ -332,7 +336,10 @@ class _Communicator:
         return functions[name].reduce(np.array(self.comm.allgather(_load(address, count, dtype))), dtype=None)
 
     def _store(self, address, dtype, values):
-        values = bfloat16(values) if dtype == DTYPE_CODES["NCCL_BFLOAT16"] else values.astype(_numpy_dtype(dtype))
+        if dtype == DTYPE_CODES["NCCL_BFLOAT16"]:
+            values = bfloat16(values)
+        else:
+            values = values.astype(_numpy_dtype(dtype))
         ctypes.memmove(address, np.ascontiguousarray(values).ctypes.data, values.nbytes)
 
 
@@ -344,7 +351,9 @@ def _numpy_dtype(code):
 def _load(address, count, dtype):
     size = _numpy_dtype(dtype).itemsize * count
     raw = np.frombuffer(bytes((ctypes.c_char * size).from_address(address)), _numpy_dtype(dtype))
-    return from_bfloat16(raw) if dtype == DTYPE_CODES["NCCL_BFLOAT16"] else raw.copy()
+    if dtype == DTYPE_CODES["NCCL_BFLOAT16"]:
+        return from_bfloat16(raw)
+    return raw.copy()
 
 
 def install(monkeypatch, modules):

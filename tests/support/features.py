@@ -111,7 +111,7 @@ def features_of(decorators: list[ast.expr]) -> list[str]:
     names: list[str] = []
     for decorator in decorators:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.feature":
-            names += [ast.literal_eval(argument) for argument in decorator.args]
+            names += list(map(ast.literal_eval, decorator.args))
     return names
 
 

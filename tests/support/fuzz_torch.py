@@ -51,7 +51,10 @@ def parse(arguments=None):
 
 def outcomes(path):
     """Return the last line of each program in a file."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    if path.exists():
+        lines = path.read_text().splitlines()
+    else:
+        lines = []
     records = {}
     for line in lines:
         record = json.loads(line)
@@ -114,7 +117,10 @@ class Worker:
             time.sleep(0.0005)
             if time.monotonic() > is_late:
                 error = local_result.get("error")
-                kind = "hang" if error is None else kind_of(local_result, "one-sided")
+                if error is None:
+                    kind = "hang"
+                else:
+                    kind = kind_of(local_result, "one-sided")
                 self.record(outcome=kind, rank=self.comm.rank, error=error, traceback=local_result.get("traceback"))
                 os._exit(3)
 
@@ -136,7 +142,9 @@ def kind_of(local_result, kind_of_ours):
     """Return the outcome of a program that ended with an error on this rank, and not on another one."""
     if local_result["is_ours"]:
         return kind_of_ours
-    return "raised" if local_result["error"].startswith(NO_GRADIENT) else "other error"
+    if local_result["error"].startswith(NO_GRADIENT):
+        return "raised"
+    return "other error"
 
 
 def run_guarded(program, comm):
@@ -148,7 +156,7 @@ def run_guarded(program, comm):
     from hpcdist.program import owners
 
     local_result: dict[str, Any] = {"n_collectives": 0}
-    earlier = {id(alive_owner) for alive_owner in owners.alive()}  # of other tests
+    earlier = set(map(id, owners.alive()))  # of other tests
     with cluster_of(program.cluster):
         try:
             state, numbers = run_distributed(program, comm)
@@ -207,7 +215,10 @@ def judge_errors(program, results, errors):
     ranks = [rank for rank, error in enumerate(errors) if error]
     error = errors[ranks[0]]
     if all(results[rank]["is_ours"] for rank in ranks):
-        kind = "refused" if len(ranks) == len(errors) else "one-sided"
+        if len(ranks) == len(errors):
+            kind = "refused"
+        else:
+            kind = "one-sided"
         return {"outcome": kind, "ranks": ranks, "error": error}
     foreign = next(results[rank] for rank in ranks if not results[rank]["is_ours"])
     try:

@@ -130,7 +130,10 @@ def n_code_lines(tree: ast.Module, source: str) -> int:
 def main(paths: list[Path]) -> None:
     """Print the figures of files and folders; of a single file the places too."""
     for path in paths:
-        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        if path.is_dir():
+            files = sorted(path.rglob("*.py"))
+        else:
+            files = [path]
         print(path, *(f"{name} {value:.2f}" for name, value in figures_of(files)._asdict().items()), sep="  ")
         if path.is_file():
             _, places = count(path.read_text())
@@ -138,4 +141,4 @@ def main(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(argument) for argument in sys.argv[1:]])
+    main(list(map(Path, sys.argv[1:])))

@@ -107,7 +107,7 @@ class Folder:
 
     def forms(self) -> list[dict]:
         """Return every set of names that may be there."""
-        return [self._after(chosen) for chosen in _subsets(self.pending)]
+        return list(map(self._after, _subsets(self.pending)))
 
     def _after(self, changes) -> dict:
         names = dict(self.synced)
@@ -136,7 +136,10 @@ class Model:
         self.folders = {".": Folder()}
         for path in sorted(base.rglob("*")):
             name = str(path.relative_to(base))
-            node = name if path.is_dir() else File(path.read_bytes(), bytearray(path.read_bytes()))
+            if path.is_dir():
+                node = name
+            else:
+                node = File(path.read_bytes(), bytearray(path.read_bytes()))
             self.folders[str(Path(name).parent)].synced[path.name] = node
             if path.is_dir():
                 self.folders[name] = Folder()

@@ -213,7 +213,10 @@ class History:
             worker.versions[number][index] = version
             if kind == NOTHING:
                 self.violations.append(f"worker {worker.number}: its own push changed nothing")
-            indices = payload.take((n_rows,), torch.int64) if kind == ROWS else torch.arange(len(self.workers))
+            if kind == ROWS:
+                indices = payload.take((n_rows,), torch.int64)
+            else:
+                indices = torch.arange(len(self.workers))
             shape = (len(indices), 2) if index else (len(indices),)
             values = payload.take(shape, torch.float64)
             push_counts = values[indices == worker.number].reshape(-1)

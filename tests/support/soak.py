@@ -121,7 +121,9 @@ def write_digits(folder):
 def copies(run_dir):
     """Return the folder in memory with copies of the state of a run; None if it never had one."""
     path = run_dir / "checkpoints" / "run-id"
-    return Path(f"/dev/shm/hpcdist-{os.getuid()}-0-{path.read_text().split()[0]}") if path.exists() else None
+    if path.exists():
+        return Path(f"/dev/shm/hpcdist-{os.getuid()}-0-{path.read_text().split()[0]}")
+    return None
 
 
 def half_written(run_dir):
@@ -132,7 +134,9 @@ def half_written(run_dir):
 def newest_step(run_dir):
     """Return the step of the newest committed checkpoint: of the latest attempt that has one. -1 without any."""
     checkpoint_paths = sorted(run_dir.glob("checkpoints/step-*.h5"), key=lambda path: path.stem.split("-")[::-1])
-    return int(checkpoint_paths[-1].stem.split("-")[1]) if checkpoint_paths else -1
+    if checkpoint_paths:
+        return int(checkpoint_paths[-1].stem.split("-")[1])
+    return -1
 
 
 class Attempt:
@@ -182,7 +186,9 @@ class Attempt:
             self.victim = "mpirun"
         if self.victim == "mpirun":
             return self.job.process.pid
-        return ranks[0] if self.victim == "chief" else ranks[-1]
+        if self.victim == "chief":
+            return ranks[0]
+        return ranks[-1]
 
     def _do_harm(self):
         signals = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "raise": signal.SIGRTMIN}

@@ -55,7 +55,9 @@ def outcome_of(case, name):
     except unittest.SkipTest:
         return "skipped"
     except SystemExit as error:  # torch's way to skip
-        return "skipped" if error.code else "ended"
+        if error.code:
+            return "skipped"
+        return "ended"
     except Exception:
         return traceback.format_exc(limit=-3)
     return "ok"
@@ -74,7 +76,10 @@ def main():
         outcomes = [None] * SIZE
         with contextlib.redirect_stdout(sys.stderr):
             dist.all_gather_object(outcomes, outcome_of(case, name))
-        outcomes_by_name[name] = outcomes[0] if len(set(outcomes)) == 1 else "\n".join(outcomes)
+        if len(set(outcomes)) == 1:
+            outcomes_by_name[name] = outcomes[0]
+        else:
+            outcomes_by_name[name] = "\n".join(outcomes)
     if RANK == 0:
         outcome_counts = Counter(
             outcome if outcome in ("ok", "skipped") else "failed" for outcome in outcomes_by_name.values()

@@ -76,9 +76,14 @@ class Model(nn.Module):
 
 def mean_of(model, rows, form):
     """Return the mean over a replica's rows; NaN must not come of a part without rows."""
-    inputs = {"rows": rows} if form == "part in a dict" else formed(rows, form)
+    if form == "part in a dict":
+        inputs = {"rows": rows}
+    else:
+        inputs = formed(rows, form)
     losses = model(inputs)
-    return losses.mean() if len(rows) else losses.sum()
+    if len(rows):
+        return losses.mean()
+    return losses.sum()
 
 
 def run(seed):

@@ -62,5 +62,8 @@ def leaves_with_paths(name: str, nest: Any) -> dict[str, Form]:
     """Return the form of each leaf of a nest by its reference."""
     if isinstance(nest, Form):
         return {name: nest}
-    items = nest.items() if isinstance(nest, dict) else enumerate(nest or ())
+    if isinstance(nest, dict):
+        items = nest.items()
+    else:
+        items = enumerate(nest or ())
     return {key: form for part, child in items for key, form in leaves_with_paths(f"{name}.{part}", child).items()}

@@ -27,13 +27,17 @@ class Meeting(NamedTuple):
     @property
     def error(self) -> str:
         """The message of hpcdist's error."""
-        return self.found["error"].message if self.found and self.found["error"] else ""
+        if self.found and self.found["error"]:
+            return self.found["error"].message
+        return ""
 
     @property
     def tensorflow_error(self) -> str:
         """The class and message of TensorFlow's error."""
         error = self.expected["error"] if self.expected else None
-        return f"{error.type}: {error.message}" if error else ""
+        if error:
+            return f"{error.type}: {error.message}"
+        return ""
 
     def calls(self, *names: str) -> list[dict[str, Any]]:
         """Return the steps of these kinds: this one, or those inside it."""
@@ -60,7 +64,10 @@ def is_plain(meeting: Meeting, name: str) -> bool:
     register, *path = name.split(".")
     for step, answer in zip(meeting.program["steps"], meeting.program["answer"], strict=True):
         if step.get("out") == register and answer is not None:
-            value = answer["result"][-1] if step["call"] == "iterate" else answer["result"]
+            if step["call"] == "iterate":
+                value = answer["result"][-1]
+            else:
+                value = answer["result"]
             for key in path:
                 value = value[int(key) if isinstance(value, (list, tuple)) else key]
             return isinstance(value, np.ndarray)

@@ -84,16 +84,22 @@ class Setting:
 
 def reduce_op(arguments: dict[str, Any]) -> Any:
     text = arguments["reduce_op"]
-    return tf.distribute.ReduceOp[text.removeprefix("ReduceOp.")] if text.startswith("ReduceOp.") else text
+    if text.startswith("ReduceOp."):
+        return tf.distribute.ReduceOp[text.removeprefix("ReduceOp.")]
+    return text
 
 
 def tensor(value: Any) -> Any:
     """Return a tensor on the current device for an array, anything else as it is."""
-    return tf.identity(tf.constant(value)) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return tf.identity(tf.constant(value))
+    return value
 
 
 def as_array(value: Any) -> Any:
-    return None if value is None else np.asarray(value)
+    if value is None:
+        return None
+    return np.asarray(value)
 
 
 def map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -153,7 +159,10 @@ def run_reduce(setting: Setting, arguments: dict[str, Any]) -> Any:
 
 
 def run_gather(setting: Setting, arguments: dict[str, Any]) -> Any:
-    strategy = setting.one_device if arguments["one_device"] else setting.strategy
+    if arguments["one_device"]:
+        strategy = setting.one_device
+    else:
+        strategy = setting.strategy
     return as_array(strategy.gather(setting.distribute(arguments["value"]), arguments["axis"]))
 
 

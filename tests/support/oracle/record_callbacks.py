@@ -56,7 +56,10 @@ def draw_case(kind: str, number: int) -> dict[str, Any]:
             ["m.h5", "m-{epoch}.h5", "m-{epoch:02d}-{loss:.3f}.h5", "e{epoch}-b{batch:03d}.h5", "{val_loss:.2f}.h5"]
         )
         has_batch = "batch" in arguments["filepath"]
-        arguments["save_freq"] = draws.choice([1, 3, 4, 7, 11]) if has_batch else "epoch"
+        if has_batch:
+            arguments["save_freq"] = draws.choice([1, 3, 4, 7, 11])
+        else:
+            arguments["save_freq"] = "epoch"
         arguments["save_best_only"] = draws.choice([True, False]) and not has_batch
         arguments["initial_value_threshold"] = draws.choice([None, None, 0.5, 1.5])
     return {"kind": kind, "arguments": arguments, "logs": draw_logs(draws, draws.choice([6, 12, 20])), "steps": 4}

@@ -92,7 +92,7 @@ def place(tf: Any, strategy: Any, variable: dict[str, Any]) -> Any:
     shards = getattr(created_variable, "variables", [created_variable])
     rows = [int(shard.shape[0]) if shard.shape.rank else 1 for shard in shards]
     servers = [int(tf.DeviceSpec.from_string(shard.device).task) for shard in shards]
-    return [list(pair) for pair in zip(rows, servers, strict=True)]
+    return list(map(list, zip(rows, servers, strict=True)))
 
 
 def main() -> None:

@@ -105,7 +105,9 @@ def wrong_decision(run_dir, *allowed):
         return []
     except (ValueError, KeyError) as error:
         return [f"decision.json: {error}"]
-    return [] if decision in allowed else [f"decision: {decision}"]
+    if decision in allowed:
+        return []
+    return [f"decision: {decision}"]
 
 
 def outcome_in(path):

@@ -59,7 +59,9 @@ def largest_difference(actual: State, expected: State, dtype: str) -> tuple[floa
 
 def _ratio(actual: Any, expected: Any, tolerance: float, floor: float) -> float:
     if actual is None or expected is None:
-        return 0.0 if actual is expected else float("inf")
+        if actual is expected:
+            return 0.0
+        return float("inf")
     actual_array = np.asarray(actual, dtype=np.float64)
     expected_array = np.asarray(expected, dtype=np.float64)
     if actual_array.shape != expected_array.shape:
@@ -89,6 +91,9 @@ def judge(
     if ratio <= 1:
         return {"outcome": "equal", "ratio": ratio}
     rounding = [largest_difference(state, expected, dtype)[0] for state in expect_otherwise()]
-    kind = "differs" if all(rounding_ratio <= 0.1 for rounding_ratio in rounding) else "unstable"
+    if all(rounding_ratio <= 0.1 for rounding_ratio in rounding):
+        kind = "differs"
+    else:
+        kind = "unstable"
     values = [str(state.get(where))[:80] for state in (states[0], expected)]
     return {"outcome": kind, "where": where, "ratio": ratio, "rounding": rounding, "values": values}

@@ -53,7 +53,9 @@ class Distributed:
         return self.strategy.no_sync()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        return self.strategy.run(step, args=args) if self._program.cluster.uses_run else step(*args)
+        if self._program.cluster.uses_run:
+            return self.strategy.run(step, args=args)
+        return step(*args)
 
     def merge(self, change: Callable[[], Any]) -> None:
         hpcdist.get_replica_context().merge_call(lambda strategy: change())
@@ -76,7 +78,9 @@ class Distributed:
         if self._program.combine in ("settled", "average"):
             return hpcdist.compute_average_loss(losses, sample_weight=weights, global_batch_size=divisor)
         weighted = losses if weights is None else losses * weights
-        return weighted.sum() / divisor if self._program.combine == "sum" else weighted.mean()
+        if self._program.combine == "sum":
+            return weighted.sum() / divisor
+        return weighted.mean()
 
     def regularize(self, loss: Tensor) -> Tensor:
         return hpcdist.scale_regularization_loss(loss)
@@ -142,7 +146,10 @@ class Distributed:
 def make_strategy(program: Program) -> Any:
     """Return the strategy of a program. Collective: all ranks."""
     cluster = program.cluster
-    n_replicas = None if cluster.extra_replicas is None else MPI.COMM_WORLD.size + cluster.extra_replicas
+    if cluster.extra_replicas is None:
+        n_replicas = None
+    else:
+        n_replicas = MPI.COMM_WORLD.size + cluster.extra_replicas
     options = {"num_replicas": n_replicas, "gradient_op": _OPS[program.combine]}
     if cluster.strategy == "central":
         return hpcdist.CentralStorageStrategy(**options)

@@ -246,7 +246,8 @@ class Net(nn.Module):
         for index, head in enumerate(self.heads):
             if heads == "tags":
                 part = (rows["tag"] == index % N_TAGS).nonzero()[:, 0]
-                out = out.index_add(0, part, torch.tanh(head(out[part]))) if len(part) else out
+                if len(part):
+                    out = out.index_add(0, part, torch.tanh(head(out[part])))
             elif heads == "all" or (heads == "alternate" and (index + number) % 2) or (heads == "rest" and index):
                 out = out + torch.tanh(head(out))
         return out

@@ -109,7 +109,9 @@ def scaled(step: Step, losses: Tensor, rows: Rows) -> Tensor:
     loss = backend.scale(losses, rows["weight"] if phase.has_weights else None, step.n_rows)
     if phase.has_regularizer:
         loss = loss + backend.regularize(0.01 * sum(p.square().sum() for p in step.model.parameters()))
-    return step.training.scaler.scale(loss) if phase.uses_scaler else loss
+    if phase.uses_scaler:
+        return step.training.scaler.scale(loss)
+    return loss
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------

@@ -91,14 +91,20 @@ class Training:
         self.kept: list[Any] = []  # what a program holds on to besides
         with backend.scope():
             self.model = self._build(program.model)
-            self.critic = None if program.critic is None else build_critic(program.critic.width, self.dtype)
+            if program.critic is None:
+                self.critic = None
+            else:
+                self.critic = build_critic(program.critic.width, self.dtype)
             models = [self.model, *filter(None, [self.critic])]
             for model, spec in zip(models, program.optimizers, strict=True):
                 if spec.is_in_scope:
                     self.optimizers.append(make_optimizer(backend, spec, model.parameters()))
         for model, spec in list(zip(models, program.optimizers, strict=True))[len(self.optimizers) :]:
             self.optimizers.append(make_optimizer(backend, spec, model.parameters()))
-        self.average = self._average() if program.has_average else None
+        if program.has_average:
+            self.average = self._average()
+        else:
+            self.average = None
         self.make_schedulers()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -185,7 +191,9 @@ class Step:
     def model(self) -> nn.Module:
         """The model that is trained in this step."""
         critic = self.training.critic
-        return critic if self.is_critics and critic is not None else self.training.model
+        if self.is_critics and critic is not None:
+            return critic
+        return self.training.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
