@@ -42,7 +42,10 @@ def cluster(**jobs):
     ],
 )
 def test_tf_config(start, config, texts):
-    text = config if isinstance(config, str) else json.dumps(config)
+    if isinstance(config, str):
+        text = config
+    else:
+        text = json.dumps(config)
     refused(start(2, "-c", PROGRAM, environ={"TF_CONFIG": text}).wait(40), *texts)
 
 

@@ -118,7 +118,10 @@ def test_a_signal_saves_and_ends_with_75_and_no_restart(start, root, tmp_path, m
     os.kill(job.process.pid, number)
     outcome = job.wait(60)
     assert outcome.code == 75, outcome.output
-    signal_name = "SIGUSR1" if folder == ".venv-openmpi" and number == signal.SIGTERM else number.name
+    if folder == ".venv-openmpi" and number == signal.SIGTERM:
+        signal_name = "SIGUSR1"
+    else:
+        signal_name = number.name
     assert f"exit code 75: {signal_name} on rank " in outcome.output or number == signal.SIGINT, outcome.output
     assert "starting again" not in outcome.output
 

@@ -164,7 +164,7 @@ def test_the_first_screen(clone, clean_environ):
     """The digits are this machine's; tests/slurm/test_readme.py submits the program."""
     page = (ROOT / "README.md").read_text()
     program, shown = (re.search(rf"^```{kind}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1] for kind in KINDS)
-    assert 12 <= sum(bool(line) for line in program.splitlines()) <= 15
+    assert 12 <= sum(map(bool, program.splitlines())) <= 15
     (clone / "train.py").write_text(program)
     command = shown.splitlines()[0].removeprefix("$ ")
     output, _ = run(command, clone, clean_environ, 90)

@@ -78,7 +78,7 @@ def test_the_loss_curve_of_the_linear_regression(clean_environ, n_ranks):
             weight = weight - 0.01 * (2 * error + 2e-4 * weight)
             bias = bias - 0.01 * 2 * error
         expected.append(np.mean(losses))
-    printed_losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", out)]
+    printed_losses = list(map(float, re.findall(r"loss ([0-9.]+)", out)))
     assert printed_losses == pytest.approx(expected, abs=2e-6)
 
 
@@ -95,7 +95,10 @@ def test_the_numpy_job_resumes_with_the_same_bits(clean_environ, tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["ps", "all-reduce"])
 def test_the_wide_embedding_learns(clean_environ, strategy):
-    roles = ("--roles", "ps:1,worker:*") if strategy == "ps" else ("--strategy", "all-reduce")
+    if strategy == "ps":
+        roles = ("--roles", "ps:1,worker:*")
+    else:
+        roles = ("--strategy", "all-reduce")
     out = run(clean_environ, 3, "wide_embedding.py", *roles, "--features", "20000", "--steps", "150")
     first, last = map(float, re.search(r"loss ([\d.]+) to ([\d.]+), [\d.]+ steps/s", out).groups())
     assert last < 0.85 * first
@@ -170,8 +173,16 @@ def test_the_guides_tf_config_of_parameter_servers(clean_environ, tmp_path, guid
     program = tmp_path / "program.py"
     program.write_text(GUIDES_CLUSTER)
     out = run(clean_environ, 6 if guide == "new" else 5, program, guide, mode)
-    n_steps = 30 if mode == "coordinator" or guide == "old" else 40
-    n_workers = 1 if mode == "coordinator" else 3 if guide == "old" else 4
+    if mode == "coordinator" or guide == "old":
+        n_steps = 30
+    else:
+        n_steps = 40
+    if mode == "coordinator":
+        n_workers = 1
+    elif guide == "old":
+        n_workers = 3
+    else:
+        n_workers = 4
     assert f"weights [[{n_steps}.0, {n_steps}.0]] workers {n_workers}" in out
 
 
@@ -216,7 +227,10 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_program_runs_alone_and_on_four_ranks(clean_environ, tmp_path, name, n_ranks):
     options = [option.format(run=tmp_path / "run") for option in PROGRAMS[name]]
-    launcher = [] if n_ranks is None else [MPIRUN, "-n", str(n_ranks)]
+    if n_ranks is None:
+        launcher = []
+    else:
+        launcher = [MPIRUN, "-n", str(n_ranks)]
     environ = {**clean_environ, "OMP_NUM_THREADS": "1"}
     command = [*launcher, sys.executable, JOBS / name, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)

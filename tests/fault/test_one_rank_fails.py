@@ -80,7 +80,11 @@ LIKE_ANOTHER = {"sys.exit", "sys.exit text", "exit", "raise beside a thread", "i
 
 def marks_of(name):
     """Return the marks of a way to fail: a few are quick, and those that are much like another are a sweep."""
-    return [pytest.mark.quick] if name in QUICK else [pytest.mark.sweep] if name in LIKE_ANOTHER else []
+    if name in QUICK:
+        return [pytest.mark.quick]
+    if name in LIKE_ANOTHER:
+        return [pytest.mark.sweep]
+    return []
 
 
 @pytest.mark.feature("tf.error-replica-stops", "debugging.exception-hook", "complaints.one-dead-rank")

@@ -52,14 +52,14 @@ def run(start, tmp_path):
 
 def hpcdist(tmp_path, *arguments):
     """Return what a command prints."""
-    command = [PYTHON, "-m", "hpcdist", *(str(argument) for argument in arguments)]
+    command = [PYTHON, "-m", "hpcdist", *map(str, arguments)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return list(map(json.loads, path.read_text().splitlines()))
 
 
 def test_what_it_was_started_with(run, tmp_path):

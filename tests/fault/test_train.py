@@ -50,7 +50,7 @@ def test_accuracy_on_digits_and_what_the_run_folder_holds(start, root, tmp_path,
         *("checkpoints", "config.json", "decision.json", "metrics.jsonl"),
         *("trace", "train.log"),
     ]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == list(range(20))
     assert rows[-1]["test_accuracy"] >= 0.96
     last = outcome.output.splitlines()[-1]
@@ -83,7 +83,7 @@ def test_a_torn_metrics_line_is_dropped(start, root, tmp_path):
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 1, "st')
     assert start(1, *options, "2").wait(60).code == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == [0, 1]
 
 

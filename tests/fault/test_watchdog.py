@@ -81,7 +81,7 @@ def report_of(output, rank, beginning):
 
 def check_collectives(report, last):
     """The last 64 collectives are there, and no more; the 71st is the one that hangs."""
-    numbers = [int(number) for number in re.findall(r"^ +(\d+)  all_reduce sum float64 x \d+  ", report, re.MULTILINE)]
+    numbers = list(map(int, re.findall(r"^ +(\d+)  all_reduce sum float64 x \d+  ", report, re.MULTILINE)))
     assert numbers == list(range(last - 63, last + 1))
     assert re.search(r"^ +70  all_reduce sum float64 x 69  [\d.]+ ms$", report, re.MULTILINE)
 
