@@ -46,7 +46,9 @@ def why_not() -> str:
     tried = subprocess.run(
         [*_UNSHARE, "sh", "-c", _PROBE], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=20
     )
-    return "" if tried.returncode == 0 else f"namespaces or rate limits are refused: {tried.stderr.strip()}"
+    if tried.returncode == 0:
+        return ""
+    return f"namespaces or rate limits are refused: {tried.stderr.strip()}"
 
 
 class Host:
