@@ -96,7 +96,10 @@ def test_it_trains_as_in_one_process(comm, way, n_replicas):
 @pytest.mark.parametrize("way", [Trained.train_in_one_run, Trained.train_in_several_runs])
 def test_means_of_equal_micro_batches(comm, way):
     trained_parameters = way(Trained(4, "mean"), 2)
-    expected = way(Trained(None, "mean"), 2) if comm.size == 4 else None
+    if comm.size == 4:
+        expected = way(Trained(None, "mean"), 2)
+    else:
+        expected = None
     if expected is not None:
         torch.testing.assert_close(trained_parameters, expected, rtol=1e-12, atol=1e-14)
     assert len(set(comm.allgather(trained_parameters.numpy().tobytes()))) == 1

@@ -69,7 +69,7 @@ def build(make_strategy=hpcdist.MultiWorkerMirroredStrategy, **options):
 
 def same_everywhere(comm, value):
     values = comm.allgather(value)
-    assert len({repr(rank_value) for rank_value in values}) == 1, values
+    assert len(set(map(repr, values))) == 1, values
     return value
 
 
@@ -87,7 +87,10 @@ def same_everywhere(comm, value):
 )
 def test_it_rides_with_the_gradients(comm, watcher, make_strategy, more_replicas):
     """The last rank wants to stop after its 4th batch: all know after that step, and no message was sent."""
-    options = {} if more_replicas is None else {"num_replicas": comm.size + more_replicas}
+    if more_replicas is None:
+        options = {}
+    else:
+        options = {"num_replicas": comm.size + more_replicas}
     strategy, _, batches, step = build(make_strategy, **options)
     for number, x in enumerate(batches, 1):
         if number == 4 and comm.rank == comm.size - 1:
@@ -118,7 +121,10 @@ def test_stop_and_save_by_different_ranks_ride_together(comm, watcher):
 
 def test_a_stop_by_one_rank_is_heard_beside_a_save_by_another(comm, watcher):
     """By messages too, of which one number has to tell all."""
-    watcher.want = Request.STOP if comm.rank == comm.size - 1 else Request.SAVE
+    if comm.rank == comm.size - 1:
+        watcher.want = Request.STOP
+    else:
+        watcher.want = Request.SAVE
     for _ in range(2 * MAX_POLLS):
         watcher.poll_between_batches()
     heard = same_everywhere(comm, watcher.learnt)

@@ -39,7 +39,9 @@ def tiny(monkeypatch):
 
 
 def elements(comm, count):
-    return comm.size + count if count in (-1, 1) else count
+    if count in (-1, 1):
+        return comm.size + count
+    return count
 
 
 def values(rank, n_elements):

@@ -47,7 +47,9 @@ def text_everywhere(comm, call_check, *call, **more):
 
 def usual(comm):
     """Return how a message names those that are right."""
-    return "rank 0 (worker 0)" if comm.size == 2 else f"{comm.size - 1} of {comm.size} ranks"
+    if comm.size == 2:
+        return "rank 0 (worker 0)"
+    return f"{comm.size - 1} of {comm.size} ranks"
 
 
 def last(comm):

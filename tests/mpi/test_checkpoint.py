@@ -139,7 +139,7 @@ def test_keeps_the_last_few_and_says_who_wrote_them(comm, shared_path):
 def test_saves_keep_an_interval(comm, shared_path):
     job = Job(comm)
     manager = job.manager(shared_path, max_to_keep=None, checkpoint_interval=5)
-    paths = [manager.save(step) for step in range(1, 13)]
+    paths = list(map(manager.save, range(1, 13)))
     assert [step for step, path in enumerate(paths, 1) if path is not None] == [1, 6, 11]
     assert manager.save(12, check_interval=False).endswith("step-00000012-0001.h5")
     with hpcdist.PreemptionCheckpointHandler(job.strategy.cluster_resolver, manager) as handler:
@@ -296,7 +296,7 @@ def test_an_attempt_that_is_left_over_adds_no_record_to_the_next_ones(comm, shar
     for file in files:
         file.flush()
     comm.Barrier()
-    records = [json.loads(line) for line in (shared_path / "metrics.jsonl").read_text().splitlines()]
+    records = list(map(json.loads, (shared_path / "metrics.jsonl").read_text().splitlines()))
     assert [record["loss"] for record in records] == [1.0, 2.0]
     assert len(managers) == 2
 
@@ -658,7 +658,7 @@ def test_what_cannot_be_read_is_an_error_on_all_ranks(comm, shared_path):
 @pytest.mark.feature("training.make-or-restore")
 def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
     first = Job(comm).manager(shared_path, max_to_keep=9)
-    paths = [first.save(step) for step in (10, 20)]
+    paths = list(map(first.save, (10, 20)))
     first.wait()
     resumed_job = Job(comm)
     assert resumed_job.checkpoint.restore(paths[0]) == 10
@@ -767,7 +767,10 @@ def summing_by(**options):
 def test_another_way_to_sum_is_reported(comm, shared_path, caplog, name):
     """AUTO becomes SHARED_MEMORY on one host, and HIERARCHICAL adds in the same order: nothing to report."""
     custom_strategy = hpcdist.MultiWorkerMirroredStrategy(cross_device_ops=OwnSum())
-    now = custom_strategy if name == "OwnSum" else summing_by(implementation=name)
+    if name == "OwnSum":
+        now = custom_strategy
+    else:
+        now = summing_by(implementation=name)
     reports = warnings_of_a_restore(shared_path, caplog, summing_by(), now)
     assert len(reports) == int(comm.rank == 0 and name in ("RING", "OwnSum"))
     assert all(report.endswith(f"these changed: all_reduce in the order of replicas -> {name}") for report in reports)
@@ -893,7 +896,10 @@ def test_a_restore_writes_into_the_tensors_that_exist(comm, shared_path):
     values = np.arange(4.0)
     manager = Manager(hpcdist.Checkpoint(model=model, values=values), shared_path)
     manager.save(1)
-    index = Store(shared_path).read_latest().index if comm.rank == 0 else None
+    if comm.rank == 0:
+        index = Store(shared_path).read_latest().index
+    else:
+        index = None
     if comm.rank == 0:
         prepared = manager.checkpoint.prepare(index, "file")
         addresses = {array.ctypes.data for array in prepared.arrays}
@@ -953,7 +959,10 @@ def test_a_run_continues_under_another_strategy(comm, shared_path, make, is_back
         strategy.run(lambda: model(torch.ones(4, 3)).square().sum().backward())
         optimizer.step()
         checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
-        momentum = optimizer.state[model[0].weight]["momentum_buffer"] if strategy.is_chief else None
+        if strategy.is_chief:
+            momentum = optimizer.state[model[0].weight]["momentum_buffer"]
+        else:
+            momentum = None
         return model, momentum, hpcdist.CheckpointManager(checkpoint, shared_path / "run")
 
     kinds = [lambda: hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum"), make]

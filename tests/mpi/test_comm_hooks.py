@@ -186,7 +186,7 @@ class TwoModels:
 
     def sum_of_gradients(self):
         """Return the sum over steps of each parameter's gradient; nothing is trained."""
-        totals = [torch.zeros_like(parameter) for parameter in self.parameters]
+        totals = list(map(torch.zeros_like, self.parameters))
         for step, rows in enumerate(self.batches):
             self.models.zero_grad()
             losses = self.models[step % 2](rows).square().sum(1)

@@ -1,5 +1,6 @@
 """ClusterCoordinator on real ranks: what functions see and leave behind, results, errors, resources of workers."""
 
+import functools
 import gc
 import threading
 
@@ -353,7 +354,9 @@ def test_functions_are_as_the_program_has_them_whenever_they_are_scheduled(coord
             return calls["n"]
 
         def factorial(n):
-            return 1 if n < 2 else n * factorial(n - 1)
+            if n < 2:
+                return 1
+            return n * factorial(n - 1)
 
         for scale in (1.0, 2.0, 3.0):
             for value in (0, 10):
@@ -460,7 +463,7 @@ def test_random_numbers_follow_the_number_of_the_function_and_go_on_after_a_rest
         coordinator.join()
         if not has_restored:
             manager.save(12)
-        return {tuple(sample) for sample in drawn}
+        return set(map(tuple, drawn))
 
     first, second = (coordinated(draw) for _ in range(2))
     later = coordinated(lambda coordinator: draw(coordinator, has_restored=True))
@@ -916,7 +919,10 @@ def test_rules_that_wait_for_all_workers_are_refused(comm, options):
         pytest.skip("a coordinator needs a parameter server and a worker")
     resolver = hpcdist.MPIClusterResolver(roles="ps:1,chief:1,worker:*")
     server = hpcdist.Server(resolver)
-    start = (lambda: hpcdist.ParameterServerStrategy(resolver, **options)) if comm.rank == 1 else server.join
+    if comm.rank == 1:
+        start = functools.partial(hpcdist.ParameterServerStrategy, resolver, **options)
+    else:
+        start = server.join
     with pytest.raises(ConfigurationError, match="neither max_staleness nor synchronous"):
         start()
 
@@ -926,7 +932,10 @@ def test_two_programs_beside_workers_that_serve_are_refused(comm):
         pytest.skip("a coordinator needs a parameter server and a worker")
     resolver = hpcdist.MPIClusterResolver(roles="ps:1,worker:*")
     is_program = comm.rank == comm.size - 1 or (comm.rank == 1 and comm.size > 3)
-    start = (lambda: hpcdist.ParameterServerStrategy(resolver)) if is_program else hpcdist.Server(resolver).join
+    if is_program:
+        start = functools.partial(hpcdist.ParameterServerStrategy, resolver)
+    else:
+        start = hpcdist.Server(resolver).join
     with pytest.raises(
         ConfigurationError, match=r"the chief alone to run the program, got the program on ranks \[.*\]"
     ):

@@ -152,7 +152,10 @@ def test_a_rank_that_makes_no_more_steps_is_found(comm):
     for _ in range(3):
         program.step()
     step = program.optimizer.step
-    program.optimizer.step = (lambda: None) if comm.rank == 1 else step
+    if comm.rank == 1:
+        program.optimizer.step = lambda: None
+    else:
+        program.optimizer.step = step
     number, text = program.steps_until_found(2 * SUMS_PER_SLICE)
     assert number is not None
     assert "the parameters" in text
@@ -164,7 +167,10 @@ def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(c
     with program.strategy.scope():
         second_model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(second_model.parameters(), lr=0.01)
-    live_objects = [second_model, optimizer] if comm.rank == 0 else []
+    if comm.rank == 0:
+        live_objects = [second_model, optimizer]
+    else:
+        live_objects = []
     program.step()
     steps(second_model, optimizer, torch.ones(2, 3), SUMS_PER_SLICE)
     for _ in range(n_steps_before):

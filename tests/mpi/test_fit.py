@@ -726,10 +726,16 @@ def test_callbacks_that_differ_between_ranks(comm, rows):
     if comm.size == 1:
         pytest.skip("two ranks")
     model = make_model(hpcdist.MultiWorkerMirroredStrategy())
-    rank_callbacks = [hpcdist.callbacks.TerminateOnNaN()] if comm.rank == 0 else []
+    if comm.rank == 0:
+        rank_callbacks = [hpcdist.callbacks.TerminateOnNaN()]
+    else:
+        rank_callbacks = []
     with pytest.raises(UsageError, match=r"TerminateOnNaN.*History"):
         model.fit(*rows, callbacks=rank_callbacks, verbose=0)
-    hooks = {"on_train_batch_end": lambda batch, logs: None} if comm.rank == 0 else {}
+    if comm.rank == 0:
+        hooks = {"on_train_batch_end": lambda batch, logs: None}
+    else:
+        hooks = {}
     with pytest.raises(UsageError, match=r"LambdaCallback"):
         model.fit(*rows, callbacks=[hpcdist.callbacks.LambdaCallback(**hooks)], verbose=0)
 
@@ -742,7 +748,7 @@ def test_predictions_go_to_a_file_row_by_row(comm, strategy, rows, shared_path):
     np.testing.assert_array_equal(h5py.File(path)["predictions"][:], model.predict(x, batch_size=16))
     assert [entry.name for entry in path.parent.iterdir()] == ["out.h5"]
     back = hpcdist.Dataset.from_hdf5(path, "predictions").batch(16)
-    assert sum(len(batch) for batch in back) == N_ROWS
+    assert sum(map(len, back)) == N_ROWS
     comm.barrier()
     with strategy.scope():
         named = hpcdist.Model(Named())

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -233,7 +234,10 @@ def test_unused_parameters_train_as_on_one_rank(pair, comm):
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
             for step in range(4):
                 optimizer.zero_grad(set_to_none=set_to_none)
-                loss = loss_of(module, rows) if step == 0 else module[0](rows[0]).square().sum() / ROWS
+                if step == 0:
+                    loss = loss_of(module, rows)
+                else:
+                    loss = module[0](rows[0]).square().sum() / ROWS
                 loss.backward()
                 optimizer.step()
         assert_close([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
@@ -514,7 +518,10 @@ def test_a_backward_inside_another_call_of_autograd_is_refused(pair, comm, outer
     model, _ = pair
     x = local_rows(comm)[0][0].requires_grad_()
     loss = Inner.apply(x, model).sum()
-    go_backward = loss.backward if outer == "backward" else lambda: torch.autograd.grad(loss, x)
+    if outer == "backward":
+        go_backward = loss.backward
+    else:
+        go_backward = functools.partial(torch.autograd.grad, loss, x)
     with pytest.raises(GradientError, match="one backward at a time"):
         go_backward()
 
@@ -986,7 +993,7 @@ def test_the_same_first_batch_on_every_rank_is_reported_once(strategy, comm, cap
         strategy.run(model, args=(torch.ones(2, 4),))
     reports = comm.allgather([r.getMessage() for r in caplog.records])
     n_expected = 1 if is_same and comm.size > 1 else 0
-    assert [len(texts) for texts in reports] == [n_expected] + [0] * (comm.size - 1)
+    assert list(map(len, reports)) == [n_expected] + [0] * (comm.size - 1)
     if n_expected:
         assert "got the same first batch on all; if it comes from a plain DataLoader, use strategy." in reports[0][0]
 
@@ -1213,7 +1220,10 @@ def test_nan_of_an_empty_part_is_not_added(comm):
     with strategy.scope():
         model = nn.Linear(2, 1)
     for x in strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(torch.ones(1, 2)).batch(4)):
-        loss = model(x).mean() if len(x) else model(torch.ones(1, 2)).sum() * float("nan")
+        if len(x):
+            loss = model(x).mean()
+        else:
+            loss = model(torch.ones(1, 2)).sum() * float("nan")
         loss.backward()
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
@@ -1288,4 +1298,4 @@ def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows(comm):
     assert torch.equal(weights[1], weights[2])
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[2], weights[3])
-    assert len({str(weight) for weight in comm.allgather([weight.tolist() for weight in weights])}) == 1
+    assert len(set(map(str, comm.allgather([weight.tolist() for weight in weights])))) == 1

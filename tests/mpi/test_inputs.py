@@ -55,8 +55,8 @@ def test_uneven_inputs_every_sample_once_and_exact_metrics(strategy, comm, first
         for part in strategy.experimental_distribute_dataset(dataset):
             total += strategy.reduce("sum", part, axis=0).item()
             means.append(strategy.reduce("mean", part, axis=0).item())
-        assert total == sum(sum(step) for step in whole), number
-        assert means == pytest.approx([np.mean(step) for step in whole], rel=1e-15), number
+        assert total == sum(map(sum, whole)), number
+        assert means == pytest.approx(list(map(np.mean, whole)), rel=1e-15), number
 
 
 @pytest.mark.feature("tf.replicas-empty-part", "input.zero-weight-participation", "complaints.last-uneven-batch")
@@ -171,11 +171,14 @@ def own_rows(comm, n_rows):
 )
 @pytest.mark.parametrize("is_shortest_first", [True, False])
 def test_datasets_from_a_function_end_together(strategy, comm, is_shortest_first):
-    place = comm.rank if is_shortest_first else comm.size - 1 - comm.rank
+    if is_shortest_first:
+        place = comm.rank
+    else:
+        place = comm.size - 1 - comm.rank
     distributed = strategy.distribute_datasets_from_function(own_rows(comm, 1 + 2 * place))
     for _ in range(2):
         parts = list(distributed)
-        assert [len(part) for part in parts] == [2] * place + [1] + [0] * (comm.size - 1 - place)
+        assert list(map(len, parts)) == [2] * place + [1] + [0] * (comm.size - 1 - place)
         assert all(part.shape[1:] == (3,) for part in parts)
     iterator = iter(distributed)
     values = [iterator.get_next_as_optional().has_value() for _ in range(comm.size + 1)]
@@ -200,7 +203,7 @@ def test_the_seed_of_a_function_is_the_chiefs(strategy, comm):
     rows = hpcdist.Dataset.from_tensor_slices(np.arange(30))
     distributed = strategy.distribute_datasets_from_function(lambda context: rows.shuffle().batch(30))
     assert len(set(comm.allgather(distributed.state_dict()["seed"]))) == 1
-    assert len({tuple(part) for part in comm.allgather(next(iter(distributed)).tolist())}) == comm.size
+    assert len(set(map(tuple, comm.allgather(next(iter(distributed)).tolist())))) == comm.size
 
 
 def test_a_function_that_fails_on_one_rank_fails_on_all(strategy, comm, tmp_path):
@@ -303,7 +306,7 @@ def test_samplers_divide_the_rows_of_an_epoch_among_the_ranks(comm, drop_last):
         local_rows = [int(row) for (part,) in loader for row in part]
         orders.append(local_rows)
         shares = comm.allgather(local_rows)
-        assert {len(share) for share in shares} == {len(sampler)}
+        assert set(map(len, shares)) == {len(sampler)}
         assert len({row for share in shares for row in share}) == (len(shares) * len(sampler) if drop_last else 11)
     assert orders[0] != orders[1]
     sampler.set_epoch(1, n_used=2)  # as after a restart

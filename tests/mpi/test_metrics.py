@@ -34,7 +34,10 @@ def own_rows(*tensors):
     replica = hpcdist.get_replica_context()
     n = replica.num_replicas_in_sync
     number = replica.replica_id_in_sync_group
-    bounds = [N_ROWS * (k * k) // (n * n) for k in range(n + 1)] if n > 1 else [0, N_ROWS]
+    if n > 1:
+        bounds = [N_ROWS * (k * k) // (n * n) for k in range(n + 1)]
+    else:
+        bounds = [0, N_ROWS]
     return [None if tensor is None else tensor[bounds[number] : bounds[number + 1]] for tensor in tensors]
 
 
@@ -244,10 +247,8 @@ def test_a_replica_sees_its_own(strategy):
     def step():
         return metric(float(hpcdist.get_replica_context().replica_id_in_sync_group))
 
-    replica_results = [
-        float(replica_result) for replica_result in strategy.experimental_local_results(strategy.run(step))
-    ]
-    assert replica_results == [float(number) for number in strategy.own_replicas]
+    replica_results = list(map(float, strategy.experimental_local_results(strategy.run(step))))
+    assert replica_results == list(map(float, strategy.own_replicas))
     assert float(metric.result()) == sum(range(strategy.num_replicas_in_sync))
 
 
@@ -257,7 +258,7 @@ def test_it_has_the_same_bits_on_any_number_of_ranks():
     metric = make(strategy, metrics.Sum)
     values = torch.tensor([1, 2.0**53, 1, 1, 2, 2, 2], dtype=torch.float64)
     strategy.run(lambda: metric.update_state(values[hpcdist.get_replica_context().replica_id_in_sync_group]))
-    v = [float(value) for value in values]
+    v = list(map(float, values))
     tree = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + v[6])
     assert float(metric.result()) == tree != sum(v)
 

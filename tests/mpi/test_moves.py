@@ -79,7 +79,10 @@ def test_alltoall_that_does_not_fit_is_refused_on_all_ranks(comm):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_reduce_scatter_of_a_tensor_gives_a_tensor(comm, dtype, is_async):
     summand = torch.arange(2 * comm.size + 1).to(dtype)
-    local_part = hpcdist.reduce_scatter_async(summand).wait() if is_async else hpcdist.reduce_scatter(summand)
+    if is_async:
+        local_part = hpcdist.reduce_scatter_async(summand).wait()
+    else:
+        local_part = hpcdist.reduce_scatter(summand)
     assert local_part.dtype is dtype
     assert [x for part in comm.allgather(local_part.tolist()) for x in part] == (summand * comm.size).tolist()
     if dtype.is_floating_point:
@@ -128,7 +131,7 @@ def test_objects_go_everywhere(comm):
     last = comm.size - 1
     assert hpcdist.broadcast_object({"from": comm.rank}, last) == {"from": last}
     assert hpcdist.all_gather_objects(("rank", comm.rank)) == [("rank", rank) for rank in range(comm.size)]
-    assert hpcdist.scatter_objects([str(rank) for rank in range(comm.size)], last) == str(comm.rank)
+    assert hpcdist.scatter_objects(list(map(str, range(comm.size))), last) == str(comm.rank)
     came = hpcdist.alltoall_objects([(comm.rank, to) for to in range(comm.size)])
     assert came == [(source, comm.rank) for source in range(comm.size)]
 
@@ -159,11 +162,14 @@ def test_an_optimizers_state_is_taken_from_the_chief(comm):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_dataset_that_only_root_has_is_dealt_out(comm, shuffle, is_equal):
     n_items = 2 * comm.size + 1
-    rows = torch.utils.data.TensorDataset(torch.arange(n_items)) if comm.rank == 0 else None
+    if comm.rank == 0:
+        rows = torch.utils.data.TensorDataset(torch.arange(n_items))
+    else:
+        rows = None
     local_share = hpcdist.scatter_dataset(rows, shuffle=shuffle, seed=3, force_equal_length=is_equal)
     shares = comm.allgather([int(row) for (row,) in local_share])
     assert {row for share in shares for row in share} == set(range(n_items))
-    lengths = [len(share) for share in shares]
+    lengths = list(map(len, shares))
     assert (len(set(lengths)) == 1) if is_equal else sum(lengths) == n_items
     joined = [row for share in shares for row in share][:n_items]
     assert (joined == list(range(n_items))) is not (shuffle and n_items > 1)
@@ -335,7 +341,7 @@ def test_gradients_are_summed_by_a_subclass_of_cross_device_ops(comm, num_replic
         return model.weight.grad.sum()
 
     total = strategy.run(step)
-    assert [float(replica_total) for replica_total in strategy.experimental_local_results(total)] == pytest.approx(
+    assert list(map(float, strategy.experimental_local_results(total))) == pytest.approx(
         [6.0 * strategy.num_replicas_in_sync] * len(strategy.own_replicas)
     )
     assert ops.n_values == ({comm.size} if comm.size > 1 else ops.n_values)
@@ -448,11 +454,17 @@ def test_calls_that_do_not_fit_together_raise_on_all_ranks(comm, name, is_tensor
         pytest.skip("one rank makes one call")
     call, difference = name.split(", ")
     is_other = comm.rank == comm.size - 1
-    shape = {"shape": (6, 2), "size": (5, 3)}.get(difference, (4, 3)) if is_other else (4, 3)
+    if is_other:
+        shape = {"shape": (6, 2), "size": (5, 3)}.get(difference, (4, 3))
+    else:
+        shape = (4, 3)
     array = np.zeros(shape, np.float32 if is_other and difference == "dtype" else np.float64)
     payload = torch.from_numpy(array) if is_tensor else array
     root = int(is_other and difference == "root")
-    pieces = [payload] if is_other else [payload[:1], payload[1:]]
+    if is_other:
+        pieces = [payload]
+    else:
+        pieces = [payload[:1], payload[1:]]
     calls = {
         "broadcast": lambda: hpcdist.broadcast(payload, root),
         "scatter": lambda: hpcdist.scatter(payload, root),

@@ -108,7 +108,10 @@ def test_hierarchical(comm, cupy, make_group, monkeypatch, dtype, ranks_per_host
         gpu_hierarchical.all_reduce(array, group)
         assert array.host.tolist() == expected("sum", comm.size, count).astype(dtype).tolist()
     is_one_host = ranks_per_host == comm.size
-    calls = ["allReduce"] if is_one_host else ["reduceScatter", "allGather"]
+    if is_one_host:
+        calls = ["allReduce"]
+    else:
+        calls = ["reduceScatter", "allGather"]
     log = group.peek(("nccl", "all" if is_one_host else "node"))._inner.log
     assert log == calls * (4 - (comm.size == 1))
 
@@ -436,7 +439,10 @@ def test_whole_numbers_on_a_device_are_not_scaled(comm, cupy, dtype):
 def test_calls_in_the_background_wait_for_what_made_their_buffers(comm, cupy, monkeypatch, kind):
     """Streams of the thread wait for no stream of this one."""
     host = np.zeros(8, np.float32)
-    buffer = cupy.array(host) if kind == "cupy" else gpu_tensor(host)
+    if kind == "cupy":
+        buffer = cupy.array(host)
+    else:
+        buffer = gpu_tensor(host)
     memory = buffer.host if kind == "cupy" else host
     producer = cupy.stream if kind == "cupy" else cupy.producer
     producer.queue.append(lambda: memory.fill(comm.rank + 1))

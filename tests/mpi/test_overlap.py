@@ -140,7 +140,7 @@ def test_what_the_bits_depend_on_is_described(comm, over_hosts):
     def described(**options):
         communication_options = hpcdist.CommunicationOptions(**options)
         facts = hpcdist.MultiWorkerMirroredStrategy(communication_options=communication_options).describe_sums()
-        assert [facts.pop(name) for name in ("replicas", "comm_hook", "local_steps")] == [None, None, None]
+        assert list(map(facts.pop, ("replicas", "comm_hook", "local_steps"))) == [None, None, None]
         return facts
 
     over_hosts("1 each")

@@ -531,11 +531,10 @@ def test_the_plan_knows_the_rows_whatever_a_batch_looks_like(comm, collate):
         first, *sizes, labels = batch
         values = model(first)
         is_padding = (first == 0).all(-1, keepdim=True)
-        sums = (
-            values.masked_fill(is_padding, 0).sum(0)
-            if not sizes
-            else torch.stack([part.sum(0) for part in values.split(sizes[0].tolist())])
-        )
+        if not sizes:
+            sums = values.masked_fill(is_padding, 0).sum(0)
+        else:
+            sums = torch.stack([part.sum(0) for part in values.split(sizes[0].tolist())])
         return nn.functional.mse_loss(sums, labels)
 
     loader = DataLoader(Ragged(), batch_size=8, collate_fn=collate)
@@ -631,7 +630,7 @@ def test_loaders_of_the_programs_own_draw_other_random_numbers_in_each_pass(comm
     Program().distributed()  # from here on loaders are followed
     loader = DataLoader(torch.arange(50), batch_size=50, shuffle=True)
     orders = [next(iter(loader)).tolist() for _ in range(3)]
-    assert len({str(order) for order in orders}) == 3
+    assert len(set(map(str, orders))) == 3
     first, second = zip(
         *zip(loader, DataLoader(torch.arange(50), batch_size=50, shuffle=True), strict=True), strict=True
     )

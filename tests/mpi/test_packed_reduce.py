@@ -54,7 +54,10 @@ def bits(nest):
     leaf_bits = []
 
     def leaf(value):
-        array = value.double().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        if isinstance(value, torch.Tensor):
+            array = value.double().numpy()
+        else:
+            array = np.asarray(value)
         leaf_bits.append((str(getattr(value, "dtype", type(value))), array.shape, array.tobytes()))
 
     map_nest(leaf, nest)

@@ -30,7 +30,10 @@ def on_servers(comm):
         if entries is not None:
             workers = [f"host{number}:1" for number in sorted(set(entries[1:]))]
             spec = hpcdist.ClusterSpec({"ps": ["host0:2"], "worker": workers})
-            task = ("ps", 0) if comm.rank == 0 else ("worker", entries[comm.rank])
+            if comm.rank == 0:
+                task = ("ps", 0)
+            else:
+                task = ("worker", entries[comm.rank])
             resolver = hpcdist.SimpleClusterResolver(spec, *task)
         result = error = left_with = None
         try:
@@ -113,7 +116,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("n_shards", [None, 2])
 def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, across, make_optimizer, n_shards):
-    partitioner = None if n_shards is None else hpcdist.FixedShardsPartitioner(n_shards)
+    if n_shards is None:
+        partitioner = None
+    else:
+        partitioner = hpcdist.FixedShardsPartitioner(n_shards)
 
     def body(strategy):
         model, optimizer = make_model(strategy, make_optimizer)
@@ -593,7 +599,10 @@ def in_entries(comm, on_servers):
         pytest.skip("a server and a worker with two ranks")
 
     def run(body, **options):
-        entries = [0, 0, 0, 1, 1] if comm.size == 5 else [0] * comm.size
+        if comm.size == 5:
+            entries = [0, 0, 0, 1, 1]
+        else:
+            entries = [0] * comm.size
         result = on_servers(body, entries=entries, **options)
         comm.Barrier()
         return result
@@ -714,7 +723,9 @@ def test_ranks_of_an_entry_save_and_load_one_state(comm, in_entries, shared_path
 def test_a_stop_request_to_any_rank_of_an_entry_reaches_all(comm, in_entries):
     class Requester:
         def requested(self):
-            return Request.STOP if comm.rank == comm.size - 1 else Request.NONE
+            if comm.rank == comm.size - 1:
+                return Request.STOP
+            return Request.NONE
 
         def note_unsafe_point(self):
             """Nothing waits here."""

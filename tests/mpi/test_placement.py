@@ -40,7 +40,9 @@ class OnDevice(torch.Tensor):
         to = dict(kwargs or {}).pop("device", None)
         result = func(*tree_map(lambda x: x.held if isinstance(x, cls) else x, args), **(kwargs or {}))
         is_moved = to is not None and torch.device(to).type == "cpu"
-        return result if is_moved else tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
+        if is_moved:
+            return result
+        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
 
 
 def make_data(n_rows=10, batch=4):

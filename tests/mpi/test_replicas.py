@@ -199,7 +199,7 @@ def test_run_takes_dataclasses_and_keeps_counters_and_sizes_whole(strategy):
     replicas = strategy.own_replicas
     assert counters.values == tuple(Counter("a" * replica) for replica in replicas)
     assert sizes.values == tuple(torch.Size([replica, 3]) for replica in replicas)
-    assert rows.values == tuple(Rows(replica) for replica in replicas)
+    assert rows.values == tuple(map(Rows, replicas))
 
 
 @pytest.mark.feature("tf.reduce-mean-over", "tf.reduce-negative-axes", "semantics.reduce-over-axes")
@@ -707,9 +707,9 @@ def test_replicas_that_do_not_agree_are_named(strategy):
 
     def other_calls(replica):
         context = hpcdist.get_replica_context()
-        return (
-            context.all_reduce("sum", 1.0) if replica == replica_ids[0] else context.all_gather(torch.ones(1), axis=0)
-        )
+        if replica == replica_ids[0]:
+            return context.all_reduce("sum", 1.0)
+        return context.all_gather(torch.ones(1), axis=0)
 
     with pytest.raises(
         DesyncError, match=f"expected replica {replica_ids[1]} at an all_reduce, as replica {replica_ids[0]}"
