@@ -133,7 +133,7 @@ def sealed(path, data):
     """Write a file whose header fits its bytes."""
     old = parse_header(data[:HEADER_BYTES], path)
     split = old.index_offset
-    digests = [xxhash.xxh3_128_hexdigest(part) for part in (data[HEADER_BYTES:split], data[split:])]
+    digests = list(map(xxhash.xxh3_128_hexdigest, (data[HEADER_BYTES:split], data[split:])))
     path.write_bytes(Header(len(data), split, old.index_nbytes, *digests).to_bytes() + data[HEADER_BYTES:])
 
 

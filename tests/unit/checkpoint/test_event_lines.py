@@ -68,7 +68,7 @@ def test_no_size_is_empty(tmp_path, nbytes):
 def test_a_thinned_ledger_has_the_same_facts():
     lines = [json.dumps({"event": "begin", "base": 3, "is_new_try": False, **vars(LAUNCH)})]
     lines += [json.dumps({"event": "resume", "step": 3}), json.dumps({"event": "save"}), "torn"]
-    lines += [commit_line(step) for step in range(4, 3000)]
+    lines += list(map(commit_line, range(4, 3000)))
     lines.append(json.dumps({"event": "end", "how": "stopped", "reason": "x"}))
     expected = parse_attempt(1, lines)
     for _ in range(5):

@@ -28,7 +28,7 @@ def read_all(folder, environ, first, last, every):
         capture_output=True,
         text=True,
     )
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = list(map(json.loads, done.stdout.splitlines()))
     assert done.returncode == 0, f"status {done.returncode} at {lines[-1:]}: {done.stderr[-2000:]}"
     return list(zip(lines[::2], lines[1::2], strict=True))
 
@@ -44,7 +44,9 @@ def what_is_wrong(case, report):
     }
     if not allowed[case["kind"]]:
         return f"{case['name']}: {report['outcome']} {report['text']}"
-    return f"{case['name']}: given to libhdf5" if report["opened"] else None
+    if report["opened"]:
+        return f"{case['name']}: given to libhdf5"
+    return None
 
 
 @pytest.mark.parametrize("name", ["object", ">f4", "U3", "M8[s]", "longdouble", "index"])

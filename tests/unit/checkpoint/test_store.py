@@ -81,7 +81,9 @@ def steps(folder):
 
 def latest_value(folder):
     latest = folder.read_latest()
-    return None if latest is None else float(latest.arrays[0].values[0])
+    if latest is None:
+        return None
+    return float(latest.arrays[0].values[0])
 
 
 def names(folder):

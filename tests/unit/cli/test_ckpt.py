@@ -147,7 +147,10 @@ def test_there_and_back(run_dir, call, tmp_path, suffix):
     out = tmp_path / f"model{suffix}"
     imported_path = tmp_path / "again.h5"
     assert call("export", run_dir, out)[0] == 0
-    exported_tensors = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    if suffix == ".safetensors":
+        exported_tensors = load_file(out)
+    else:
+        exported_tensors = torch.load(out, weights_only=True)
     assert set(exported_tensors) == {"weight", "bias"}
     assert call("import", out, imported_path)[0] == 0
     model = torch.nn.Linear(3, 2)

@@ -21,7 +21,7 @@ def ranks(n_hosts=1, n_local=2, **more):
 
 
 def lines(rank_facts, folder=""):
-    return [str(finding) for finding in findings_of(rank_facts, folder)]
+    return list(map(str, findings_of(rank_facts, folder)))
 
 
 def bad(rank_facts, folder=""):

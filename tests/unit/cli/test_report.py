@@ -59,8 +59,14 @@ def run_dir(tmp_path):
             record_rank(folder, attempt, rank, first, last, began, 0.9 if attempt == 2 and rank == 3 else 0.5)
         commit = {"event": "commit", "step": last - 10, "nbytes": 3_000_000, "took_s": 0.25, "time_s": began + 30}
         begin = {"event": "begin", "time_s": began - 1, "job": "17", "nodes": ["n1", "n2"]}
-        resume = [{"event": "resume", "step": 30, "time_s": began}] if attempt == 2 else []
-        end = [{"event": "end", "how": "finished", "reason": "done <i>", "time_s": began + 70}] if attempt == 2 else []
+        if attempt == 2:
+            resume = [{"event": "resume", "step": 30, "time_s": began}]
+        else:
+            resume = []
+        if attempt == 2:
+            end = [{"event": "end", "how": "finished", "reason": "done <i>", "time_s": began + 70}]
+        else:
+            end = []
         write(folder / "checkpoints" / "attempts" / f"{attempt:04d}.jsonl", begin, *resume, commit, *end)
     write(folder / "metrics.jsonl", *({"step": step, "loss <x>": 100 / step} for step in range(5, 100, 5)))
     settings = {"roles": {"value": "worker:4", "from": "HPCDIST_ROLES"}}

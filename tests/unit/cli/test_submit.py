@@ -216,7 +216,10 @@ def test_commands_of_the_recipes(here, call, monkeypatch, command):
     (here / "apptainer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
     words = shlex.split(command)[2:]
-    more = () if "--run-dir" in words else ("train.py", "--run-dir", "a")
+    if "--run-dir" in words:
+        more = ()
+    else:
+        more = ("train.py", "--run-dir", "a")
     code, script, error = call("--dry-run", *words, *more)
     assert code == 0, error
     checked(script)

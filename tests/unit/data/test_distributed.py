@@ -39,7 +39,9 @@ def dataset_of(rows, rng):
         dataset = Dataset.from_generator(lambda: zip(*numbers, strict=True))
     else:
         dataset = Dataset.from_tensor_slices(numbers)
-    return dataset.shuffle(buffer_size=7, seed=rng.randint(0, 9)) if rng.random() < 0.5 else dataset
+    if rng.random() < 0.5:
+        return dataset.shuffle(buffer_size=7, seed=rng.randint(0, 9))
+    return dataset
 
 
 def on_ranks(dataset, n_replicas, n_ranks):
@@ -52,7 +54,7 @@ def on_ranks(dataset, n_replicas, n_ranks):
 def steps_of(distributed, n_steps=None):
     """Return, step by step, the parts of all replicas. Ranks that do not end together fail."""
     steps = []
-    iterators = [iter(rank_dataset) for rank_dataset in distributed]
+    iterators = list(map(iter, distributed))
     while n_steps is None or len(steps) < n_steps:
         elements = [iterator.get_next_as_optional() for iterator in iterators]
         if not any(element.has_value() for element in elements):
@@ -250,7 +252,7 @@ def test_shard_by_policy(files):
     rows = Dataset.from_hdf5(files, "x")
 
     def shards(dataset, n_shards=2):
-        return [[int(row) for row in dataset.shard(n_shards, index)] for index in range(n_shards)]
+        return [list(map(int, dataset.shard(n_shards, index))) for index in range(n_shards)]
 
     every_second = [list(range(0, 11, 2)), list(range(1, 11, 2))]
     assert shards(with_policy(rows, policy.FILE)) == shards(with_policy(rows, policy.AUTO)) == OWN_FILES
@@ -274,7 +276,10 @@ def parts_of(dataset, n_replicas):
 @pytest.mark.parametrize("source", ["rows", "stream"])
 def test_policy_off_gives_every_replica_all_rows_in_parts_of_the_global_batch(source):
     """As TensorFlow does, so that a loss divided by the global batch is a mean."""
-    rows = Dataset.from_tensor_slices(np.arange(5)) if source == "rows" else Dataset.from_generator(lambda: range(5))
+    if source == "rows":
+        rows = Dataset.from_tensor_slices(np.arange(5))
+    else:
+        rows = Dataset.from_generator(lambda: range(5))
     dataset = with_policy(rows, hpcdist.AutoShardPolicy.OFF)
     assert parts_of(dataset.batch(4), 2) == [[[0, 1]] * 2, [[2, 3]] * 2, [[4]] * 2]
     assert parts_of(dataset.batch(4, drop_remainder=True), 2) == [[[0, 1]] * 2, [[2, 3]] * 2]
@@ -332,7 +337,7 @@ def test_policy_hint_puts_the_real_shard_in_the_marked_place():
     assert parts_of(rows.batch(4), 1) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10]]]
     mixed = parts_of(rows.shuffle(seed=1).batch(4).repeat(2), 2)
     rows_by_replica = [sum((step[replica] for step in mixed), []) for replica in range(2)]
-    assert [sorted(replica_rows) for replica_rows in rows_by_replica] == [
+    assert list(map(sorted, rows_by_replica)) == [
         sorted([*range(0, 11, 2)] * 2),
         sorted([*range(1, 11, 2)] * 2),
     ]
@@ -461,7 +466,10 @@ def test_ranks_tell_each_other_while_they_read_what_a_restart_drops(monkeypatch)
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_the_steps_of_a_function_resume(is_stream):
     def make():
-        rows = Dataset.from_generator(lambda: range(6)) if is_stream else Dataset.from_tensor_slices(np.arange(6))
+        if is_stream:
+            rows = Dataset.from_generator(lambda: range(6))
+        else:
+            rows = Dataset.from_tensor_slices(np.arange(6))
         return DistributedFromFunction([rows.shuffle(6, seed=1).batch(2)], range(1), 1)
 
     whole = make()
@@ -511,7 +519,7 @@ def test_a_function_must_return_a_batched_dataset():
 @pytest.mark.feature("tf.experimental-make-numpy", "strategies.numpy-dataset")
 def test_numpy_datasets():
     for make in (Strategy().experimental_make_numpy_dataset, Strategy().make_experimental_numpy_dataset):
-        assert [int(row) for row in make(np.arange(3))] == [0, 1, 2]
+        assert list(map(int, make(np.arange(3)))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_generators():
     assert lists(drawn(5).batch(2)) == [[0, 1], [2, 3], [4]]
     assert lists(drawn(5).batch(2, drop_remainder=True).repeat(2)) == [[0, 1], [2, 3]] * 2
     assert lists(drawn(3).repeat(2).batch(2)) == [[0, 1], [2, 0], [1, 2]]
-    assert [int(row) for row in Dataset.from_generator(range, args=(3,))] == [0, 1, 2]
+    assert list(map(int, Dataset.from_generator(range, args=(3,)))) == [0, 1, 2]
     for never in (drawn(0).batch(2).repeat(), drawn(0).repeat().batch(2), drawn(1).batch(2, True).repeat()):
         assert lists(never) == []
     with pytest.raises(DataError, match="expected a function"):
@@ -416,7 +416,7 @@ def test_every_epoch_of_every_run_has_an_order_of_its_own():
     assert runs.rows(0, 28).tolist() == plain.rows(0, 28).tolist()
     limited_order = SampleOrder(7, seed=1, inner_epochs=2, outer_epochs=2, run_limit=10)
     assert limited_order.rows(0, 20).tolist() == [*plain.rows(0, 10).tolist(), *plain.rows(14, 24).tolist()]
-    assert [limited_order.epoch_of(position) for position in (0, 7, 9, 10, 17)] == [0, 1, 1, 2, 3]
+    assert list(map(limited_order.epoch_of, (0, 7, 9, 10, 17))) == [0, 1, 1, 2, 3]
 
 
 def test_from_tensors():

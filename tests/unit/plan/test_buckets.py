@@ -63,4 +63,4 @@ def test_bucket_size_is_the_best_of_all_numbers_of_buckets(total_bytes, latency_
         return n_buckets * latency_s + total_bytes * per_byte_s / n_buckets
 
     n_buckets = math.ceil(total_bytes / best_bucket_bytes(int(total_bytes), latency_s, per_byte_s))
-    assert cost(n_buckets) <= 1.2 * min(cost(k) for k in range(1, 2000))
+    assert cost(n_buckets) <= 1.2 * min(map(cost, range(1, 2000)))

@@ -47,7 +47,7 @@ def lanes_sum(placement, is_ordered):
         sent.append([rows[place] for place in plan.retained_rows])
     results = []
     for plan in plans:
-        assert plan.arriving == tuple(len(rows) for rows in sent)
+        assert plan.arriving == tuple(map(len, sent))
         rows = [row for host in sent for row in host]
         for into, row in plan.additions:
             rows[into] = text(rows[into], rows[row])

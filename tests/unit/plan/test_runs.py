@@ -80,7 +80,7 @@ def test_nothing_is_joined_if_it_is_not_to_be():
 
 def test_a_run_without_elements_is_the_first_owners():
     (run,) = plan_runs(places_of([0], 2), joins=True)
-    assert [run.is_owner(owner) for owner in range(3)] == [True, False, False]
+    assert list(map(run.is_owner, range(3))) == [True, False, False]
 
 
 @pytest.mark.parametrize("addresses", [(4096, 1 << 20), (1 << 20, 4096), (4096, 4096 + 256)])

@@ -56,7 +56,7 @@ def carry_out(schedules, buffers):
                 turns[rank] = turns[rank] + 1
                 has_sent[rank] = False
                 is_moving = True
-    assert turns == [len(schedule) for schedule in schedules]
+    assert turns == list(map(len, schedules))
     return [message for box in boxes.values() for message in box]
 
 
@@ -118,13 +118,13 @@ def test_costs_of_halving(size):
     exchanged = 2 * (size - 1) * n_elements // size
     n_rounds = 2 * (size - 1).bit_length()
     schedules = [plan_halving(size, rank, n_elements) for rank in range(size)]
-    sent = [n_elements_sent(schedule) for schedule in schedules]
+    sent = list(map(n_elements_sent, schedules))
     if size & (size - 1) == 0:
         assert set(sent) == {exchanged}
         assert all(len(turn.sends) == 1 for schedule in schedules for turn in schedule)
     assert sum(sent) == pytest.approx(size * exchanged, rel=0.01)
     assert max(sent) <= 1.5 * exchanged + size
-    assert max(len(schedule) for schedule in schedules) == n_rounds
+    assert max(map(len, schedules)) == n_rounds
 
 
 def test_bytes_of_a_ring_that_does_not_divide_evenly():
@@ -132,7 +132,10 @@ def test_bytes_of_a_ring_that_does_not_divide_evenly():
         for n_elements in counts(size):
             chunks = [stop - start for start, stop in (block_bounds(n_elements, size, part) for part in range(size))]
             for rank in range(size):
-                left_out = chunks[(rank + 1) % size] + chunks[(rank + 2) % size] if size > 1 else 2 * n_elements
+                if size > 1:
+                    left_out = chunks[(rank + 1) % size] + chunks[(rank + 2) % size]
+                else:
+                    left_out = 2 * n_elements
                 assert n_elements_sent(plan_ring(size, rank, n_elements)) == 2 * n_elements - left_out
 
 
@@ -147,5 +150,5 @@ def test_rows_are_added_once_each(n_rows):
 
 
 def test_the_tree_by_hand():
-    assert by_tree([Symbolic(letter) for letter in "abcde"]).text == "(((a+b)+(c+d))+e)"
+    assert by_tree(list(map(Symbolic, "abcde"))).text == "(((a+b)+(c+d))+e)"
     assert plan_additions([(4, 6), (0, 4)]) == [(1, 0)]

@@ -76,7 +76,10 @@ def leave(root, tmp_path, clean_environ):
             timeout=20,
         )
         requeued = tmp_path / "bin" / "calls"
-        scontrol_calls = requeued.read_text() if requeued.exists() else ""
+        if requeued.exists():
+            scontrol_calls = requeued.read_text()
+        else:
+            scontrol_calls = ""
         requeued.unlink(missing_ok=True)
         return done.returncode, done.stdout + done.stderr + scontrol_calls
 

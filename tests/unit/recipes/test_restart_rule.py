@@ -258,7 +258,7 @@ def test_exit_codes_of_signals():
 
 def test_the_codes_are_those_of_the_package():
     final = {ExitCode.USAGE, ExitCode.DO_NOT_REQUEUE, ExitCode.BAD_CONFIGURATION}
-    assert {int(code) for code in final} == set(FINAL_CODES)
+    assert set(map(int, final)) == set(FINAL_CODES)
     rule = hpcdist.restart_rule
     codes = (rule.RUN_AGAIN, rule.INTERNAL, rule.CHECKPOINT_IO, rule.DO_NOT_REQUEUE)
     assert codes == (ExitCode.RUN_AGAIN, ExitCode.INTERNAL, ExitCode.CHECKPOINT_IO, ExitCode.DO_NOT_REQUEUE)

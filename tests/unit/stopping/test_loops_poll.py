@@ -38,7 +38,10 @@ def polls(loop, distributed):
     if isinstance(loop, ast.While):
         sources = [loop.test]
     else:
-        sources = [loop.iter] if isinstance(loop, ast.For) else [part.iter for part in loop.generators]
+        if isinstance(loop, ast.For):
+            sources = [loop.iter]
+        else:
+            sources = [part.iter for part in loop.generators]
     used = {inner.id for source in sources for inner in ast.walk(source) if isinstance(inner, ast.Name)}
     polling = {("handler", "run"), ("coordinator", "join")}
     calls_handler = any(name in POLLING or (receiver, name) in polling for receiver, name in calls(loop))

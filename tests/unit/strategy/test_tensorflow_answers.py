@@ -35,12 +35,14 @@ def strategy_of(n_replicas: int) -> hpcdist.Strategy:
 def ours(value):
     """Return a recorded value as a user of hpcdist would have it: tensors, PerReplica of tensors."""
     if isinstance(value, PerReplica):
-        return hpcdist.PerReplica([ours(replica_value) for replica_value in value.values])
+        return hpcdist.PerReplica(list(map(ours, value.values)))
     if isinstance(value, dict):
         return {key: ours(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(ours(child) for child in value)
-    return torch.tensor(value) if isinstance(value, np.ndarray) else value
+        return type(value)(map(ours, value))
+    if isinstance(value, np.ndarray):
+        return torch.tensor(value)
+    return value
 
 
 def op_of(text):
@@ -49,7 +51,10 @@ def op_of(text):
 
 def check(actual, expected, is_exact):
     if isinstance(expected, PerReplica):
-        values = actual.values if isinstance(actual, hpcdist.DistributedValues) else [actual] * len(expected.values)
+        if isinstance(actual, hpcdist.DistributedValues):
+            values = actual.values
+        else:
+            values = [actual] * len(expected.values)
         for value, expected_value in zip(values, expected.values, strict=True):
             check(value, expected_value, is_exact)
     elif isinstance(expected, dict):
@@ -195,8 +200,13 @@ def error_difference(error, recorded) -> str:
     if recorded is None:
         return f"{type(error).__name__}: {error}"
     is_of_dtypes = recorded.type == "TypeError" and "that don't all match" in recorded.message
-    expected = (UsageError,) if is_of_dtypes else ERRORS[recorded.type]
-    return "" if type(error) in expected else f"{type(error).__name__}: {error}; TensorFlow: {recorded}"
+    if is_of_dtypes:
+        expected = (UsageError,)
+    else:
+        expected = ERRORS[recorded.type]
+    if type(error) in expected:
+        return ""
+    return f"{type(error).__name__}: {error}; TensorFlow: {recorded}"
 
 
 @pytest.mark.parametrize(
