@@ -1,5 +1,7 @@
 """A stand-in for cupy on machines without a GPU: the calls that hpcdist makes, with host memory for the device's.
 
+It lets tests prove the order of calls on NCCL's path, and that ranks agree, where there is no GPU.
+
 Real: the plan, the order of calls, the messages, MPI. Not real: CUDA, NCCL, speed. What is queued on a stream runs only
 when somebody waits for it, so that a forgotten wait gives wrong numbers. Arrays have no buffer protocol, so that MPI
 refuses them. The communicator does its arithmetic by MPI over the ranks that present the same unique id.
@@ -7,6 +9,7 @@ refuses them. The communicator does its arithmetic by MPI over the ranks that pr
 
 import ctypes
 import functools
+import itertools
 import sys
 import threading
 import types
@@ -15,7 +18,9 @@ import zlib
 import numpy as np
 
 FLOATS = {"NCCL_FLOAT16": np.float16, "NCCL_FLOAT32": np.float32, "NCCL_FLOAT64": np.float64, "NCCL_BFLOAT16": None}
-INTEGERS = {f"NCCL_{kind.upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 32, 64)}
+INTEGERS = {
+    f"NCCL_{kind.upper()}{bits}": f"{kind}{bits}" for kind, bits in itertools.product(("int", "uint"), (8, 32, 64))
+}
 INTEGERS = {name: np.dtype(dtype) for name, dtype in INTEGERS.items() if name not in ("NCCL_INT16", "NCCL_UINT16")}
 DTYPE_CODES = {name: code for code, name in enumerate([*FLOATS, *INTEGERS])}
 OP_CODES = {"NCCL_SUM": 10, "NCCL_PROD": 11, "NCCL_MAX": 12, "NCCL_MIN": 13}

@@ -1,4 +1,4 @@
-"""The texts of the errors that hpcdist raises, as its source has them."""
+"""The texts of the errors that hpcdist raises, as its source has them; a test reads what each expects."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Load a state into a Checkpoint as a restore does, without a file and without ranks."""
+"""Load a state into a Checkpoint as a restore does, without a file and without ranks: for tests of single objects."""
 
 from hpcdist.checkpoint.header import Header
 from hpcdist.checkpoint.read import Index, StoredArray

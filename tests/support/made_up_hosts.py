@@ -20,4 +20,7 @@ def group_on(hosts, comm, world, **options):
 def host_numbers(sizes, size):
     if sizes is None:
         return [rank % 2 for rank in range(size)]
-    return [host for host, n_ranks in enumerate(sizes) for _ in range(n_ranks)][:size]
+    hosts = []
+    for host, n_ranks in enumerate(sizes):
+        hosts += [host] * n_ranks
+    return hosts[:size]

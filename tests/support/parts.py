@@ -78,7 +78,11 @@ def run_part(name: str) -> Part:
         unstable = json.loads(unstable_path.read_text())
     else:
         unstable = []
-    print(f"== make {name}: {seconds:.0f} s, {'failed' if code else 'passed'}", flush=True)
+    if code:
+        result = "failed"
+    else:
+        result = "passed"
+    print(f"== make {name}: {seconds:.0f} s, {result}", flush=True)
     return Part(name, code == 0, seconds, tuple(unstable))
 
 

@@ -99,14 +99,6 @@ class Training:
         self.store.note("commit", step=self.step)
 
 
-def final_bits(path):
-    """Return the state and the bytes that the latest checkpoint holds, or None where there is none."""
-    latest = Store(path).read_latest()
-    if latest is None:
-        return None
-    return (latest.index.state, [array.values.tobytes() for array in latest.arrays])
-
-
 def newest_saved(path):
     """Return the latest checkpoint that verifies, or None where there is none."""
     latest_checkpoint = Store(path).read_latest()

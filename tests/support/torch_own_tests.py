@@ -1,5 +1,7 @@
 """Run the tests of torch.distributed that come with torch over the backend `hpcdist`; print what became of each.
 
+It proves that the backend keeps torch's own contract.
+
 mpirun -n 3 python tests/support/torch_own_tests.py FOLDER
 torchrun --nproc-per-node 3 tests/support/torch_own_tests.py FOLDER
 
@@ -70,7 +72,10 @@ def main():
     import hpcdist.torch_backend
 
     dist.init_process_group("hpcdist", init_method="hpcdist://")
-    names = [name for name in sorted(dir(case)) if re.search(WANTED, name) and not re.search(UNWANTED, name)]
+    names = []
+    for name in sorted(dir(case)):
+        if re.search(WANTED, name) and not re.search(UNWANTED, name):
+            names.append(name)
     outcomes_by_name = {}
     for name in names:
         outcomes = [None] * SIZE
@@ -84,7 +89,10 @@ def main():
         outcome_counts = Counter(
             outcome if outcome in ("ok", "skipped") else "failed" for outcome in outcomes_by_name.values()
         )
-        failed = {name: text for name, text in outcomes_by_name.items() if text not in ("ok", "skipped")}
+        failed = {}
+        for name, text in outcomes_by_name.items():
+            if text not in ("ok", "skipped"):
+                failed[name] = text
         passed = [name for name in names if outcomes_by_name[name] == "ok"]
         print(
             "\n" + json.dumps({**outcome_counts, "failures": failed, "passed": passed, "version": hpcdist.__version__})

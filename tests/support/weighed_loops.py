@@ -168,7 +168,11 @@ def main():
         if len({bool(reason == "refused") for reason in whys}) > 1:
             why = f"refused on some ranks only: {whys}"
         outcome = "wrong" if any(whys) else "right"
-        counts["refused" if why == "refused" else outcome] += 1
+        if why == "refused":
+            key = "refused"
+        else:
+            key = outcome
+        counts[key] += 1
         if why not in ("", "refused"):
             print(f"seed {seed} on rank {comm.rank}: {why}", flush=True)
     if comm.rank == 0:

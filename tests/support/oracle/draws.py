@@ -57,7 +57,12 @@ class Draw:
         """Draw an array for each replica; dimension `varying` differs between them."""
         values = []
         for _ in range(self.n_replicas):
-            replica_shape = [self.integer(0, 5) if i == varying else n for i, n in enumerate(shape)]
+            replica_shape = []
+            for i, n in enumerate(shape):
+                if i == varying:
+                    replica_shape.append(self.integer(0, 5))
+                else:
+                    replica_shape.append(n)
             values.append(self.array(replica_shape, dtype))
         return PerReplica(tuple(values))
 

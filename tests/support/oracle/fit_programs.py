@@ -103,7 +103,10 @@ def draw_program(number: int) -> Program:
     validation_rows = draws.choice([0, 5, 12])
     has_class_weight = kind in ("classes", "signs", "yes or no") and not is_sequence and draws.random() < 0.4
     classes = {"signs": [-1, 1], "yes or no": [0, 1]}.get(kind, [0, 1, 2])
-    class_weights = [(label, draws.choice([0.5, 1.0, 3.0])) for label in classes if draws.random() < 0.8]
+    class_weights = []
+    for label in classes:
+        if draws.random() < 0.8:
+            class_weights.append((label, draws.choice([0.5, 1.0, 3.0])))
     if has_class_weight and class_weights:
         class_weight = class_weights
     else:

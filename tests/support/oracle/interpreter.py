@@ -7,8 +7,6 @@ from typing import Any
 from cases import Error
 from program import CHANGING, is_reference, leaves_of, map_leaves, references
 
-_MISSING = object()
-
 
 class Interpreter:
     """One program on its way: its registers, and the library that runs it.

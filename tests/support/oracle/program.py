@@ -89,7 +89,10 @@ def leaves_of(nest: Any) -> list[Any]:
 
 def references(step: dict[str, Any]) -> set[str]:
     """Return the registers that a step of the main program needs."""
-    fields = [step.get(name) for name in ("value", "variable", "args", "kwargs") if name in step]
+    fields = []
+    for name in ("value", "variable", "args", "kwargs"):
+        if name in step:
+            fields.append(step.get(name))
     names = {leaf.split(".")[0] for leaf in leaves_of(fields) if is_reference(leaf)}
     return names | set(step.get("variables", ()))
 

@@ -59,14 +59,15 @@ class ProgramDraw(Draw):
 
     def leaves(self, **wanted: bool) -> dict[str, Form]:
         """Return the leaves of all registers whose properties are as wanted."""
-        all_leaves = {
-            key: form for name, nest in self.forms.items() for key, form in leaves_with_paths(name, nest).items()
-        }
-        return {
-            k: f
-            for k, f in all_leaves.items()
-            if all(getattr(f, property_name) == is_so for property_name, is_so in wanted.items())
-        }
+        all_leaves: dict[str, Form] = {}
+        for name, nest in self.forms.items():
+            all_leaves.update(leaves_with_paths(name, nest))
+        leaves = {}
+        for key, form in all_leaves.items():
+            properties = {property_name: getattr(form, property_name) for property_name in wanted}
+            if properties == wanted:
+                leaves[key] = form
+        return leaves
 
     def leaf(self, **wanted: bool) -> tuple[str, Form] | None:
         """Return one leaf, rather a late one, as values that were computed tell more than those that were drawn."""

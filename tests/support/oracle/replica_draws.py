@@ -39,14 +39,21 @@ class BodyDraw:
         return f"x{900 + self.n_names}"
 
     def leaf(self, **wanted: bool) -> tuple[str, Form] | None:
-        candidates = [
-            (key, form)
-            for key, form in self.forms.items()
-            if form is not None and all(getattr(form, trait) == is_so for trait, is_so in wanted.items())
-        ]
+        candidates = []
+        for key, form in self.forms.items():
+            if form is not None and all(getattr(form, trait) == is_so for trait, is_so in wanted.items()):
+                candidates.append((key, form))
         if candidates:
             return self.draw.one_of(candidates)
         return None
+
+    def keys_like(self, form: Form) -> list[str]:
+        """Return the registers with the shapes and the dtype of a form."""
+        keys = []
+        for key, candidate_form in self.forms.items():
+            if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype):
+                keys.append(key)
+        return keys
 
     def take(self, argument_forms: Any) -> None:
         """Name arguments as the interpreter does: by the order of their leaves."""
@@ -152,12 +159,7 @@ def draw_add(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     if leaf is None:
         return None
     value, form = leaf
-    matching_keys = [
-        key
-        for key, candidate_form in body.forms.items()
-        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
-    ]
-    summand_key = draw.one_of(matching_keys)
+    summand_key = draw.one_of(body.keys_like(form))
     is_rounded = form.is_rounded or body.forms[summand_key].is_rounded  # type: ignore[union-attr]
     return {
         "value": value,
@@ -195,14 +197,17 @@ def draw_all_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
         is_mean = False
     reduced = replace(form, is_plain=False, is_rounded=form.is_rounded or is_mean)
     how = draw.weighted({"leaf": 60, "list": 12, "dict": 12})
-    partner_keys = [
-        key
-        for key, candidate_form in body.forms.items()
-        if candidate_form and candidate_form.is_even and candidate_form.is_float and not candidate_form.is_plain
-    ]
+    partner_keys = []
+    for key, candidate_form in body.forms.items():
+        if candidate_form and candidate_form.is_even and candidate_form.is_float and not candidate_form.is_plain:
+            partner_keys.append(key)
     if how == "leaf" or not partner_keys or not form.is_float:
         fits = form.is_even and (form.is_float or not is_mean)
-        return {"op": op, "value": value, "out": keep(body, reduced if fits else None)}
+        if fits:
+            register = reduced
+        else:
+            register = None
+        return {"op": op, "value": value, "out": keep(body, register)}
     partner_key = draw.one_of(partner_keys)
     draw.one_device |= body.forms[partner_key].dtype != form.dtype or body.forms[partner_key].is_empty  # type: ignore[union-attr]
     nest: Any = [value, partner_key] if how == "list" else {"b": value, "a": partner_key}
@@ -246,12 +251,7 @@ def draw_write(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     body.touched.add(name)
     variable = draw.variables[name]
     form = variable["form"]
-    alike = [
-        key
-        for key, candidate_form in body.forms.items()
-        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
-    ]
-    alike = [key for key in alike if not body.forms[key].is_plain or draw.chance(0.05)]  # type: ignore[union-attr]
+    alike = [key for key in body.keys_like(form) if not body.forms[key].is_plain or draw.chance(0.05)]  # type: ignore[union-attr]
     if alike and draw.chance(0.85):
         value = draw.one_of(alike)
     else:
@@ -271,12 +271,7 @@ def draw_average_loss(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     if leaf is None or leaf[1].rank == 0:
         return None
     value, form = leaf
-    alike = [
-        key
-        for key, candidate_form in body.forms.items()
-        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
-    ]
-    weight = draw.weighted({None: 5, draw.one_of(alike): 3, 0.5: 1})
+    weight = draw.weighted({None: 5, draw.one_of(body.keys_like(form)): 3, 0.5: 1})
     size = draw.weighted({None: 5, draw.integer(1, 40): 5, 0: 0.3, -3: 0.2})
     form = replace(form.without(None), is_plain=False, is_rounded=True)
     return {"value": value, "weight": weight, "size": size, "context": "replica", "out": keep(body, form)}

@@ -90,7 +90,11 @@ def main():
         signal.alarm(0)
         is_same = outcome == "read" and detail == wanted
         report = {"outcome": outcome, "same": is_same, "opened": CountingFile.n_opened}
-        print(json.dumps({**report, "text": detail if outcome == "raised" else ""}), flush=True)
+        if outcome == "raised":
+            text = detail
+        else:
+            text = ""
+        print(json.dumps({**report, "text": text}), flush=True)
     shutil.rmtree(path, ignore_errors=True)
     os._exit(0)
 

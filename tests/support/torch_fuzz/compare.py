@@ -8,6 +8,7 @@ unstable: it says nothing. Ranks are compared bit by bit.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,13 @@ def of_all_ranks(state: State) -> State:
 
 def unequal_names(states: list[State]) -> list[str]:
     """Return the names of what is not the same on all ranks, bit by bit."""
-    names = sorted({name for state in states for name in state})
-    return [name for name in names if len({digest({name: state.get(name)}) for state in states}) > 1]
+    names = sorted(set(itertools.chain.from_iterable(states)))
+    different_names = []
+    for name in names:
+        digests = {digest({name: state.get(name)}) for state in states}
+        if len(digests) > 1:
+            different_names.append(name)
+    return different_names
 
 
 def largest_difference(actual: State, expected: State, dtype: str) -> tuple[float, str]:

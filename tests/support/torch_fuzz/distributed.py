@@ -1,6 +1,5 @@
 """The same program with hpcdist, on all ranks of the job."""
 
-import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -69,10 +68,13 @@ class Distributed:
         if data.prefetch:
             dataset = dataset.prefetch(data.prefetch)
         distributed = self.strategy.experimental_distribute_dataset(dataset)
-        for part, start in ((part, n) for _ in itertools.count() for n, part in enumerate(distributed)):
-            local_columns = self.strategy.experimental_local_results(part["number"])
-            self.numbers.append([number for column in local_columns for number in column.tolist()])
-            yield part, min(data.batch, data.n_rows - start * data.batch)
+        while True:
+            for step, part in enumerate(distributed):
+                numbers = []
+                for column in self.strategy.experimental_local_results(part["number"]):
+                    numbers += column.tolist()
+                self.numbers.append(numbers)
+                yield part, min(data.batch, data.n_rows - step * data.batch)
 
     def scale(self, losses: Tensor, weights: Tensor | None, divisor: int) -> Tensor:
         if self._program.combine in ("settled", "average"):

@@ -76,7 +76,12 @@ def _writes_unseen(cluster: ClusterSpec) -> bool:
 
 def _without_writes(program: Program) -> Program:
     """Return a program that leaves writes to weights to optimizers, as is documented for ranks with one copy."""
-    phases = [replace(phase, mistake="") if "write" in phase.mistake else phase for phase in program.phases]
+    phases = []
+    for phase in program.phases:
+        if "write" in phase.mistake:
+            phases.append(replace(phase, mistake=""))
+        else:
+            phases.append(phase)
     return replace(program, phases=tuple(phases))
 
 

@@ -148,7 +148,10 @@ class _Experts(nn.Module):
     def forward(self, rows: Rows) -> Tensor:
         hidden = torch.tanh(self.enter(rows["x"]))
         parts = [(rows["tag"] == tag).nonzero()[:, 0] for tag in range(N_TAGS)]
-        used = [(part, self.experts[tag](hidden[part])) for tag, part in enumerate(parts) if len(part)]
+        used = []
+        for tag, part in enumerate(parts):
+            if len(part):
+                used.append((part, self.experts[tag](hidden[part])))
         out = hidden[:, :N_OUT] * 0
         for part, expert_output in used:
             out = out.index_add(0, part, expert_output)

@@ -149,7 +149,10 @@ class Training:
 
     def _after_step(self, total: float) -> None:
         for scheduler in self.schedulers:
-            scheduler.step(total) if self.program.scheduler == "plateau" else scheduler.step()
+            if self.program.scheduler == "plateau":
+                scheduler.step(total)
+            else:
+                scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
 
@@ -203,16 +206,27 @@ class Step:
     @property
     def parameters(self) -> list[Tensor]:
         """The optimizer's parameters that need a gradient."""
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters: list[Tensor] = []
+        for param_group in self.optimizer.param_groups:
+            parameters += [parameter for parameter in param_group["params"] if parameter.requires_grad]
+        return parameters
 
 
 def make_optimizer(backend: Backend, spec: OptimizerSpec, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer whose groups have different learning rates."""
     owned = list(parameters)
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.options.items()}
+    options = {}
+    for key, value in spec.options.items():
+        if isinstance(value, list):
+            options[key] = tuple(value)
+        else:
+            options[key] = value
     rate = options["lr"]
     parts = [owned[number :: spec.n_groups] for number in range(spec.n_groups)]
-    groups = [{"params": part, "lr": rate / (number + 1)} for number, part in enumerate(parts) if part]
+    groups = []
+    for number, part in enumerate(parts):
+        if part:
+            groups.append({"params": part, "lr": rate / (number + 1)})
     return backend.make_optimizer(getattr(torch.optim, spec.kind), groups, options)
 
 
@@ -223,15 +237,12 @@ def nothing() -> AbstractContextManager[None]:
 
 def _flat(name: str, nest: Any) -> dict[str, Any]:
     if isinstance(nest, dict):
-        return {
-            key: value
-            for child_name, child in nest.items()
-            for key, value in _flat(f"{name}.{child_name}", child).items()
-        }
-    if isinstance(nest, (list, tuple)):
-        return {
-            key: value
-            for child_index, child in enumerate(nest)
-            for key, value in _flat(f"{name}.{child_index}", child).items()
-        }
-    return {name: nest}
+        children = nest.items()
+    elif isinstance(nest, (list, tuple)):
+        children = enumerate(nest)
+    else:
+        return {name: nest}
+    leaves: dict[str, Any] = {}
+    for key, child in children:
+        leaves.update(_flat(f"{name}.{key}", child))
+    return leaves
