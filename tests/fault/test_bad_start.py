@@ -23,7 +23,10 @@ def refused(outcome, *texts):
 
 
 def cluster(**jobs):
-    return {"cluster": {type_: [f"localhost:{type_}{i}" for i in range(n)] for type_, n in jobs.items()}}
+    addresses = {}
+    for job_type, n_tasks in jobs.items():
+        addresses[job_type] = [f"localhost:{job_type}{index}" for index in range(n_tasks)]
+    return {"cluster": addresses}
 
 
 @pytest.mark.parametrize(

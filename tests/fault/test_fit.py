@@ -30,8 +30,10 @@ def events_of(folder):
     """Return what a reader of event files sees: (tag, step, value) of each."""
     accumulator = EventAccumulator(str(folder), purge_orphaned_data=True)
     accumulator.Reload()
-    tags = accumulator.Tags()["scalars"]
-    return [(tag, event.step, event.value) for tag in tags for event in accumulator.Scalars(tag)]
+    events = []
+    for tag in accumulator.Tags()["scalars"]:
+        events += [(tag, event.step, event.value) for event in accumulator.Scalars(tag)]
+    return events
 
 
 def end_of(run):

@@ -93,7 +93,11 @@ def test_the_job_ends(name, start, nothing_left, tmp_path):
     how, after, reason, code = FAILURES[name]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(how=how, after=after))
-    job = start(3 if name == "raise" else 2, program)
+    if name == "raise":
+        n_ranks = 3
+    else:
+        n_ranks = 2
+    job = start(n_ranks, program)
     outcome = job.wait(START_S + LIMIT_S)
     assert outcome.code != 0
     nothing_left(job)
