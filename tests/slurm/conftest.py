@@ -146,7 +146,10 @@ class Slurm:
 
     def silence_node(self, name):
         """Stop all that runs on a node, as if its network was cut; return the pids, parents before their children."""
-        ranks = [pid for pid in self.processes() if f"SLURMD_NODENAME={name}" in environ_of(pid)]
+        ranks = []
+        for pid in self.processes():
+            if f"SLURMD_NODENAME={name}" in environ_of(pid):
+                ranks.append(pid)
         shepherds = set(map(parent_of, ranks)) - set(ranks)
         assert all(name_of(pid).startswith("slurmstepd") for pid in shepherds), shepherds
         pids = [self.nodes[name].pid, *sorted({*shepherds, *ranks}, key=start_time_of)]
@@ -240,7 +243,10 @@ class Job:
     """A batch job, submitted with one of the repository's recipes from a folder that stands for the repository."""
 
     def __init__(self, slurm, folder, recipe, sbatch, options, environ):
-        names = [option.partition("=")[2] for option in sbatch if option.startswith("--job-name=")]
+        names = []
+        for option in sbatch:
+            if option.startswith("--job-name="):
+                names.append(option.partition("=")[2])
         self.slurm = slurm
         self.folder = folder
         self.name = (names or [f"hpcdist-{recipe}"])[0]
@@ -404,7 +410,10 @@ def preempt(slurm, folder):
 
 @pytest.fixture(scope="session")
 def slurm(clean_environ, root):
-    missing = [program for program in PROGRAMS if not shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin")]
+    missing = []
+    for program in PROGRAMS:
+        if not shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin"):
+            missing.append(program)
     if missing:
         reason = f"{', '.join(missing)} not installed"
     elif os.geteuid():
