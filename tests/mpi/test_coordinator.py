@@ -2,12 +2,14 @@
 
 import functools
 import gc
+import itertools
 import threading
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import hpcdist
 from hpcdist.errors import ClosureCancelledError, ClosureInputError, ConfigurationError, GradientError, UsageError
@@ -45,11 +47,19 @@ def coordinated(comm):
                 hpcdist.Server(resolver).join()
             except SystemExit as server_exit:
                 left_with = server_exit.code
-        rank_errors = comm.allgather(None if error is None else repr(error))
+        if error is None:
+            error_text = None
+        else:
+            error_text = repr(error)
+        rank_errors = comm.allgather(error_text)
         if error is not None:
             raise error
         assert not any(rank_errors), rank_errors
-        assert left_with == (None if comm.rank == 1 else 0)
+        if comm.rank == 1:
+            expected_code = None
+        else:
+            expected_code = 0
+        assert left_with == expected_code
         return result
 
     run.n_workers = comm.size - 2
@@ -82,7 +92,7 @@ def step_of(model, optimizer):
 
 
 def weights(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return parameters_to_vector(model.parameters()).detach()
 
 
 # -- the guide -------------------------------------------------------------------------------------------------------
@@ -801,7 +811,7 @@ def test_resources_end_with_the_programs_last_reference(coordinated):
 def test_large_arguments_and_results_of_short_functions(coordinated):
     def body(coordinator):
         batches = [torch.full((1 << 18,), float(number)) for number in range(12)]
-        results = [coordinator.schedule(lambda x: x + 1, (batch,)) for batch in batches for _ in range(4)]
+        results = [coordinator.schedule(lambda x: x + 1, (batch,)) for batch, _ in itertools.product(batches, range(4))]
         for number, result in enumerate(results):
             assert torch.equal(result.get(), batches[number // 4] + 1)
         coordinator.join()

@@ -1,5 +1,6 @@
 """Inputs on real ranks: uneven parts, ends that differ, datasets from a function, and what is agreed on."""
 
+import itertools
 import random
 import sys
 
@@ -125,9 +126,12 @@ def test_datasets_from_a_function_for_several_replicas_on_a_rank(comm, mode):
         )
 
     distributed = strategy.distribute_datasets_from_function(dataset_fn, options)
-    steps = [[part.tolist() for part in step.values] for step in distributed]
-    assert all(len(step) == 2 for step in steps)
-    seen = comm.allreduce(sum((part for step in steps for part in step), []))
+    local_rows = []
+    for step in distributed:
+        assert len(step.values) == 2
+        for part in step.values:
+            local_rows += part.tolist()
+    seen = comm.allreduce(local_rows)
     assert sorted(seen) == list(range(3 * n_replicas + 1))
 
 
@@ -235,7 +239,7 @@ def test_generators_are_divided_and_restarted(strategy, comm):
     after = strategy.experimental_distribute_dataset(dataset)
     after.load_state_dict(distributed.state_dict())
     local_batches = first + [part.tolist() for part in after]
-    rows = sum((row for step in zip(*comm.allgather(local_batches), strict=True) for row in step), [])
+    rows = sum(itertools.chain.from_iterable(zip(*comm.allgather(local_batches), strict=True)), [])
     assert sorted(rows[:7]) == sorted(rows[7:]) == list(range(7))
 
 
@@ -274,7 +278,7 @@ def test_workers_are_forked_only_where_mpi_uses_no_card_for_rdma(strategy, comm,
     worker_start.is_fork_safe.cache_clear()
     loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="fork")
     distributed = strategy.experimental_distribute_dataset(loader)
-    has_mpi = [flag for numbers, flags in distributed for flag in flags.tolist()]
+    has_mpi = list(itertools.chain.from_iterable(flags.tolist() for numbers, flags in distributed))
     own_loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="fork")
     own_flags = torch.cat([flags for numbers, flags in own_loader]).tolist()
     worker_start.is_fork_safe.cache_clear()
@@ -303,24 +307,36 @@ def test_samplers_divide_the_rows_of_an_epoch_among_the_ranks(comm, drop_last):
     orders = []
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
-        local_rows = [int(row) for (part,) in loader for row in part]
+        local_rows = rows_of(loader)
         orders.append(local_rows)
         shares = comm.allgather(local_rows)
         assert set(map(len, shares)) == {len(sampler)}
-        assert len({row for share in shares for row in share}) == (len(shares) * len(sampler) if drop_last else 11)
+        if drop_last:
+            n_rows = len(shares) * len(sampler)
+        else:
+            n_rows = 11
+        assert len(set(itertools.chain.from_iterable(shares))) == n_rows
     assert orders[0] != orders[1]
     sampler.set_epoch(1, n_used=2)  # as after a restart
-    assert [int(row) for (part,) in loader for row in part] == orders[1][2:]
+    assert rows_of(loader) == orders[1][2:]
     sampler.set_epoch(1)
-    assert [int(row) for (part,) in loader for row in part] == orders[1]
+    assert rows_of(loader) == orders[1]
+
+
+def rows_of(batches):
+    """Return the rows of batches of one column, in order."""
+    rows = []
+    for (column,) in batches:
+        rows += column.tolist()
+    return rows
 
 
 def test_a_loader_is_distributed_as_it_is(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     rows = torch.utils.data.TensorDataset(torch.arange(4 * comm.size))
     loader = torch.utils.data.DataLoader(rows, batch_size=2 * comm.size, shuffle=True)
-    local_rows = [int(row) for (part,) in strategy.experimental_distribute_dataset(loader) for row in part]
-    assert sorted(row for share in comm.allgather(local_rows) for row in share) == list(range(4 * comm.size))
+    local_rows = rows_of(strategy.experimental_distribute_dataset(loader))
+    assert sorted(itertools.chain.from_iterable(comm.allgather(local_rows))) == list(range(4 * comm.size))
     distributed = strategy.distribute_datasets_from_function(
         lambda context: torch.utils.data.DataLoader(rows, batch_size=2)
     )
@@ -335,7 +351,7 @@ def test_datasets_made_of_others_are_distributed_with_one_order(comm):
     distributed = strategy.experimental_distribute_dataset(dataset)
     for _ in range(2):
         local_batches = [part.tolist() for part in distributed]
-        whole = [
-            sorted(row for part in parts for row in part) for parts in zip(*comm.allgather(local_batches), strict=True)
-        ]
-        assert sorted(row for batch in whole for row in batch) == list(range(0, 20, 2))
+        whole = []
+        for parts in zip(*comm.allgather(local_batches), strict=True):
+            whole.append(sorted(itertools.chain.from_iterable(parts)))
+        assert sorted(itertools.chain.from_iterable(whole)) == list(range(0, 20, 2))

@@ -205,7 +205,11 @@ def test_workers_are_kept_if_they_are_persistent(strategy, comm, method, is_pers
     assert all(len(pid) <= 1 for pid in pids)
     workers = set().union(*pids)
     assert os.getpid() not in workers
-    assert len(workers) == (1 if is_persistent else 3)
+    if is_persistent:
+        n_workers = 1
+    else:
+        n_workers = 3
+    assert len(workers) == n_workers
     assert torch.initial_seed() == 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -77,7 +78,7 @@ def stop(rank, comm):
 
 
 def weights(program):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in program.model.parameters()])
+    return parameters_to_vector(program.model.parameters()).detach()
 
 
 # -- loaders of the program's own --------------------------------------------------------------------------------------
@@ -379,7 +380,10 @@ def test_the_last_steps_are_saved_at_the_exit_however_they_are_made(comm, shared
     batches = program.distributed()
     handler = program.handler(shared_path / "run", data=batches)
     for x, y in batches.take(3):
-        handler.run(program.step, x, y) if is_in_run else program.step(x, y)
+        if is_in_run:
+            handler.run(program.step, x, y)
+        else:
+            program.step(x, y)
     handler.record_end()
     call_when_done(None)
     handler.close()

@@ -1,6 +1,7 @@
 """Programs in which ranks could go ways of their own unnoticed: they train as one process does, or raise."""
 
 import gc
+import itertools
 import weakref
 
 import numpy as np
@@ -209,7 +210,9 @@ def test_parts_that_are_used_after_their_pass_weigh_by_their_rows(comm, listed, 
     train_on_lists(strategy, model, batches, listed)
     plain = make_model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    whole = [tuple(part[start : start + n_rows] for part in rows(2 * n_rows)) for start in (0, n_rows)]
+    whole = []
+    for start in (0, n_rows):
+        whole.append(tuple(part[start : start + n_rows] for part in rows(2 * n_rows)))
     for x, y in [*whole, *([whole[-1]] if listed == "once more" else [])]:
         optimizer.zero_grad()
         (plain(x) - y).square().mean().backward()
@@ -424,7 +427,7 @@ def test_whole_parts_end_with_the_first_replica_that_has_none(comm, drops):
     parts = list(strategy.distribute_datasets_from_function(make, options))
     lengths = [list(map(len, strategy.experimental_local_results(part))) for part in parts]
     assert len(parts) == (2 if drops else 3)
-    assert all(length == 3 for part in lengths[:2] for length in part)
+    assert all(length == 3 for length in itertools.chain.from_iterable(lengths[:2]))
     if comm.size > 1 and not drops:
         with pytest.raises(ValueError, match="expected drop_remainder="):
             strategy.distribute_datasets_from_function(

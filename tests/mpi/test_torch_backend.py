@@ -188,7 +188,9 @@ def scatter(draws, rank, size):
 
 def all_to_all_single(draws, rank, size):
     """With rows that differ for each pair of ranks, or as many for each."""
-    table = [[draws.randrange(4) for _ in range(size)] for _ in range(size)]
+    table = []
+    for _ in range(size):
+        table.append([draws.randrange(4) for _ in range(size)])
     dtype = draws.choice((*FLOATS, *INTEGERS))
     is_even = draws.random() < 0.3
     sent = [2] * size if is_even else table[rank]

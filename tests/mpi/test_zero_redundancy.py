@@ -68,7 +68,10 @@ def make(kind, options, *, is_sharded, width=40, strategy=None):
         model = Net(width)
         named = dict(model.named_parameters())
         decayed = [parameter for name, parameter in named.items() if name.endswith("weight")]
-        undecayed = [parameter for name, parameter in named.items() if not name.endswith("weight")]
+        undecayed = []
+        for name, parameter in named.items():
+            if not name.endswith("weight"):
+                undecayed.append(parameter)
         if kind is torch.optim.Rprop:
             decay = {}
         else:
