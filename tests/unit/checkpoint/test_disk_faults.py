@@ -224,7 +224,11 @@ class SyncedOs:
         return getattr(os, name)
 
     def fsync(self, descriptor):
-        self.synced.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            kind = "folder"
+        else:
+            kind = "file"
+        self.synced.append(kind)
         os.fsync(descriptor)
 
 

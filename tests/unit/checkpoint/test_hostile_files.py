@@ -68,5 +68,9 @@ def test_a_changed_checkpoint_is_refused_or_read_as_it_was(fast_folder, clean_en
     counts = Counter((case["kind"], report["outcome"]) for case, report in case_reports)
     print(f"{len(case_reports)} changed checkpoints, seed {SEED}: {dict(counts)}")
     assert [text for case, report in case_reports if (text := what_is_wrong(case, report))] == []
-    assert len(case_reports) >= (5000 if IS_FULL else 400)
+    if IS_FULL:
+        least_cases = 5000
+    else:
+        least_cases = 400
+    assert len(case_reports) >= least_cases
     assert counts["lie", "refused"] >= 125

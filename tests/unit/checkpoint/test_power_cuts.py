@@ -179,7 +179,10 @@ def records_in(base):
         lines = path.read_text().split("\n")[:-1]
     else:
         lines = []
-    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    records = []
+    for line in lines:
+        if line.startswith("{") and line.endswith("}"):
+            records.append(json.loads(line))
     return [(record["step"], record["total"]) for record in records]
 
 
@@ -339,7 +342,10 @@ def in_place(log):
 
 def split_at_commits(log):
     """Return (what comes before, [(operations of one commit, what comes after), ...])."""
-    starts = [n for n, entry in enumerate(log) if entry[0] == "create" and is_temporary(entry[1], ".h5")]
+    starts = []
+    for n, entry in enumerate(log):
+        if entry[0] == "create" and is_temporary(entry[1], ".h5"):
+            starts.append(n)
     commits = []
     for start, end in itertools.pairwise([*starts, len(log)]):
         committed = next(n for n in range(start, end) if log[n][0] == "committed")

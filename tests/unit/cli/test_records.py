@@ -131,9 +131,9 @@ def test_of_two_ranks_none_is_a_straggler():
 
 def clock_of(*windows_of_attempts, **more):
     """Return the clock of attempts with these windows, of which the first one has `more`."""
-    attempts = [
-        attempt(n, rank(0, windows), **(more if n == 1 else {})) for n, windows in enumerate(windows_of_attempts, 1)
-    ]
+    attempts = []
+    for n, windows in enumerate(windows_of_attempts, 1):
+        attempts.append(attempt(n, rank(0, windows), **(more if n == 1 else {})))
     return StepClock(attempts)
 
 
@@ -176,10 +176,9 @@ def test_clocks_of_hosts_are_set_by_their_sums(offset, error):
     sums = [(1.0, 1.010), (2.0, 2.004), (3.0, 3.002)]
     late = [0.009, 0.0, 0.001]  # n2 enters later by this, and all leave together
     first = [step_of(n, began - 0.5, ended, began, ended) for n, (began, ended) in enumerate(sums)]
-    second = [
-        step_of(n, began - 0.5 + offset, ended + offset, began + delay + offset, ended + offset)
-        for n, ((began, ended), delay) in enumerate(zip(sums, late, strict=True))
-    ]
+    second = []
+    for n, ((began, ended), delay) in enumerate(zip(sums, late, strict=True)):
+        second.append(step_of(n, began - 0.5 + offset, ended + offset, began + delay + offset, ended + offset))
     ranks = [rank(0, host="n1", steps=first, clock=(0.0, 1e9)), rank(1, host="n1", steps=first, clock=(0.0, 1e9))]
     ranks += [rank(2, host="n2", steps=second, clock=(offset, 1e9 + error))]
     clock_offsets = offsets_of(ranks)

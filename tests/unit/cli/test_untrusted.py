@@ -65,7 +65,12 @@ def hostile_run(tmp_path):
     ids=" ".join,
 )
 def test_nothing_that_is_printed_steers_the_terminal(hostile_run, hpcdist, arguments):
-    words = [hostile_run if argument == "RUN" else argument for argument in arguments]
+    words = []
+    for argument in arguments:
+        if argument == "RUN":
+            words.append(hostile_run)
+        else:
+            words.append(argument)
     _, out, error = hpcdist(*words)
     assert out + error
     assert STEERING.findall(out + error) == []

@@ -175,4 +175,8 @@ def test_bfloat16_is_rounded_as_torch_does(cupy):
 
 @pytest.mark.parametrize(("text", "allowed"), [(None, False), ("0", False), ("1", True), (" 1 ", True), ("yes", False)])
 def test_sharing_a_gpu_is_asked_for_by_nccls_own_variable(text, allowed):
-    assert nccl_may_share_devices({} if text is None else {"NCCL_MULTI_RANK_GPU_ENABLE": text}) is allowed
+    if text is None:
+        environ = {}
+    else:
+        environ = {"NCCL_MULTI_RANK_GPU_ENABLE": text}
+    assert nccl_may_share_devices(environ) is allowed

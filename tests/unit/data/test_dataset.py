@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -23,7 +25,7 @@ def parts(dataset, n_replicas, steps=None):
         *(DistributedDataset(dataset, range(replica, replica + 1), n_replicas) for replica in range(n_replicas)),
         strict=True,
     )
-    return [[part.tolist() for part in step] for step, _ in zip(rows, range(steps or 10**6), strict=False)]
+    return list(map(lists, itertools.islice(rows, steps)))
 
 
 def test_rows_and_batches_in_order():
@@ -50,7 +52,7 @@ def test_a_shuffled_dataset_has_a_new_order_in_each_pass_unless_told_not_to(is_s
         else:
             rows = Dataset.from_tensor_slices(np.arange(9))
         dataset = rows.shuffle(9, seed=1, **options).repeat(n_epochs).batch(4)
-        return [[int(row) for batch in dataset for row in batch] for _ in range(3)]
+        return [list(map(int, itertools.chain.from_iterable(dataset))) for _ in range(3)]
 
     first, second, third = passes()
     assert sorted(first) == sorted(second) == sorted([*range(9)] * n_epochs)
@@ -136,9 +138,9 @@ def test_the_cursor_does_not_depend_on_batch_size_or_replicas():
     before = DistributedDataset(slices(12).shuffle(seed=1).batch(4), range(1, 2), 2)
     iterator = iter(before)
     next(iterator)
-    after = [
-        DistributedDataset(slices(12).shuffle(seed=1).batch(2), range(replica, replica + 1), 3) for replica in range(3)
-    ]
+    after = []
+    for replica in range(3):
+        after.append(DistributedDataset(slices(12).shuffle(seed=1).batch(2), range(replica, replica + 1), 3))
     rows = []
     for distributed in after:
         distributed.load_state_dict(before.state_dict())

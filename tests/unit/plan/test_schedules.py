@@ -1,5 +1,7 @@
 """Every schedule, carried out by ranks that take turns in one process: right sums, in the promised order and cost."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -57,7 +59,7 @@ def carry_out(schedules, buffers):
                 has_sent[rank] = False
                 is_moving = True
     assert turns == list(map(len, schedules))
-    return [message for box in boxes.values() for message in box]
+    return list(itertools.chain.from_iterable(boxes.values()))
 
 
 def take(turn, rank, buffer, arrived):
@@ -77,7 +79,9 @@ def take(turn, rank, buffer, arrived):
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_rank_ends_with_the_sum(plan, size):
     for n_elements in counts(size):
-        buffers = [[(rank + 1) * (place + 1) for place in range(n_elements)] for rank in range(size)]
+        buffers = []
+        for rank in range(size):
+            buffers.append([(rank + 1) * (place + 1) for place in range(n_elements)])
         undelivered = carry_out([list(plan(size, rank, n_elements)) for rank in range(size)], buffers)
         assert undelivered == []
         expected = [size * (size + 1) // 2 * (place + 1) for place in range(n_elements)]
@@ -90,7 +94,7 @@ def test_the_order_of_a_sum_is_the_tree_over_ranks(size):
         buffers = [[Symbolic(f"{rank};")] * n_elements for rank in range(size)]
         assert carry_out([plan_halving(size, rank, n_elements) for rank in range(size)], buffers) == []
         expected = by_tree([Symbolic(f"{rank};") for rank in range(size)]).text
-        assert {value.text for buffer in buffers for value in buffer} <= {expected}
+        assert {value.text for value in itertools.chain.from_iterable(buffers)} <= {expected}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -121,7 +125,7 @@ def test_costs_of_halving(size):
     sent = list(map(n_elements_sent, schedules))
     if size & (size - 1) == 0:
         assert set(sent) == {exchanged}
-        assert all(len(turn.sends) == 1 for schedule in schedules for turn in schedule)
+        assert all(len(turn.sends) == 1 for turn in itertools.chain.from_iterable(schedules))
     assert sum(sent) == pytest.approx(size * exchanged, rel=0.01)
     assert max(sent) <= 1.5 * exchanged + size
     assert max(map(len, schedules)) == n_rounds
@@ -130,7 +134,9 @@ def test_costs_of_halving(size):
 def test_bytes_of_a_ring_that_does_not_divide_evenly():
     for size in SIZES:
         for n_elements in counts(size):
-            chunks = [stop - start for start, stop in (block_bounds(n_elements, size, part) for part in range(size))]
+            chunks = []
+            for start, stop in (block_bounds(n_elements, size, part) for part in range(size)):
+                chunks.append(stop - start)
             for rank in range(size):
                 if size > 1:
                     left_out = chunks[(rank + 1) % size] + chunks[(rank + 2) % size]

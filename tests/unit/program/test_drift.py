@@ -53,7 +53,10 @@ def test_any_element_is_compared_within_a_rotation(layout, name):
     with torch.no_grad():
         parameter = dict(model.named_parameters())[name]
         parameter[tuple(size - 1 for size in parameter.shape)] += 1
-    changed = [number for number in range(n_sums) if digests.digest_at(number) != before[number]]
+    changed = []
+    for number in range(n_sums):
+        if digests.digest_at(number) != before[number]:
+            changed.append(number)
     assert len(changed) == 1
     assert changed[0] % SUMS_PER_SLICE == 0
     assert name in digests.describe(changed[0]) or "to" in digests.describe(changed[0])

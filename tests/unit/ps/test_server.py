@@ -31,7 +31,10 @@ class Serving:
         values = Packer().pack([torch.zeros(3, 2), torch.zeros(4, 2)])
         self.ask(0, Kind.ADOPT, text=specs_to_text(SPECS), payload=values)
         optimizer = kind([torch.zeros(1, requires_grad=True)], lr=1.0)
-        settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        settings = {}
+        for name, value in optimizer.param_groups[0].items():
+            if name != "params":
+                settings[name] = value
         pickle = pickles.dumps((kind, optimizer.defaults, [(settings, [0, 1])]))
         payload = Packer().pack([torch.from_numpy(pickle.copy())])
         self.ask(0, Kind.OPTIMIZER, numbers=np.array([0, len(pickle)], np.int64), text="[]", payload=payload)

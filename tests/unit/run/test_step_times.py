@@ -84,9 +84,9 @@ def test_polls_without_a_step_are_time_between_steps():
         program.times.leave()
     program.make_step(compute_s=0.5)
     program.times.end()
-    total = {
-        key: sum(window[key] for window in program.windows()) for key in ("n_steps", "step_s", "input_s", "between_s")
-    }
+    total = {}
+    for key in ("n_steps", "step_s", "input_s", "between_s"):
+        total[key] = sum(window[key] for window in program.windows())
     assert total == pytest.approx({"n_steps": 2, "step_s": 1.0, "input_s": 0.0, "between_s": 0.6})
 
 
@@ -127,7 +127,9 @@ def test_all_time_is_in_some_part():
         program.wait("save", 0.125)
         program.times.leave()
     program.times.end()
-    total = {key: sum(window[key] for window in program.windows()) for key in ("step_s", "save_s", "between_s")}
+    total = {}
+    for key in ("step_s", "save_s", "between_s"):
+        total[key] = sum(window[key] for window in program.windows())
     assert total == pytest.approx({"step_s": 5.0, "save_s": 1.25, "between_s": 2.5})
     assert sum(total.values()) == pytest.approx(program.now - 50.0)
 
@@ -269,7 +271,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
     for _ in range(3):
         file.add({"a": 1})
         file.flush(10)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         f"trace: expected to write {path_in(tmp_path)}, got No space left on device; training continues without "
         "records of its steps there."
     ]

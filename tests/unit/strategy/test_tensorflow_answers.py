@@ -102,7 +102,10 @@ def all_gather(strategy, value, axis, one_device):
 def split(strategy, rows, batch_size, drop_remainder, repeat_rows, repeat_batches):
     dataset = hpcdist.Dataset.from_tensor_slices(np.arange(rows)).repeat(repeat_rows)
     dataset = dataset.batch(batch_size, drop_remainder=drop_remainder).repeat(repeat_batches)
-    return [[part.tolist() for part in batch.values] for batch in strategy.experimental_distribute_dataset(dataset)]
+    batches = []
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        batches.append([part.tolist() for part in batch.values])
+    return batches
 
 
 def per_replica_batch_size(strategy, global_batch_size):
@@ -134,7 +137,10 @@ CALLS = {
 def is_meant_otherwise(case: Case) -> bool:
     """Return whether hpcdist means to differ: the reasons, one by one."""
     arguments = case.arguments
-    values = [value for argument in arguments.values() if isinstance(argument, PerReplica) for value in argument.values]
+    values = []
+    for argument in arguments.values():
+        if isinstance(argument, PerReplica):
+            values += argument.values
     if case.kind == "reduce":  # a list as axis is refused outside tf.function only; the mean of nothing is 0, not NaN
         is_mean_of_nothing = case.error is None and bool(np.isnan(case.expected).any())
         return is_mean_of_nothing or (case.error is not None and "unhashable" in case.error.message)
@@ -238,7 +244,11 @@ def make_variable(case: Case) -> hpcdist.Variable:
 def act(variable, action, value):
     if action["method"] == "read_value":
         return variable.read_value()
-    getattr(variable, action["method"])(value if action["indices"] is None else (action["indices"], value))
+    if action["indices"] is None:
+        argument = value
+    else:
+        argument = (action["indices"], value)
+    getattr(variable, action["method"])(argument)
     return None
 
 
