@@ -16,9 +16,10 @@ from hpcdist.errors import UsageError
 from hpcdist.nest import leaves, map_nest
 from hpcdist.program import torch_hooks
 from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer
-from hpcdist.strategy.base import Strategy, get_replica_context, get_strategy
+from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.losses import compute_average_loss
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
+from hpcdist.strategy.replica_context import get_replica_context
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training import inputs, named_metrics, optimizers
 from hpcdist.training.callbacks import History

@@ -1,5 +1,6 @@
 """A rank is killed, or stopped, in the middle of each collective: all others end, and nothing is left."""
 
+import itertools
 import os
 import signal
 import time
@@ -65,21 +66,28 @@ BACKEND = {
 CALLS = {**REDUCTIONS, **{f"torch-{name}": call for name, call in BACKEND.items()}}
 #: Those that .ci/run takes.
 SAMPLE = {
-    *((name, how) for name in ("shared_memory", "ring", "small") for how in ("killed", "stopped")),
+    *itertools.product(("shared_memory", "ring", "small"), ("killed", "stopped")),
     ("hierarchical", "killed"),
     ("async", "killed"),
     ("slices", "stopped"),
     ("torch-all_reduce", "killed"),
     ("torch-all_to_all", "stopped"),
 }
-CASES = [
-    pytest.param(name, sign, id=f"{name}-{how}", marks=[] if (name, how) in SAMPLE else [pytest.mark.sweep])
-    for name in CALLS
-    for how, sign in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
-]
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
-@pytest.mark.parametrize(("name", "sign"), CASES)
+def cases():
+    """Return every call with both signals; what is no sample is marked as a sweep."""
+    parameters = []
+    for name, how in itertools.product(CALLS, SIGNALS):
+        marks = []
+        if (name, how) not in SAMPLE:
+            marks = [pytest.mark.sweep]
+        parameters.append(pytest.param(name, SIGNALS[how], id=f"{name}-{how}", marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize(("name", "sign"), cases())
 def test_a_rank_that_is_gone_ends_the_job(start, nothing_left, tmp_path, name, sign):
     """The ranks do nothing but make one call again and again: the signal finds rank 1 inside it."""
     program = tmp_path / "program.py"

@@ -23,7 +23,10 @@ def refused(outcome, *texts):
 
 
 def cluster(**jobs):
-    return {"cluster": {type_: [f"localhost:{type_}{i}" for i in range(n)] for type_, n in jobs.items()}}
+    addresses = {}
+    for job_type, n_tasks in jobs.items():
+        addresses[job_type] = [f"localhost:{job_type}{index}" for index in range(n_tasks)]
+    return {"cluster": addresses}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,10 @@ def cluster(**jobs):
     ],
 )
 def test_tf_config(start, config, texts):
-    text = config if isinstance(config, str) else json.dumps(config)
+    if isinstance(config, str):
+        text = config
+    else:
+        text = json.dumps(config)
     refused(start(2, "-c", PROGRAM, environ={"TF_CONFIG": text}).wait(40), *texts)
 
 

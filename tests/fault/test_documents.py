@@ -1,5 +1,6 @@
 """What README and docs/ say is true: every command and program in them is run, in a fresh copy of the repository."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -60,12 +61,18 @@ def blocks(path, kind):
 
 
 def programs():
-    return [
-        pytest.param(text, id=f"{path.stem}-{number}")
-        for path in PAGES
-        if path.stem != "testing"  # whose program pytest runs: test_pytest_plugin.py
-        for number, text in enumerate(blocks(path, "python"))
-    ]
+    texts = []
+    for path in PAGES:
+        if path.stem == "testing":  # whose program pytest runs: test_pytest_plugin.py
+            continue
+        for number, text in enumerate(blocks(path, "python")):
+            texts.append(pytest.param(text, id=f"{path.stem}-{number}"))
+    return texts
+
+
+def command_lines(path):
+    """Return the commands of a page, in order."""
+    return "".join(blocks(path, "sh")).splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +108,7 @@ def run(command, clone, environ, timeout_s, cwd=None):
 
 @pytest.mark.quick
 def test_every_command_is_known():
-    documented_commands = {line for path in PAGES for block in blocks(path, "sh") for line in block.splitlines()}
+    documented_commands = set(itertools.chain.from_iterable(map(command_lines, PAGES)))
     assert documented_commands == set(COMMANDS)
 
 
@@ -164,7 +171,7 @@ def test_the_first_screen(clone, clean_environ):
     """The digits are this machine's; tests/slurm/test_readme.py submits the program."""
     page = (ROOT / "README.md").read_text()
     program, shown = (re.search(rf"^```{kind}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1] for kind in KINDS)
-    assert 12 <= sum(bool(line) for line in program.splitlines()) <= 15
+    assert 12 <= sum(map(bool, program.splitlines())) <= 15
     (clone / "train.py").write_text(program)
     command = shown.splitlines()[0].removeprefix("$ ")
     output, _ = run(command, clone, clean_environ, 90)
@@ -183,7 +190,11 @@ def test_the_readme_fits_a_terminal():
 @pytest.mark.parametrize("code", programs())
 def test_programs(clone, clean_environ, code):
     (clone / "mine.py").write_text(code)
-    run(f"mpirun -n {3 if 'ClusterCoordinator' in code else 2} python mine.py", clone, clean_environ, 60)
+    if "ClusterCoordinator" in code:
+        n_ranks = 3
+    else:
+        n_ranks = 2
+    run(f"mpirun -n {n_ranks} python mine.py", clone, clean_environ, 60)
     if "runs/mine" in code:
         assert len(list((clone / "runs" / "mine").rglob("step-*.h5"))) == 3
         output = run("python mine.py", clone, clean_environ, 60)[0]
@@ -200,7 +211,7 @@ def test_the_three_ways(clone, clean_environ):
 
 @pytest.mark.timeout(200)
 def test_parameter_servers_as_in_the_readme(clone, clean_environ):
-    commands = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if "--roles" in line]
+    commands = [line for line in command_lines(ROOT / "README.md") if "--roles" in line]
     for command, folder in zip(commands, ("train", "coordinated"), strict=True):
         output, seconds = run(command, clone, clean_environ, 110)
         assert re.search(rf"accuracy 0\.9\d+  checkpoint \S*runs/{folder}/\S+$", output, re.MULTILINE), output[-2000:]

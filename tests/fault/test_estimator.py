@@ -168,7 +168,7 @@ def test_roles_come_from_tf_config_alone(start, tmp_path, kind):
     outcome = start(len(hosts), program, json.dumps(hosts), *options, environ={"JOB": str(JOB)}).wait(90)
     assert outcome.code == 0, outcome.output
     assert "global step" not in outcome.output, "the evaluator evaluates"
-    lines = [json.loads(line) for line in (tmp_path / "run" / "eval" / "evaluations.jsonl").read_text().splitlines()]
+    lines = list(map(json.loads, (tmp_path / "run" / "eval" / "evaluations.jsonl").read_text().splitlines()))
     n_apart = 2 if kind == "parameter servers" else 1  # each worker makes half of the steps
     assert lines[-1]["step"] == 800 // n_apart, "the last checkpoint, once training has ended"
     assert lines[-1]["accuracy"] > 0.93

@@ -30,8 +30,10 @@ def events_of(folder):
     """Return what a reader of event files sees: (tag, step, value) of each."""
     accumulator = EventAccumulator(str(folder), purge_orphaned_data=True)
     accumulator.Reload()
-    tags = accumulator.Tags()["scalars"]
-    return [(tag, event.step, event.value) for tag in tags for event in accumulator.Scalars(tag)]
+    events = []
+    for tag in accumulator.Tags()["scalars"]:
+        events += [(tag, event.step, event.value) for event in accumulator.Scalars(tag)]
+    return events
 
 
 def end_of(run):
@@ -45,7 +47,7 @@ def end_of(run):
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     run = tmp_path_factory.mktemp("unbroken") / "run"
-    arguments = [str(argument) for argument in (MPIRUN, "-n", 2, PYTHON, *command(run))]
+    arguments = list(map(str, (MPIRUN, "-n", 2, PYTHON, *command(run))))
     subprocess.run(
         arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=90, check=True, stdout=subprocess.DEVNULL
     )
@@ -166,7 +168,7 @@ def test_an_evaluator_sees_the_last_checkpoint_and_ends_with_the_job(start, tmp_
     run = tmp_path / "run"
     outcome = start(3, *command(run, "--save-every", 7, "--roles", "worker:2,evaluator:1")).wait(90)
     assert outcome.code == 0, outcome.output
-    lines = [json.loads(line) for line in (run / "evaluation" / "evaluations.jsonl").read_text().splitlines()]
+    lines = list(map(json.loads, (run / "evaluation" / "evaluations.jsonl").read_text().splitlines()))
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps))
     assert steps[-1] == 138

@@ -82,7 +82,7 @@ for number in range(n_fits):
 def test_memory_threads_and_descriptors_stay(start, tmp_path, kind, n_fits):
     outcome = start(2, "-c", PROGRAM, tmp_path, kind, n_fits).wait(200)
     assert outcome.code == 0, outcome.output[-3000:]
-    facts = [json.loads(text) for text in re.findall(r"facts (\{[^}]*\})", outcome.output)]  # ranks may share a line
+    facts = list(map(json.loads, re.findall(r"facts (\{[^}]*\})", outcome.output)))  # ranks may share a line
     for rank in range(2):
         early, late = (entry for entry in facts if entry["rank"] == rank)
         assert late["threads"] <= early["threads"]

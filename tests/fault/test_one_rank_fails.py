@@ -80,7 +80,11 @@ LIKE_ANOTHER = {"sys.exit", "sys.exit text", "exit", "raise beside a thread", "i
 
 def marks_of(name):
     """Return the marks of a way to fail: a few are quick, and those that are much like another are a sweep."""
-    return [pytest.mark.quick] if name in QUICK else [pytest.mark.sweep] if name in LIKE_ANOTHER else []
+    if name in QUICK:
+        return [pytest.mark.quick]
+    if name in LIKE_ANOTHER:
+        return [pytest.mark.sweep]
+    return []
 
 
 @pytest.mark.feature("tf.error-replica-stops", "debugging.exception-hook", "complaints.one-dead-rank")
@@ -89,7 +93,11 @@ def test_the_job_ends(name, start, nothing_left, tmp_path):
     how, after, reason, code = FAILURES[name]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(how=how, after=after))
-    job = start(3 if name == "raise" else 2, program)
+    if name == "raise":
+        n_ranks = 3
+    else:
+        n_ranks = 2
+    job = start(n_ranks, program)
     outcome = job.wait(START_S + LIMIT_S)
     assert outcome.code != 0
     nothing_left(job)

@@ -82,7 +82,7 @@ def test_signals_to_all_ranks_again_and_again(launch, tmp_path, unbroken):
     """As batch systems send them: to all at once, and more while the job saves and leaves."""
     job = launch()
     in_training(job)
-    pids = [job.pid_of(rank) for rank in (0, 1)]
+    pids = list(map(job.pid_of, (0, 1)))
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
         for pid in pids:
             if f"{pid}" in os.listdir("/proc"):

@@ -82,7 +82,10 @@ def test_failures_are_those_of_all_ranks_and_reported_once(run):
     ids=["pytest-timeout", "without it", "no limit of pytest-timeout"],
 )
 def test_a_hang_ends_the_run_and_says_where_each_rank_is(run, nothing_left, options, is_marked):
-    text = HANGING if is_marked else HANGING.replace("@pytest.mark.timeout(2)\n", "")
+    if is_marked:
+        text = HANGING
+    else:
+        text = HANGING.replace("@pytest.mark.timeout(2)\n", "")
     outcome = run(text, "--with-mpi", "-W", "ignore::pytest.PytestUnknownMarkWarning", *options)
     assert outcome.code != 0
     assert outcome.seconds < 40

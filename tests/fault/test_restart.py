@@ -76,11 +76,17 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(start, root, tmp_path
     for attempt in range(60):
         in_training = attempt % 4 != 0
         while_saving = attempt % 4 in (1, 3)
-        delay_s = chance.uniform(0, 1.0) if in_training else chance.uniform(0, 3)
+        if in_training:
+            delay_s = chance.uniform(0, 1.0)
+        else:
+            delay_s = chance.uniform(0, 3)
         job = start(2, *command(root, run_dir))
         after_progress = n_without_progress == 2
         kill = Kill(job, run_dir, delay_s, in_training, while_saving, after_progress)
-        n_without_progress = 0 if kill.has_progressed else n_without_progress + 1
+        if kill.has_progressed:
+            n_without_progress = 0
+        else:
+            n_without_progress = n_without_progress + 1
         if kill.was_running:
             kills.append(kill)
         else:  # it had finished: start over, so that the later kills have something to hit

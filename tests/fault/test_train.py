@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import struct
 
 import numpy as np
@@ -46,16 +47,19 @@ def test_a_folder_without_mnist(start, root, tmp_path):
 def test_accuracy_on_digits_and_what_the_run_folder_holds(start, root, tmp_path, model):
     outcome = start(2, root / "jobs" / "train.py", "--model", model, "--run-dir", tmp_path / "run").wait(60)
     assert outcome.code == 0, outcome.output
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+    assert sorted(os.listdir(tmp_path / "run")) == [
         *("checkpoints", "config.json", "decision.json", "metrics.jsonl"),
         *("trace", "train.log"),
     ]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == list(range(20))
     assert rows[-1]["test_accuracy"] >= 0.96
     last = outcome.output.splitlines()[-1]
     assert last == f"test accuracy {rows[-1]['test_accuracy']:.4f}  checkpoint {newest(tmp_path / 'run')}"
-    printed = [line for line in outcome.output.splitlines(keepends=True) if not line.startswith("hpcdist: attempt 1 ")]
+    printed = []
+    for line in outcome.output.splitlines(keepends=True):
+        if not line.startswith("hpcdist: attempt 1 "):
+            printed.append(line)
     assert (tmp_path / "run" / "train.log").read_text() == "".join(printed)
     assert outcome.output.count("2 replicas; new run") == 1
 
@@ -83,7 +87,7 @@ def test_a_torn_metrics_line_is_dropped(start, root, tmp_path):
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 1, "st')
     assert start(1, *options, "2").wait(60).code == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == [0, 1]
 
 

@@ -81,7 +81,7 @@ def report_of(output, rank, beginning):
 
 def check_collectives(report, last):
     """The last 64 collectives are there, and no more; the 71st is the one that hangs."""
-    numbers = [int(number) for number in re.findall(r"^ +(\d+)  all_reduce sum float64 x \d+  ", report, re.MULTILINE)]
+    numbers = list(map(int, re.findall(r"^ +(\d+)  all_reduce sum float64 x \d+  ", report, re.MULTILINE)))
     assert numbers == list(range(last - 63, last + 1))
     assert re.search(r"^ +70  all_reduce sum float64 x 69  [\d.]+ ms$", report, re.MULTILINE)
 
@@ -248,7 +248,11 @@ def test_a_job_that_was_paused_and_continues_is_not_late(start, root, tmp_path):
     for sign in (signal.SIGSTOP, signal.SIGCONT):
         for pid in job.ranks():
             os.kill(pid, sign)
-        time.sleep(2 * LIMIT_S if sign == signal.SIGSTOP else LIMIT_S)
+        if sign == signal.SIGSTOP:
+            pause_s = 2 * LIMIT_S
+        else:
+            pause_s = LIMIT_S
+        time.sleep(pause_s)
     assert job.process.poll() is None, job.log.read_text()
     assert "ending the job" not in job.log.read_text()
 

@@ -26,7 +26,9 @@ def interpreters():
         working = [path for path in candidates if run(path, "-c", "import venv", cwd="/").returncode == 0]
         paths += working[:1]
     paths = paths or [Path(sys.executable)]
-    return [paths[0], paths[-1]] if len(paths) > 1 else paths
+    if len(paths) > 1:
+        return [paths[0], paths[-1]]
+    return paths
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,11 @@ def copies_in(host):
 def test_a_host_whose_memory_is_lost_restores_from_another_one(hosts, mpich, run_dir, lost):
     job = hosts.start([mpich.bin / "python", PROGRAMS / "copies.py", run_dir, "die"], 2, mpirun=mpich.bin / "mpirun")
     assert job.wait(60).code != 0
-    assert [copies_in(host) for host in hosts.hosts] == [["step-00000007-0001.h5"]] * 2
+    assert list(map(copies_in, hosts.hosts)) == [["step-00000007-0001.h5"]] * 2
     (folder,) = memory_of(hosts.hosts[lost]).glob("hpcdist-*")
     shutil.rmtree(folder)
     restore_report = mpich.run(hosts, "copies.py", run_dir, "restore").result
     ((path, least, most),) = restore_report["found"]
     assert path.startswith("/dev/shm/"), path
     assert (least, most, restore_report["n_hosts"]) == (7, 7, 2)
-    assert [copies_in(host) for host in hosts.hosts] == [[], []], "given back"
+    assert list(map(copies_in, hosts.hosts)) == [[], []], "given back"

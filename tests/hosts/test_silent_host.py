@@ -21,7 +21,7 @@ def own_hosts(can_make_hosts, clean_environ):
 
 def ranks(hosts):
     """Return how many ranks run in each host."""
-    return [sum(is_rank(pid) for pid in hosts.processes(host)) for host in hosts.hosts]
+    return [sum(map(is_rank, hosts.processes(host))) for host in hosts.hosts]
 
 
 def is_rank(pid):

@@ -46,7 +46,9 @@ def why_not() -> str:
     tried = subprocess.run(
         [*_UNSHARE, "sh", "-c", _PROBE], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=20
     )
-    return "" if tried.returncode == 0 else f"namespaces or rate limits are refused: {tried.stderr.strip()}"
+    if tried.returncode == 0:
+        return ""
+    return f"namespaces or rate limits are refused: {tried.stderr.strip()}"
 
 
 class Host:
@@ -99,7 +101,9 @@ class Host:
     def counters(self) -> dict[str, tuple[int, int]]:
         """Return (bytes received, bytes sent) of each network device of this host, since it was made."""
         lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()[2:]
-        rows = [(name.strip(), numbers.split()) for name, numbers in (line.split(":") for line in lines)]
+        rows = []
+        for name, numbers in (line.split(":") for line in lines):
+            rows.append((name.strip(), numbers.split()))
         return {name: (int(numbers[0]), int(numbers[8])) for name, numbers in rows}
 
     def shared_memory(self) -> list[str]:

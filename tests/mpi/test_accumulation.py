@@ -32,7 +32,11 @@ class Trained:
     def backward(self, rows, is_first):
         context = hpcdist.get_replica_context()
         replica_rows = rows[context.replica_id_in_sync_group :: context.num_replicas_in_sync]
-        y = self.model(replica_rows) + (self.first(replica_rows) if is_first else 0)
+        if is_first:
+            first_outputs = self.first(replica_rows)
+        else:
+            first_outputs = 0
+        y = self.model(replica_rows) + first_outputs
         (y.square().sum() / ROWS if self.strategy.is_summing else y.square().sum(1).mean()).backward()
 
     def step_in_one_run(self):
@@ -65,9 +69,10 @@ class Trained:
         self.optimizer.step()
 
     def weights(self):
-        parts = [
-            parameter.detach().reshape(-1) for group in self.optimizer.param_groups for parameter in group["params"]
-        ]
+        parts = []
+        for param_group in self.optimizer.param_groups:
+            for parameter in param_group["params"]:
+                parts.append(parameter.detach().reshape(-1))
         return torch.cat(parts)
 
 
@@ -96,7 +101,10 @@ def test_it_trains_as_in_one_process(comm, way, n_replicas):
 @pytest.mark.parametrize("way", [Trained.train_in_one_run, Trained.train_in_several_runs])
 def test_means_of_equal_micro_batches(comm, way):
     trained_parameters = way(Trained(4, "mean"), 2)
-    expected = way(Trained(None, "mean"), 2) if comm.size == 4 else None
+    if comm.size == 4:
+        expected = way(Trained(None, "mean"), 2)
+    else:
+        expected = None
     if expected is not None:
         torch.testing.assert_close(trained_parameters, expected, rtol=1e-12, atol=1e-14)
     assert len(set(comm.allgather(trained_parameters.numpy().tobytes()))) == 1

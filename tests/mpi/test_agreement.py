@@ -69,7 +69,7 @@ def build(make_strategy=hpcdist.MultiWorkerMirroredStrategy, **options):
 
 def same_everywhere(comm, value):
     values = comm.allgather(value)
-    assert len({repr(rank_value) for rank_value in values}) == 1, values
+    assert len(set(map(repr, values))) == 1, values
     return value
 
 
@@ -87,7 +87,10 @@ def same_everywhere(comm, value):
 )
 def test_it_rides_with_the_gradients(comm, watcher, make_strategy, more_replicas):
     """The last rank wants to stop after its 4th batch: all know after that step, and no message was sent."""
-    options = {} if more_replicas is None else {"num_replicas": comm.size + more_replicas}
+    if more_replicas is None:
+        options = {}
+    else:
+        options = {"num_replicas": comm.size + more_replicas}
     strategy, _, batches, step = build(make_strategy, **options)
     for number, x in enumerate(batches, 1):
         if number == 4 and comm.rank == comm.size - 1:
@@ -97,28 +100,45 @@ def test_it_rides_with_the_gradients(comm, watcher, make_strategy, more_replicas
             watcher.want = Request.NONE
     same_everywhere(comm, watcher.learnt)
     # poll n comes before batch n: after the 4th step is the 5th; one rank alone need not be told by a sum
-    expected = [(number, Request.STOP) for number in ((5, 6) if comm.size == 1 else (5, 6, 7))]
+    if comm.size == 1:
+        numbers = (5, 6)
+    else:
+        numbers = (5, 6, 7)
+    expected = [(number, Request.STOP) for number in numbers]
     assert watcher.learnt == expected
     assert watcher.agreement.n_messages == 0
 
 
 def test_stop_and_save_by_different_ranks_ride_together(comm, watcher):
     strategy, _, batches, step = build()
-    watcher.want = (Request.SAVE if comm.rank == 0 else Request.NONE) | (
-        Request.STOP if comm.rank == comm.size - 1 else Request.NONE
-    )
+    if comm.rank == 0:
+        chief_request = Request.SAVE
+    else:
+        chief_request = Request.NONE
+    if comm.rank == comm.size - 1:
+        last_rank_request = Request.STOP
+    else:
+        last_rank_request = Request.NONE
+    watcher.want = chief_request | last_rank_request
     for x in batches:
         strategy.run(step, args=(x,))
         watcher.want = Request.NONE
         break
     watcher.poll_between_batches()
     same_everywhere(comm, watcher.learnt)
-    assert watcher.learnt[-1:] == [(2 if comm.size > 1 else 1, Request.STOP | Request.SAVE)]
+    if comm.size > 1:
+        number = 2
+    else:
+        number = 1
+    assert watcher.learnt[-1:] == [(number, Request.STOP | Request.SAVE)]
 
 
 def test_a_stop_by_one_rank_is_heard_beside_a_save_by_another(comm, watcher):
     """By messages too, of which one number has to tell all."""
-    watcher.want = Request.STOP if comm.rank == comm.size - 1 else Request.SAVE
+    if comm.rank == comm.size - 1:
+        watcher.want = Request.STOP
+    else:
+        watcher.want = Request.SAVE
     for _ in range(2 * MAX_POLLS):
         watcher.poll_between_batches()
     heard = same_everywhere(comm, watcher.learnt)
@@ -195,4 +215,8 @@ def test_strategies_of_one_replica_poll_in_a_job_of_one_rank(comm, watcher):
         hpcdist.Dataset.from_tensor_slices(torch.zeros(4, 3)).batch(2)
     )
     assert len(list(batches)) == 2
-    assert watcher.n_polls == (3 if comm.size == 1 else 0)
+    if comm.size == 1:
+        n_polls = 3
+    else:
+        n_polls = 0
+    assert watcher.n_polls == n_polls

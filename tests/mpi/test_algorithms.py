@@ -39,7 +39,9 @@ def tiny(monkeypatch):
 
 
 def elements(comm, count):
-    return comm.size + count if count in (-1, 1) else count
+    if count in (-1, 1):
+        return comm.size + count
+    return count
 
 
 def values(rank, n_elements):
@@ -142,7 +144,11 @@ def test_many_hosts_sum_by_halving_with_the_same_bits(comm, tiny, make_group, mo
         algorithms.run(halving_route, buffer, group)
         assert buffer.tobytes() == direct.tobytes()
     has_order = group.placement.is_even or not group.placement.is_aligned
-    assert len(used) == (2 if n_hosts > 1 and has_order and group.lane_comm is not None else 0)
+    if n_hosts > 1 and has_order and group.lane_comm is not None:
+        n_used = 2
+    else:
+        n_used = 0
+    assert len(used) == n_used
 
 
 def test_calls_in_a_row_do_not_meet(comm, tiny, make_group):
@@ -165,7 +171,11 @@ def test_slots_are_not_used_again_before_all_have_read_them(comm, tiny, make_gro
         take(self, chunk, views)
 
     monkeypatch.setattr(staging.Stage, "take", late)
-    group = make_group(None if name == "shared_memory" else "2 each")
+    if name == "shared_memory":
+        hosts = None
+    else:
+        hosts = "2 each"
+    group = make_group(hosts)
     for number in range(3):
         buffer = np.arange(128 * 20, dtype=np.float32) * (comm.rank + 1) + number
         ALGORITHMS[Implementation.parse(name)](buffer, group, SUM)
@@ -317,7 +327,11 @@ def test_auto_measures_what_it_runs(comm, make_group, monkeypatch):
     monkeypatch.setattr(hierarchical, "all_reduce", lambda *arguments: seen.append("direct"))
     monkeypatch.setattr(slices, "all_reduce", lambda *arguments: seen.append("halving"))
     algorithms.measure(group)
-    assert set(seen) == ({"halving"} if comm.size > 1 else set())
+    if comm.size > 1:
+        expected_names = {"halving"}
+    else:
+        expected_names = set()
+    assert set(seen) == expected_names
 
 
 @pytest.mark.parametrize("n_elements", [1, 501, 20_001])
@@ -338,7 +352,11 @@ def test_what_a_sum_is_divided_by(comm, tiny, make_group, name, divisor, n_eleme
 def test_infinity_and_nan_are_results_without_a_warning(comm, make_group):
     group = make_group()
     for n_elements in (3, 300_000):
-        buffer = np.full(n_elements, np.inf if comm.rank == 0 else -np.inf, np.float32)
+        if comm.rank == 0:
+            value = np.inf
+        else:
+            value = -np.inf
+        buffer = np.full(n_elements, value, np.float32)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             shared_memory.all_reduce(buffer, group)

@@ -47,7 +47,9 @@ def text_everywhere(comm, call_check, *call, **more):
 
 def usual(comm):
     """Return how a message names those that are right."""
-    return "rank 0 (worker 0)" if comm.size == 2 else f"{comm.size - 1} of {comm.size} ranks"
+    if comm.size == 2:
+        return "rank 0 (worker 0)"
+    return f"{comm.size - 1} of {comm.size} ranks"
 
 
 def last(comm):
@@ -72,7 +74,11 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_another_call_on_one_rank(comm, call_check, odd, name):
     right = ("all_reduce sum", "float32", 6, (2, 3))
-    text = text_everywhere(comm, call_check, *(CALLS[name] if odd else right), site="train.py:5")
+    if odd:
+        arguments = CALLS[name]
+    else:
+        arguments = right
+    text = text_everywhere(comm, call_check, *arguments, site="train.py:5")
     assert text.startswith(
         f"collective 1: expected all_reduce sum float32 x 6 (2, 3) at train.py:5 as on {usual(comm)}, got "
     )
@@ -97,8 +103,11 @@ def test_another_line_of_the_program_on_one_rank(comm, call_check, odd):
     def check_elsewhere():
         call_check.check("all_reduce sum", "float32", 1)
 
+    local_check = check
+    if odd:
+        local_check = check_elsewhere
     with pytest.raises(DesyncError) as caught:
-        (check_elsewhere if odd else check)()
+        local_check()
     lines = re.findall(r"all_reduce sum float32 x 1 at \S*test_call_check.py:(\d+)", str(caught.value))
     assert int(lines[1]) == int(lines[0]) + 3
 
@@ -155,7 +164,11 @@ def test_debug_of_one_rank_holds_for_all(comm, monkeypatch):
         if comm.rank == comm.size - 1:
             monkeypatch.setenv("HPCDIST_DEBUG", value)
         new_world = World()
-        assert new_world.debug == (frozenset({"collectives"}) if is_on else frozenset())
+        if is_on:
+            expected = frozenset({"collectives"})
+        else:
+            expected = frozenset()
+        assert new_world.debug == expected
         new_world.free()
 
 

@@ -139,7 +139,7 @@ def test_keeps_the_last_few_and_says_who_wrote_them(comm, shared_path):
 def test_saves_keep_an_interval(comm, shared_path):
     job = Job(comm)
     manager = job.manager(shared_path, max_to_keep=None, checkpoint_interval=5)
-    paths = [manager.save(step) for step in range(1, 13)]
+    paths = list(map(manager.save, range(1, 13)))
     assert [step for step, path in enumerate(paths, 1) if path is not None] == [1, 6, 11]
     assert manager.save(12, check_interval=False).endswith("step-00000012-0001.h5")
     with hpcdist.PreemptionCheckpointHandler(job.strategy.cluster_resolver, manager) as handler:
@@ -296,7 +296,7 @@ def test_an_attempt_that_is_left_over_adds_no_record_to_the_next_ones(comm, shar
     for file in files:
         file.flush()
     comm.Barrier()
-    records = [json.loads(line) for line in (shared_path / "metrics.jsonl").read_text().splitlines()]
+    records = list(map(json.loads, (shared_path / "metrics.jsonl").read_text().splitlines()))
     assert [record["loss"] for record in records] == [1.0, 2.0]
     assert len(managers) == 2
 
@@ -324,7 +324,7 @@ def test_a_damaged_newest_one_is_stepped_over_and_set_aside(comm, shared_path, c
     with caplog.at_level(logging.WARNING, "hpcdist"):
         restored = Job(comm).manager(shared_path).restore_or_initialize()
     assert restored.endswith("step-00000001-0001.h5")
-    reports = comm.allgather([r.getMessage() for r in caplog.records if "skipped" in r.getMessage()])
+    reports = comm.allgather([message for message in caplog.messages if "skipped" in message])
     assert reports[0][0].startswith("skipped damaged step 2: restore: expected")
     assert reports[1:] == [[]] * (comm.size - 1)
     comm.Barrier()
@@ -538,7 +538,11 @@ def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm
     third = Job(comm).manager(shared_path)
     assert third.restore_or_initialize().endswith("step-00000001-0001.h5")
     told = "restore: skips step 2, if there is another one: attempts 2 and 3 died on it"
-    assert caplog.text.count(told) == (1 if comm.rank == 0 else 0)
+    if comm.rank == 0:
+        n_told = 1
+    else:
+        n_told = 0
+    assert caplog.text.count(told) == n_told
     third.save(3)
     third.wait()
     assert without_progress_of(third) == 0
@@ -658,7 +662,7 @@ def test_what_cannot_be_read_is_an_error_on_all_ranks(comm, shared_path):
 @pytest.mark.feature("training.make-or-restore")
 def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
     first = Job(comm).manager(shared_path, max_to_keep=9)
-    paths = [first.save(step) for step in (10, 20)]
+    paths = list(map(first.save, (10, 20)))
     first.wait()
     resumed_job = Job(comm)
     assert resumed_job.checkpoint.restore(paths[0]) == 10
@@ -741,8 +745,12 @@ def test_another_thread_count_is_reported(comm, shared_path, caplog):
     with caplog.at_level(logging.WARNING, "hpcdist"):
         manager.restore_or_initialize()
     torch.set_num_threads(before)
-    reports = [r.getMessage() for r in caplog.records]
-    assert reports == ([] if comm.rank else [reports[0]])
+    reports = caplog.messages
+    if comm.rank:
+        expected_reports = []
+    else:
+        expected_reports = [reports[0]]
+    assert reports == expected_reports
     assert comm.rank or f"threads {before} -> {before + 1}" in reports[0]
 
 
@@ -756,7 +764,7 @@ def warnings_of_a_restore(path, caplog, before, now):
     Manager(hpcdist.Checkpoint(strategy=before), path).save(1)
     with caplog.at_level(logging.WARNING, "hpcdist"):
         Manager(hpcdist.Checkpoint(strategy=now), path).restore_or_initialize()
-    return [record.getMessage() for record in caplog.records]
+    return caplog.messages
 
 
 def summing_by(**options):
@@ -767,7 +775,10 @@ def summing_by(**options):
 def test_another_way_to_sum_is_reported(comm, shared_path, caplog, name):
     """AUTO becomes SHARED_MEMORY on one host, and HIERARCHICAL adds in the same order: nothing to report."""
     custom_strategy = hpcdist.MultiWorkerMirroredStrategy(cross_device_ops=OwnSum())
-    now = custom_strategy if name == "OwnSum" else summing_by(implementation=name)
+    if name == "OwnSum":
+        now = custom_strategy
+    else:
+        now = summing_by(implementation=name)
     reports = warnings_of_a_restore(shared_path, caplog, summing_by(), now)
     assert len(reports) == int(comm.rank == 0 and name in ("RING", "OwnSum"))
     assert all(report.endswith(f"these changed: all_reduce in the order of replicas -> {name}") for report in reports)
@@ -893,7 +904,10 @@ def test_a_restore_writes_into_the_tensors_that_exist(comm, shared_path):
     values = np.arange(4.0)
     manager = Manager(hpcdist.Checkpoint(model=model, values=values), shared_path)
     manager.save(1)
-    index = Store(shared_path).read_latest().index if comm.rank == 0 else None
+    if comm.rank == 0:
+        index = Store(shared_path).read_latest().index
+    else:
+        index = None
     if comm.rank == 0:
         prepared = manager.checkpoint.prepare(index, "file")
         addresses = {array.ctypes.data for array in prepared.arrays}
@@ -953,7 +967,10 @@ def test_a_run_continues_under_another_strategy(comm, shared_path, make, is_back
         strategy.run(lambda: model(torch.ones(4, 3)).square().sum().backward())
         optimizer.step()
         checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
-        momentum = optimizer.state[model[0].weight]["momentum_buffer"] if strategy.is_chief else None
+        if strategy.is_chief:
+            momentum = optimizer.state[model[0].weight]["momentum_buffer"]
+        else:
+            momentum = None
         return model, momentum, hpcdist.CheckpointManager(checkpoint, shared_path / "run")
 
     kinds = [lambda: hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum"), make]

@@ -36,7 +36,10 @@ def test_all_gather_of_unequal_rows(comm):
     local_rows = np.full((comm.rank, 2), comm.rank, np.int32)
     joined = hpcdist.all_gather(local_rows)
     assert joined.dtype == np.int32
-    assert joined.tolist() == [[rank] * 2 for rank in range(comm.size) for _ in range(rank)]
+    expected = []
+    for rank in range(comm.size):
+        expected += [[rank] * 2] * rank
+    assert joined.tolist() == expected
     assert hpcdist.all_gather(np.empty((0, 3))).shape == (0, 3)
 
 
@@ -67,7 +70,11 @@ def test_reduce_scatter(comm, n_rows):
 @pytest.mark.feature("collectives.other-collectives")
 def test_gather_objects(comm):
     gathered = hpcdist.gather_objects({"rank": comm.rank}, root=comm.size - 1)
-    assert gathered == ([{"rank": rank} for rank in range(comm.size)] if comm.rank == comm.size - 1 else None)
+    if comm.rank == comm.size - 1:
+        expected = [{"rank": rank} for rank in range(comm.size)]
+    else:
+        expected = None
+    assert gathered == expected
 
 
 @pytest.mark.feature("collectives.async-handles")

@@ -5,6 +5,7 @@ import pytest
 import torch
 from sklearn import datasets as sklearn_datasets
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import hpcdist
 from hpcdist.errors import GradientError, UsageError
@@ -42,7 +43,7 @@ class Trained:
         for step in range(n_steps):
             self.backward(step)
             self.optimizer.step()
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
+        return parameters_to_vector(self.model.parameters()).detach()
 
 
 def blocking(state, bucket):
@@ -186,7 +187,7 @@ class TwoModels:
 
     def sum_of_gradients(self):
         """Return the sum over steps of each parameter's gradient; nothing is trained."""
-        totals = [torch.zeros_like(parameter) for parameter in self.parameters]
+        totals = list(map(torch.zeros_like, self.parameters))
         for step, rows in enumerate(self.batches):
             self.models.zero_grad()
             losses = self.models[step % 2](rows).square().sum(1)

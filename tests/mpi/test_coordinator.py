@@ -1,12 +1,15 @@
 """ClusterCoordinator on real ranks: what functions see and leave behind, results, errors, resources of workers."""
 
+import functools
 import gc
+import itertools
 import threading
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import hpcdist
 from hpcdist.errors import ClosureCancelledError, ClosureInputError, ConfigurationError, GradientError, UsageError
@@ -44,11 +47,19 @@ def coordinated(comm):
                 hpcdist.Server(resolver).join()
             except SystemExit as server_exit:
                 left_with = server_exit.code
-        rank_errors = comm.allgather(None if error is None else repr(error))
+        if error is None:
+            error_text = None
+        else:
+            error_text = repr(error)
+        rank_errors = comm.allgather(error_text)
         if error is not None:
             raise error
         assert not any(rank_errors), rank_errors
-        assert left_with == (None if comm.rank == 1 else 0)
+        if comm.rank == 1:
+            expected_code = None
+        else:
+            expected_code = 0
+        assert left_with == expected_code
         return result
 
     run.n_workers = comm.size - 2
@@ -81,7 +92,7 @@ def step_of(model, optimizer):
 
 
 def weights(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return parameters_to_vector(model.parameters()).detach()
 
 
 # -- the guide -------------------------------------------------------------------------------------------------------
@@ -353,7 +364,9 @@ def test_functions_are_as_the_program_has_them_whenever_they_are_scheduled(coord
             return calls["n"]
 
         def factorial(n):
-            return 1 if n < 2 else n * factorial(n - 1)
+            if n < 2:
+                return 1
+            return n * factorial(n - 1)
 
         for scale in (1.0, 2.0, 3.0):
             for value in (0, 10):
@@ -460,7 +473,7 @@ def test_random_numbers_follow_the_number_of_the_function_and_go_on_after_a_rest
         coordinator.join()
         if not has_restored:
             manager.save(12)
-        return {tuple(sample) for sample in drawn}
+        return set(map(tuple, drawn))
 
     first, second = (coordinated(draw) for _ in range(2))
     later = coordinated(lambda coordinator: draw(coordinator, has_restored=True))
@@ -798,7 +811,7 @@ def test_resources_end_with_the_programs_last_reference(coordinated):
 def test_large_arguments_and_results_of_short_functions(coordinated):
     def body(coordinator):
         batches = [torch.full((1 << 18,), float(number)) for number in range(12)]
-        results = [coordinator.schedule(lambda x: x + 1, (batch,)) for batch in batches for _ in range(4)]
+        results = [coordinator.schedule(lambda x: x + 1, (batch,)) for batch, _ in itertools.product(batches, range(4))]
         for number, result in enumerate(results):
             assert torch.equal(result.get(), batches[number // 4] + 1)
         coordinator.join()
@@ -916,7 +929,10 @@ def test_rules_that_wait_for_all_workers_are_refused(comm, options):
         pytest.skip("a coordinator needs a parameter server and a worker")
     resolver = hpcdist.MPIClusterResolver(roles="ps:1,chief:1,worker:*")
     server = hpcdist.Server(resolver)
-    start = (lambda: hpcdist.ParameterServerStrategy(resolver, **options)) if comm.rank == 1 else server.join
+    if comm.rank == 1:
+        start = functools.partial(hpcdist.ParameterServerStrategy, resolver, **options)
+    else:
+        start = server.join
     with pytest.raises(ConfigurationError, match="neither max_staleness nor synchronous"):
         start()
 
@@ -926,7 +942,10 @@ def test_two_programs_beside_workers_that_serve_are_refused(comm):
         pytest.skip("a coordinator needs a parameter server and a worker")
     resolver = hpcdist.MPIClusterResolver(roles="ps:1,worker:*")
     is_program = comm.rank == comm.size - 1 or (comm.rank == 1 and comm.size > 3)
-    start = (lambda: hpcdist.ParameterServerStrategy(resolver)) if is_program else hpcdist.Server(resolver).join
+    if is_program:
+        start = functools.partial(hpcdist.ParameterServerStrategy, resolver)
+    else:
+        start = hpcdist.Server(resolver).join
     with pytest.raises(
         ConfigurationError, match=r"the chief alone to run the program, got the program on ranks \[.*\]"
     ):

@@ -79,9 +79,16 @@ def test_a_save_of_ranks_that_differ_is_refused(comm, job, part, odd, is_blockin
     first = manager.save(1)
     is_odd = {"the chief": comm.rank == 0, "another": comm.rank == comm.size - 1, "all": True}[odd]
     if part == "learning rate":
-        optimizer.param_groups[0]["lr"] += 0.1 * comm.rank if odd == "all" else 0.1 * is_odd
+        if odd == "all":
+            optimizer.param_groups[0]["lr"] += 0.1 * comm.rank
+        else:
+            optimizer.param_groups[0]["lr"] += 0.1 * is_odd
     else:
-        change(model, optimizer, part, comm.rank if odd == "all" else int(is_odd))
+        if odd == "all":
+            number = comm.rank
+        else:
+            number = int(is_odd)
+        change(model, optimizer, part, number)
     named = {"the chief": 0, "another": comm.size - 1, "all": ", ".join(map(str, range(1, comm.size)))}[odd]
     named = 1 if comm.size == 2 else named  # of two the second one is named
 

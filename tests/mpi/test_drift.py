@@ -54,7 +54,11 @@ def load_others(program, rank):
 def local_schedule(program, rank):
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(program.optimizer, patience=0, factor=0.5)
     for epoch in range(3):
-        schedule.step(epoch if rank == 1 else -epoch)
+        if rank == 1:
+            metric = epoch
+        else:
+            metric = -epoch
+        schedule.step(metric)
 
 
 @pytest.mark.feature("semantics.ranks-that-drift")
@@ -101,7 +105,7 @@ def test_a_copy_that_is_trained_outside_the_scope_is_warned_of_once(comm, caplog
             optimizer.zero_grad()
             model_copy(torch.ones(2, 3) * (comm.rank + 1)).sum().backward()
             optimizer.step()
-    n_lines = sum("copies of the model" in record.getMessage() for record in caplog.records)
+    n_lines = sum("copies of the model" in message for message in caplog.messages)
     assert n_lines == (comm.rank == 0)
 
 
@@ -115,7 +119,7 @@ def test_the_end_of_a_program_compares_once_more(comm, caplog, is_loaded):
         load_others(program, comm.rank)
     with caplog.at_level(logging.WARNING, "hpcdist"):
         _Comparison(program.strategy.world)()
-    lines = [record.getMessage() for record in caplog.records if "end of the program" in record.getMessage()]
+    lines = [message for message in caplog.messages if "end of the program" in message]
     assert len(lines) == (comm.rank == 0 and not is_loaded)
 
 
@@ -142,7 +146,7 @@ def test_an_old_optimizer_that_one_rank_still_has_is_no_drift(comm, caplog, loca
                 live_optimizers.append(optimizer)
         del optimizer
         _Comparison(program.strategy.world)()
-    assert not [record.getMessage() for record in caplog.records if "equal on all" in record.getMessage()]
+    assert not [message for message in caplog.messages if "equal on all" in message]
 
 
 @pytest.mark.feature("semantics.ranks-that-drift")
@@ -152,7 +156,10 @@ def test_a_rank_that_makes_no_more_steps_is_found(comm):
     for _ in range(3):
         program.step()
     step = program.optimizer.step
-    program.optimizer.step = (lambda: None) if comm.rank == 1 else step
+    if comm.rank == 1:
+        program.optimizer.step = lambda: None
+    else:
+        program.optimizer.step = step
     number, text = program.steps_until_found(2 * SUMS_PER_SLICE)
     assert number is not None
     assert "the parameters" in text
@@ -164,7 +171,10 @@ def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(c
     with program.strategy.scope():
         second_model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(second_model.parameters(), lr=0.01)
-    live_objects = [second_model, optimizer] if comm.rank == 0 else []
+    if comm.rank == 0:
+        live_objects = [second_model, optimizer]
+    else:
+        live_objects = []
     program.step()
     steps(second_model, optimizer, torch.ones(2, 3), SUMS_PER_SLICE)
     for _ in range(n_steps_before):
@@ -174,7 +184,7 @@ def test_a_model_that_one_rank_still_has_is_no_drift_and_the_other_is_compared(c
         for _ in range(3 * SUMS_PER_SLICE):
             program.step()
         _Comparison(program.strategy.world)()
-    assert not [record.getMessage() for record in caplog.records if "equal on all" in record.getMessage()]
+    assert not [message for message in caplog.messages if "equal on all" in message]
     live_objects.clear()
     load_others(program, comm.rank)
     assert program.steps_until_found(2 * SUMS_PER_SLICE)[0] is not None

@@ -40,10 +40,15 @@ def linear(params=None):
 def batches_of(step, n_local, is_endless=True):
     """Return the rows of each replica of a rank at a step: its input's batches go to one replica after the other."""
     x, y = map(torch.from_numpy, draws())
-    first = [4 * (step * n_local + replica) for replica in range(n_local)]
-    places = [[row % 24 if is_endless else row for row in range(begin, begin + 4)] for begin in first]
-    batch_indices = [[row for row in place if row < 24] for place in places]
-    return [(x[indices], y[indices]) for indices in batch_indices]
+    batches = []
+    for replica in range(n_local):
+        first_row = 4 * (step * n_local + replica)
+        rows = np.arange(first_row, first_row + 4)
+        if is_endless:
+            rows %= 24
+        rows = rows[rows < 24]
+        batches.append((x[rows], y[rows]))
+    return batches
 
 
 def by_hand(n_steps, ranks=(1,), lr=0.1, weights=None, is_endless=True):
@@ -73,7 +78,11 @@ def by_hand(n_steps, ranks=(1,), lr=0.1, weights=None, is_endless=True):
 
 @pytest.fixture(params=["one replica a rank", "four replicas"])
 def config(request, shared_path):
-    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=None if request.param.startswith("one") else 4)
+    if request.param.startswith("one"):
+        num_replicas = None
+    else:
+        num_replicas = 4
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=num_replicas)
     return RunConfig(shared_path, train_distribute=strategy, save_checkpoints_steps=4, log_step_count_steps=0)
 
 
@@ -156,8 +165,10 @@ def test_evaluation_and_predictions(config, shared_path, ranks):
     assert metrics["loss"] == pytest.approx((outputs - y).square().mean().item(), rel=1e-5)
     assert metrics["mae"] == pytest.approx((outputs - y).abs().mean().item(), rel=1e-5)
     assert metrics["global_step"] == 0
-    first = [(x @ weight.T + bias - y).square() for n_local in ranks for x, y in batches_of(0, n_local)]
-    assert untrained.evaluate(once, steps=1)["loss"] == pytest.approx(torch.cat(first).mean().item(), rel=1e-5)
+    losses = []
+    for n_local in ranks:
+        losses += [(x @ weight.T + bias - y).square() for x, y in batches_of(0, n_local)]
+    assert untrained.evaluate(once, steps=1)["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
     predicted = [row["predictions"] for row in untrained.predict(once)]
     np.testing.assert_allclose(predicted, outputs.numpy(), rtol=1e-5, atol=1e-6)
     if config.train_distribute.is_chief:

@@ -29,7 +29,11 @@ class Recorder(Callback):
             setattr(self, name, functools.partial(self.note, name))
 
     def note(self, name, number=None, logs=None):
-        self.calls.append(f"{name} {number}" if isinstance(number, int) else name)
+        if isinstance(number, int):
+            call = f"{name} {number}"
+        else:
+            call = name
+        self.calls.append(call)
 
 
 def stop_at_poll(monkeypatch, number):

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import gc
+import itertools
 import logging
 import pickle
 import weakref
@@ -103,7 +105,11 @@ def test_the_sum_is_private_to_the_rank(pair, comm):
         for parameter in model.parameters():
             parameter.grad.mul_(100)
     comm.Barrier()
-    assert_close(gradients(model), [g * 100 for g in before] if comm.rank == 0 else before)
+    if comm.rank == 0:
+        expected = [g * 100 for g in before]
+    else:
+        expected = before
+    assert_close(gradients(model), expected)
 
 
 def test_clipping_between_backward_and_step(pair, comm):
@@ -233,7 +239,10 @@ def test_unused_parameters_train_as_on_one_rank(pair, comm):
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
             for step in range(4):
                 optimizer.zero_grad(set_to_none=set_to_none)
-                loss = loss_of(module, rows) if step == 0 else module[0](rows[0]).square().sum() / ROWS
+                if step == 0:
+                    loss = loss_of(module, rows)
+                else:
+                    loss = module[0](rows[0]).square().sum() / ROWS
                 loss.backward()
                 optimizer.step()
         assert_close([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
@@ -514,7 +523,10 @@ def test_a_backward_inside_another_call_of_autograd_is_refused(pair, comm, outer
     model, _ = pair
     x = local_rows(comm)[0][0].requires_grad_()
     loss = Inner.apply(x, model).sum()
-    go_backward = loss.backward if outer == "backward" else lambda: torch.autograd.grad(loss, x)
+    if outer == "backward":
+        go_backward = loss.backward
+    else:
+        go_backward = functools.partial(torch.autograd.grad, loss, x)
     with pytest.raises(GradientError, match="one backward at a time"):
         go_backward()
 
@@ -961,7 +973,11 @@ def test_a_model_built_differently_on_one_rank(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
     with strategy.scope():
-        model = nn.Sequential(nn.Linear(4, 5 if comm.rank < comm.size - 1 else 6), nn.Tanh())
+        if comm.rank < comm.size - 1:
+            width = 5
+        else:
+            width = 6
+        model = nn.Sequential(nn.Linear(4, width), nn.Tanh())
     with pytest.raises(DesyncError) as caught:
         model(torch.ones(1, 4))
     text = str(caught.value)
@@ -982,11 +998,15 @@ def test_the_same_first_batch_on_every_rank_is_reported_once(strategy, comm, cap
     with strategy.scope():
         model = nn.Linear(4, 1)
     with caplog.at_level(logging.WARNING, "hpcdist"):
-        strategy.run(model, args=(torch.full((2, 4), 1.0 if is_same else float(comm.rank)),))
+        if is_same:
+            value = 1.0
+        else:
+            value = float(comm.rank)
+        strategy.run(model, args=(torch.full((2, 4), value),))
         strategy.run(model, args=(torch.ones(2, 4),))
-    reports = comm.allgather([r.getMessage() for r in caplog.records])
+    reports = comm.allgather(caplog.messages)
     n_expected = 1 if is_same and comm.size > 1 else 0
-    assert [len(texts) for texts in reports] == [n_expected] + [0] * (comm.size - 1)
+    assert list(map(len, reports)) == [n_expected] + [0] * (comm.size - 1)
     if n_expected:
         assert "got the same first batch on all; if it comes from a plain DataLoader, use strategy." in reports[0][0]
 
@@ -1023,7 +1043,7 @@ def test_dropout_draws_by_seed_step_and_replica(comm):
     other_seed_draws = draws(2)
     assert first == same_seed_draws
     assert first != other_seed_draws
-    everyone = [tuple(numbers) for rank in comm.allgather(first) for numbers in rank]
+    everyone = list(map(tuple, itertools.chain.from_iterable(comm.allgather(first))))
     assert len(set(everyone)) == 2 * comm.size
 
 
@@ -1194,7 +1214,11 @@ def test_a_layer_that_only_some_replicas_use_sums_what_they_have(strategy, comm)
             loss = loss + layer(torch.full((1, 1), comm.rank + 2.0)).sum()
         loss.backward()
         everyone = sum(rank + 2.0 for rank in range(comm.size))
-        assert layer.weight.grad.item() == (everyone if step == 0 else 2.0)
+        if step == 0:
+            expected = everyone
+        else:
+            expected = 2.0
+        assert layer.weight.grad.item() == expected
 
 
 def test_a_buffer_that_one_replica_changed_takes_its_value(strategy, comm):
@@ -1213,7 +1237,10 @@ def test_nan_of_an_empty_part_is_not_added(comm):
     with strategy.scope():
         model = nn.Linear(2, 1)
     for x in strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(torch.ones(1, 2)).batch(4)):
-        loss = model(x).mean() if len(x) else model(torch.ones(1, 2)).sum() * float("nan")
+        if len(x):
+            loss = model(x).mean()
+        else:
+            loss = model(torch.ones(1, 2)).sum() * float("nan")
         loss.backward()
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
@@ -1276,7 +1303,11 @@ def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows(comm):
     for step in range(3):
         optimizer.zero_grad()
         overflows = step == 1 and comm.rank == comm.size - 1
-        loss = model(torch.ones(2, 2)).square().mean() * (float("inf") if overflows else 1.0)
+        if overflows:
+            factor = float("inf")
+        else:
+            factor = 1.0
+        loss = model(torch.ones(2, 2)).square().mean() * factor
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 10.0)
@@ -1288,4 +1319,4 @@ def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows(comm):
     assert torch.equal(weights[1], weights[2])
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[2], weights[3])
-    assert len({str(weight) for weight in comm.allgather([weight.tolist() for weight in weights])}) == 1
+    assert len(set(map(str, comm.allgather([weight.tolist() for weight in weights])))) == 1

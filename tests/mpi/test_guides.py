@@ -105,7 +105,10 @@ def test_lines_of_the_guides(line, comm):
         with strategy.scope():
             assert hpcdist.get_strategy() is strategy
         assert strategy.run(lambda x: x + 1, args=(1,)) == 2
-        n_replicas = 1 if "OneDeviceStrategy" in line or "get_strategy" in line else comm.size
+        if "OneDeviceStrategy" in line or "get_strategy" in line:
+            n_replicas = 1
+        else:
+            n_replicas = comm.size
         assert strategy.num_replicas_in_sync == n_replicas
         assert strategy.reduce(hpcdist.ReduceOp.SUM, 1.0, axis=None) == n_replicas
 

@@ -1,5 +1,6 @@
 """Inputs on real ranks: uneven parts, ends that differ, datasets from a function, and what is agreed on."""
 
+import itertools
 import random
 import sys
 
@@ -55,8 +56,8 @@ def test_uneven_inputs_every_sample_once_and_exact_metrics(strategy, comm, first
         for part in strategy.experimental_distribute_dataset(dataset):
             total += strategy.reduce("sum", part, axis=0).item()
             means.append(strategy.reduce("mean", part, axis=0).item())
-        assert total == sum(sum(step) for step in whole), number
-        assert means == pytest.approx([np.mean(step) for step in whole], rel=1e-15), number
+        assert total == sum(map(sum, whole)), number
+        assert means == pytest.approx(list(map(np.mean, whole)), rel=1e-15), number
 
 
 @pytest.mark.feature("tf.replicas-empty-part", "input.zero-weight-participation", "complaints.last-uneven-batch")
@@ -125,9 +126,12 @@ def test_datasets_from_a_function_for_several_replicas_on_a_rank(comm, mode):
         )
 
     distributed = strategy.distribute_datasets_from_function(dataset_fn, options)
-    steps = [[part.tolist() for part in step.values] for step in distributed]
-    assert all(len(step) == 2 for step in steps)
-    seen = comm.allreduce(sum((part for step in steps for part in step), []))
+    local_rows = []
+    for step in distributed:
+        assert len(step.values) == 2
+        for part in step.values:
+            local_rows += part.tolist()
+    seen = comm.allreduce(local_rows)
     assert sorted(seen) == list(range(3 * n_replicas + 1))
 
 
@@ -171,11 +175,14 @@ def own_rows(comm, n_rows):
 )
 @pytest.mark.parametrize("is_shortest_first", [True, False])
 def test_datasets_from_a_function_end_together(strategy, comm, is_shortest_first):
-    place = comm.rank if is_shortest_first else comm.size - 1 - comm.rank
+    if is_shortest_first:
+        place = comm.rank
+    else:
+        place = comm.size - 1 - comm.rank
     distributed = strategy.distribute_datasets_from_function(own_rows(comm, 1 + 2 * place))
     for _ in range(2):
         parts = list(distributed)
-        assert [len(part) for part in parts] == [2] * place + [1] + [0] * (comm.size - 1 - place)
+        assert list(map(len, parts)) == [2] * place + [1] + [0] * (comm.size - 1 - place)
         assert all(part.shape[1:] == (3,) for part in parts)
     iterator = iter(distributed)
     values = [iterator.get_next_as_optional().has_value() for _ in range(comm.size + 1)]
@@ -200,7 +207,7 @@ def test_the_seed_of_a_function_is_the_chiefs(strategy, comm):
     rows = hpcdist.Dataset.from_tensor_slices(np.arange(30))
     distributed = strategy.distribute_datasets_from_function(lambda context: rows.shuffle().batch(30))
     assert len(set(comm.allgather(distributed.state_dict()["seed"]))) == 1
-    assert len({tuple(part) for part in comm.allgather(next(iter(distributed)).tolist())}) == comm.size
+    assert len(set(map(tuple, comm.allgather(next(iter(distributed)).tolist())))) == comm.size
 
 
 def test_a_function_that_fails_on_one_rank_fails_on_all(strategy, comm, tmp_path):
@@ -232,7 +239,7 @@ def test_generators_are_divided_and_restarted(strategy, comm):
     after = strategy.experimental_distribute_dataset(dataset)
     after.load_state_dict(distributed.state_dict())
     local_batches = first + [part.tolist() for part in after]
-    rows = sum((row for step in zip(*comm.allgather(local_batches), strict=True) for row in step), [])
+    rows = sum(itertools.chain.from_iterable(zip(*comm.allgather(local_batches), strict=True)), [])
     assert sorted(rows[:7]) == sorted(rows[7:]) == list(range(7))
 
 
@@ -271,7 +278,7 @@ def test_workers_are_forked_only_where_mpi_uses_no_card_for_rdma(strategy, comm,
     worker_start.is_fork_safe.cache_clear()
     loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="fork")
     distributed = strategy.experimental_distribute_dataset(loader)
-    has_mpi = [flag for numbers, flags in distributed for flag in flags.tolist()]
+    has_mpi = list(itertools.chain.from_iterable(flags.tolist() for numbers, flags in distributed))
     own_loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="fork")
     own_flags = torch.cat([flags for numbers, flags in own_loader]).tolist()
     worker_start.is_fork_safe.cache_clear()
@@ -300,24 +307,36 @@ def test_samplers_divide_the_rows_of_an_epoch_among_the_ranks(comm, drop_last):
     orders = []
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
-        local_rows = [int(row) for (part,) in loader for row in part]
+        local_rows = rows_of(loader)
         orders.append(local_rows)
         shares = comm.allgather(local_rows)
-        assert {len(share) for share in shares} == {len(sampler)}
-        assert len({row for share in shares for row in share}) == (len(shares) * len(sampler) if drop_last else 11)
+        assert set(map(len, shares)) == {len(sampler)}
+        if drop_last:
+            n_rows = len(shares) * len(sampler)
+        else:
+            n_rows = 11
+        assert len(set(itertools.chain.from_iterable(shares))) == n_rows
     assert orders[0] != orders[1]
     sampler.set_epoch(1, n_used=2)  # as after a restart
-    assert [int(row) for (part,) in loader for row in part] == orders[1][2:]
+    assert rows_of(loader) == orders[1][2:]
     sampler.set_epoch(1)
-    assert [int(row) for (part,) in loader for row in part] == orders[1]
+    assert rows_of(loader) == orders[1]
+
+
+def rows_of(batches):
+    """Return the rows of batches of one column, in order."""
+    rows = []
+    for (column,) in batches:
+        rows += column.tolist()
+    return rows
 
 
 def test_a_loader_is_distributed_as_it_is(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     rows = torch.utils.data.TensorDataset(torch.arange(4 * comm.size))
     loader = torch.utils.data.DataLoader(rows, batch_size=2 * comm.size, shuffle=True)
-    local_rows = [int(row) for (part,) in strategy.experimental_distribute_dataset(loader) for row in part]
-    assert sorted(row for share in comm.allgather(local_rows) for row in share) == list(range(4 * comm.size))
+    local_rows = rows_of(strategy.experimental_distribute_dataset(loader))
+    assert sorted(itertools.chain.from_iterable(comm.allgather(local_rows))) == list(range(4 * comm.size))
     distributed = strategy.distribute_datasets_from_function(
         lambda context: torch.utils.data.DataLoader(rows, batch_size=2)
     )
@@ -332,7 +351,7 @@ def test_datasets_made_of_others_are_distributed_with_one_order(comm):
     distributed = strategy.experimental_distribute_dataset(dataset)
     for _ in range(2):
         local_batches = [part.tolist() for part in distributed]
-        whole = [
-            sorted(row for part in parts for row in part) for parts in zip(*comm.allgather(local_batches), strict=True)
-        ]
-        assert sorted(row for batch in whole for row in batch) == list(range(0, 20, 2))
+        whole = []
+        for parts in zip(*comm.allgather(local_batches), strict=True):
+            whole.append(sorted(itertools.chain.from_iterable(parts)))
+        assert sorted(itertools.chain.from_iterable(whole)) == list(range(0, 20, 2))

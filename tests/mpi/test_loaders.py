@@ -101,7 +101,7 @@ def test_a_sampler_gives_one_order_that_is_cut_by_rank_and_resumed(strategy, com
     first = batches_of_pass(comm, distributed)
     second = batches_of_pass(comm, distributed)
     assert first != second
-    assert [len(batch) for batch in first] == [len(batch) for batch in second] or name == "bucket"
+    assert list(map(len, first)) == list(map(len, second)) or name == "bucket"
     assert distributed.epoch == 2
     assert len(distributed) == len(second)
     torch.seed()
@@ -182,7 +182,10 @@ class Processes(Dataset):
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_workers_are_kept_if_they_are_persistent(strategy, comm, method, is_persistent, has_sampler):
-    settings = {"sampler": SubsetRandomSampler(range(16))} if has_sampler else {"shuffle": True}
+    if has_sampler:
+        settings = {"sampler": SubsetRandomSampler(range(16))}
+    else:
+        settings = {"shuffle": True}
     loader = DataLoader(
         Processes(),
         4 * comm.size,
@@ -202,7 +205,11 @@ def test_workers_are_kept_if_they_are_persistent(strategy, comm, method, is_pers
     assert all(len(pid) <= 1 for pid in pids)
     workers = set().union(*pids)
     assert os.getpid() not in workers
-    assert len(workers) == (1 if is_persistent else 3)
+    if is_persistent:
+        n_workers = 1
+    else:
+        n_workers = 3
+    assert len(workers) == n_workers
     assert torch.initial_seed() == 1
 
 
@@ -411,7 +418,10 @@ def test_persistent_workers_are_kept_after_two_passes_side_by_side(strategy, com
 def test_each_pass_seeds_its_workers_anew_and_alike_after_a_restart(strategy, comm, has_sampler):
     def make_distributed():
         torch.manual_seed(1)
-        settings = {"sampler": Forgetful(range(16))} if has_sampler else {}
+        if has_sampler:
+            settings = {"sampler": Forgetful(range(16))}
+        else:
+            settings = {}
         return strategy.experimental_distribute_dataset(
             DataLoader(Processes(), 4 * comm.size, num_workers=1, **settings)
         )
@@ -478,7 +488,10 @@ def test_samplers_that_differ_later_are_refused_at_the_sum(strategy, comm):
 
 @pytest.mark.parametrize("has_sampler", [False, True])
 def test_kept_workers_keep_nobody_and_end_at_once_with_their_loader(strategy, comm, has_sampler):
-    settings = {"sampler": Forgetful(range(16))} if has_sampler else {}
+    if has_sampler:
+        settings = {"sampler": Forgetful(range(16))}
+    else:
+        settings = {}
     loader = DataLoader(Processes(), comm.size, num_workers=2, persistent_workers=True, **settings)
     distributed = strategy.experimental_distribute_dataset(loader)
     list(distributed)
@@ -494,8 +507,8 @@ def test_kept_workers_keep_nobody_and_end_at_once_with_their_loader(strategy, co
 
 
 def test_noise_on_one_rank_makes_no_other_stream(strategy, comm):
-    noise = NOISES["of its own"] if comm.rank == comm.size - 1 else lambda: 0.5
-    distributed = strategy.experimental_distribute_dataset(DataLoader(Stream(noise=noise), 8))
+    noises = [lambda: 0.5] * (comm.size - 1) + [NOISES["of its own"]]
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Stream(noise=noises[comm.rank]), 8))
     assert rows_of_all(comm, distributed) == list(range(24))
 
 

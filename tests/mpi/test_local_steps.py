@@ -44,7 +44,9 @@ class Trained:
     def loss(self):
         x = rows_of(self.n_steps, self.strategy.rank, self.strategy.size)
         losses = (self.model(x) - x.sum(1, keepdim=True)).square()
-        return losses.mean() if self.strategy.sums.is_mean else losses.sum() / GLOBAL_ROWS
+        if self.strategy.sums.is_mean:
+            return losses.mean()
+        return losses.sum() / GLOBAL_ROWS
 
     def step(self):
         self.optimizer.zero_grad()
@@ -72,10 +74,14 @@ def trained_by_hand(comm, n_steps, n_in_round, first_local_step=0):
         optimizer.step()
         n_local += step >= first_local_step
         if step < first_local_step or n_local % n_in_round == 0:
-            states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-            means = [*model.parameters(), *states] if step >= first_local_step else []
-            for tensor in [*means, *(buffer for buffer in model.buffers() if buffer.dim())]:
-                tensor.data.copy_(torch.from_numpy(comm.allreduce(tensor.detach().numpy()) / comm.size))
+            means = list(model.buffers())
+            if step >= first_local_step:
+                means += model.parameters()
+                for state in optimizer.state.values():
+                    means += state.values()
+            for tensor in means:
+                if tensor.dim():
+                    tensor.data.copy_(torch.from_numpy(comm.allreduce(tensor.detach().numpy()) / comm.size))
     return torch.cat([value.reshape(-1).double() for value in model.state_dict().values()])
 
 

@@ -43,7 +43,11 @@ def test_each_rank_has_a_file_and_the_chief_the_screen(comm, shared_path, root_l
     assert re.fullmatch(
         rf"\d{{4}}-\d\d-\d\dT[\d:.]{{12}} INFO \[{rank_label}\] mine: 100 % of rank {comm.rank}", line
     ), line
-    assert screen == (line + "\n" if comm.rank == 0 else "")
+    if comm.rank == 0:
+        expected = line + "\n"
+    else:
+        expected = ""
+    assert screen == expected
     comm.Barrier()
     assert len(list((shared_path / "logs").iterdir())) == comm.size
 

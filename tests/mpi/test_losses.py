@@ -82,7 +82,10 @@ def test_a_regularization_loss_of_strategies_that_average_and_that_sum_is_refuse
 def test_weights_of_an_average_loss(strategy, shape, weights, expected):
     """One weight for each row, or for each loss; none enters the divisor."""
     losses = torch.arange(1.0, 1 + np.prod(shape)).view(shape)
-    sample_weights = torch.tensor(weights) if isinstance(weights, list) else weights
+    if isinstance(weights, list):
+        sample_weights = torch.tensor(weights)
+    else:
+        sample_weights = weights
     n = strategy.num_replicas_in_sync
     with strategy.scope():
         assert float(hpcdist.compute_average_loss(losses, sample_weights)) == pytest.approx(expected / (2 * n))

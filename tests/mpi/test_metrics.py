@@ -34,7 +34,10 @@ def own_rows(*tensors):
     replica = hpcdist.get_replica_context()
     n = replica.num_replicas_in_sync
     number = replica.replica_id_in_sync_group
-    bounds = [N_ROWS * (k * k) // (n * n) for k in range(n + 1)] if n > 1 else [0, N_ROWS]
+    if n > 1:
+        bounds = [N_ROWS * (k * k) // (n * n) for k in range(n + 1)]
+    else:
+        bounds = [0, N_ROWS]
     return [None if tensor is None else tensor[bounds[number] : bounds[number + 1]] for tensor in tensors]
 
 
@@ -205,7 +208,11 @@ def test_weights(strategy, kind, tensors, expected):
     selected_tensors = [tensor[CLASSES == 2] for tensor in tensors]
     assert float(once.result()) == pytest.approx(in_one_process(kind, *selected_tensors), rel=1e-13)
     strategy.run(lambda: twice.update_state(*own_rows(*tensors), sample_weight=2.0))
-    assert float(twice.result()) == pytest.approx(float(expected) * (2 if kind is metrics.Sum else 1), rel=1e-6)
+    if kind is metrics.Sum:
+        factor = 2
+    else:
+        factor = 1
+    assert float(twice.result()) == pytest.approx(float(expected) * factor, rel=1e-6)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -244,10 +251,8 @@ def test_a_replica_sees_its_own(strategy):
     def step():
         return metric(float(hpcdist.get_replica_context().replica_id_in_sync_group))
 
-    replica_results = [
-        float(replica_result) for replica_result in strategy.experimental_local_results(strategy.run(step))
-    ]
-    assert replica_results == [float(number) for number in strategy.own_replicas]
+    replica_results = list(map(float, strategy.experimental_local_results(strategy.run(step))))
+    assert replica_results == list(map(float, strategy.own_replicas))
     assert float(metric.result()) == sum(range(strategy.num_replicas_in_sync))
 
 
@@ -257,7 +262,7 @@ def test_it_has_the_same_bits_on_any_number_of_ranks():
     metric = make(strategy, metrics.Sum)
     values = torch.tensor([1, 2.0**53, 1, 1, 2, 2, 2], dtype=torch.float64)
     strategy.run(lambda: metric.update_state(values[hpcdist.get_replica_context().replica_id_in_sync_group]))
-    v = [float(value) for value in values]
+    v = list(map(float, values))
     tree = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + v[6])
     assert float(metric.result()) == tree != sum(v)
 

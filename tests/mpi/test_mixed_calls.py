@@ -81,7 +81,11 @@ PAIRS = [
 @pytest.mark.feature("debugging.mismatch-detection")
 @pytest.mark.parametrize(("worker_call", "chief_call"), PAIRS)
 def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, worker_call, chief_call):
-    local_call = values.calls()[worker_call if comm.rank else chief_call]
+    if comm.rank:
+        name = worker_call
+    else:
+        name = chief_call
+    local_call = values.calls()[name]
     with pytest.raises(UsageError, match=r"others.*elsewhere"):
         local_call()
     assert values.loss.result() == 1, "the next calls are right"
@@ -95,10 +99,13 @@ def test_reductions_that_do_not_fit_together_are_found_by_all_ranks_of_a_host(co
     duplicate_comm = comm.Dup()
     for _ in range(3):
         hpcdist.all_reduce(np.ones(2), comm=duplicate_comm)
+    rank_dtype = float
+    rank_op = "sum"
+    if comm.rank == 0:
+        rank_dtype = dtype
+        rank_op = op
     with pytest.raises(DesyncError, match=rf"{op} of 2 {np.dtype(dtype)} on rank 0, sum of 2 float64 on rank 1"):
-        hpcdist.all_reduce(
-            np.ones(2, dtype if comm.rank == 0 else float), op if comm.rank == 0 else "sum", comm=duplicate_comm
-        )
+        hpcdist.all_reduce(np.ones(2, rank_dtype), rank_op, comm=duplicate_comm)
     hpcdist.all_reduce(np.ones(2), comm=duplicate_comm)
     duplicate_comm.Free()
 
@@ -107,8 +114,11 @@ def test_a_size_that_is_measured_first_meets_one_that_is_not(comm):
     if comm.size == 1:
         return
     duplicate_comm = comm.Dup()
+    n_elements = 2
+    if comm.rank:
+        n_elements = 1000
     with pytest.raises(DesyncError, match="sum of 2 float64 on rank 0, sum of 1000 float64 on rank 1"):
-        hpcdist.all_reduce(np.ones(1000 if comm.rank else 2), comm=duplicate_comm)
+        hpcdist.all_reduce(np.ones(n_elements), comm=duplicate_comm)
     duplicate_comm.Free()
 
 
@@ -122,8 +132,16 @@ def test_reductions_by_the_library_that_do_not_fit_together_are_found(comm, op, 
     for _ in range(3):
         hpcdist.all_reduce(np.ones(2), comm=duplicate_comm, **options)
     error = None
-    values = np.ones(2, dtype if comm.rank == 0 else float)
-    name = op if comm.rank == 0 else "sum"
+    if comm.rank == 0:
+        rank_dtype = dtype
+    else:
+        rank_dtype = float
+    values = np.ones(2, rank_dtype)
+    if comm.rank == 0:
+        rank_op = op
+    else:
+        rank_op = "sum"
+    name = rank_op
     try:
         hpcdist.all_reduce(values, name, comm=duplicate_comm, **options)
     except DesyncError as caught:
@@ -140,8 +158,16 @@ def test_reductions_by_the_library_that_do_not_fit_together_are_found(comm, op, 
 def test_ranks_may_take_other_ways_to_the_same_sum(comm):
     """A scale of its own, or another kind of array: which way a sum goes must not count."""
     duplicate_comm = comm.Dup()
-    hpcdist.all_reduce(np.ones(1), prescale=1.0 if comm.rank == 0 else 0.5, comm=duplicate_comm)
-    hpcdist.all_reduce(np.ones(2) if comm.rank == 0 else torch.ones(2, dtype=torch.float64), comm=duplicate_comm)
+    if comm.rank == 0:
+        prescale = 1.0
+    else:
+        prescale = 0.5
+    hpcdist.all_reduce(np.ones(1), prescale=prescale, comm=duplicate_comm)
+    if comm.rank == 0:
+        summand = np.ones(2)
+    else:
+        summand = torch.ones(2, dtype=torch.float64)
+    hpcdist.all_reduce(summand, comm=duplicate_comm)
     for size in (2, 3):
         buffer = np.ones(size)
         hpcdist.all_reduce(buffer, comm=duplicate_comm)

@@ -140,13 +140,17 @@ def test_what_the_bits_depend_on_is_described(comm, over_hosts):
     def described(**options):
         communication_options = hpcdist.CommunicationOptions(**options)
         facts = hpcdist.MultiWorkerMirroredStrategy(communication_options=communication_options).describe_sums()
-        assert [facts.pop(name) for name in ("replicas", "comm_hook", "local_steps")] == [None, None, None]
+        assert list(map(facts.pop, ("replicas", "comm_hook", "local_steps"))) == [None, None, None]
         return facts
 
     over_hosts("1 each")
     has_hosts = comm.size > 1
     assert described(is_ordered=True) == {"all_reduce": "in the order of replicas", "wire": None}
-    assert described(is_ordered=True, wire_dtype="bfloat16")["wire"] == ("bfloat16" if has_hosts else None)
+    if has_hosts:
+        wire_dtype = "bfloat16"
+    else:
+        wire_dtype = None
+    assert described(is_ordered=True, wire_dtype="bfloat16")["wire"] == wire_dtype
     assert described(implementation="halving") == {"all_reduce": "HALVING", "wire": None}
     over_hosts("3 and rest")
     is_aligned = comm.size <= 3
@@ -175,7 +179,11 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
     after = torch_hooks.after_accumulation
 
     def noted(self, array, bucket, is_exact, **more):
-        events.append("counts" if is_exact else bucket)
+        if is_exact:
+            event = "counts"
+        else:
+            event = bucket
+        events.append(event)
         return start(self, array, bucket, is_exact, **more)
 
     def counted(parameter, see):
@@ -345,7 +353,8 @@ def test_two_models_in_turn_as_a_gan(comm, over_hosts):
                 judge(maker(torch.randn(3, 4, generator=rows))).mean().backward()
                 optimizer.step()
                 other_model.zero_grad()
-        results.append(b"".join(p.detach().numpy().tobytes() for m in (maker, judge) for p in m.parameters()))
+        parameters = [*maker.parameters(), *judge.parameters()]
+        results.append(b"".join(parameter.detach().numpy().tobytes() for parameter in parameters))
     assert results[0] == results[1]
     assert len(set(comm.allgather(results[0]))) == 1
 

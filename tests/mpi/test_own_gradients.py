@@ -63,7 +63,9 @@ class Trained:
 
 @pytest.fixture(params=["by default", "several a rank"])
 def trained(request, comm):
-    return Trained() if request.param == "by default" else Trained(2 * comm.size + 1)
+    if request.param == "by default":
+        return Trained()
+    return Trained(2 * comm.size + 1)
 
 
 def by_strategy(trained):
@@ -122,11 +124,10 @@ def test_none_is_no_gradient_where_all_have_none(trained):
 
     def step():
         context = hpcdist.get_replica_context()
-        gradients = [torch.ones_like(parameter) for parameter in trained.parameters]
+        gradients = list(map(torch.ones_like, trained.parameters))
         gradients[0] = None
-        gradients[1] = (
-            None if context.replica_id_in_sync_group == 0 and context.num_replicas_in_sync > 1 else gradients[1]
-        )
+        if context.replica_id_in_sync_group == 0 and context.num_replicas_in_sync > 1:
+            gradients[1] = None
         trained.optimizer.apply_gradients(zip(gradients, trained.parameters, strict=True))
 
     before = copy.deepcopy(trained.parameters)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -77,7 +78,7 @@ def stop(rank, comm):
 
 
 def weights(program):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in program.model.parameters()])
+    return parameters_to_vector(program.model.parameters()).detach()
 
 
 # -- loaders of the program's own --------------------------------------------------------------------------------------
@@ -379,7 +380,10 @@ def test_the_last_steps_are_saved_at_the_exit_however_they_are_made(comm, shared
     batches = program.distributed()
     handler = program.handler(shared_path / "run", data=batches)
     for x, y in batches.take(3):
-        handler.run(program.step, x, y) if is_in_run else program.step(x, y)
+        if is_in_run:
+            handler.run(program.step, x, y)
+        else:
+            program.step(x, y)
     handler.record_end()
     call_when_done(None)
     handler.close()
@@ -531,11 +535,10 @@ def test_the_plan_knows_the_rows_whatever_a_batch_looks_like(comm, collate):
         first, *sizes, labels = batch
         values = model(first)
         is_padding = (first == 0).all(-1, keepdim=True)
-        sums = (
-            values.masked_fill(is_padding, 0).sum(0)
-            if not sizes
-            else torch.stack([part.sum(0) for part in values.split(sizes[0].tolist())])
-        )
+        if not sizes:
+            sums = values.masked_fill(is_padding, 0).sum(0)
+        else:
+            sums = torch.stack([part.sum(0) for part in values.split(sizes[0].tolist())])
         return nn.functional.mse_loss(sums, labels)
 
     loader = DataLoader(Ragged(), batch_size=8, collate_fn=collate)
@@ -631,7 +634,7 @@ def test_loaders_of_the_programs_own_draw_other_random_numbers_in_each_pass(comm
     Program().distributed()  # from here on loaders are followed
     loader = DataLoader(torch.arange(50), batch_size=50, shuffle=True)
     orders = [next(iter(loader)).tolist() for _ in range(3)]
-    assert len({str(order) for order in orders}) == 3
+    assert len(set(map(str, orders))) == 3
     first, second = zip(
         *zip(loader, DataLoader(torch.arange(50), batch_size=50, shuffle=True), strict=True), strict=True
     )

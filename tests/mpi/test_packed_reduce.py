@@ -54,7 +54,10 @@ def bits(nest):
     leaf_bits = []
 
     def leaf(value):
-        array = value.double().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        if isinstance(value, torch.Tensor):
+            array = value.double().numpy()
+        else:
+            array = np.asarray(value)
         leaf_bits.append((str(getattr(value, "dtype", type(value))), array.shape, array.tobytes()))
 
     map_nest(leaf, nest)
@@ -177,7 +180,12 @@ def test_nests_and_kinds_that_differ_are_an_error_on_all(strategy, comm, first, 
 def test_dtypes_that_differ_are_an_error_on_all(strategy, axis):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("one replica cannot differ")
-    dtypes = [torch.bfloat16 if replica else torch.float32 for replica in strategy.own_replicas]
+    dtypes = []
+    for replica in strategy.own_replicas:
+        if replica:
+            dtypes.append(torch.bfloat16)
+        else:
+            dtypes.append(torch.float32)
     values = hpcdist.PerReplica([torch.ones(2, dtype=dtype) for dtype in dtypes])
     with pytest.raises(ValueError, match=r"same call, got reduce MEAN; (axes \(0,\); )?\(2?,?\) b?float"):
         strategy.reduce("mean", values, axis=axis)
@@ -213,7 +221,11 @@ def test_entries_of_sparse_tensors_are_joined(strategy, sums, op):
         assert sparse_reduced._nnz() == 3 * n - 1
         assert sparse_reduced._indices()[0, :2].tolist() == [2, 0]  # replica 0's come first
         assert torch.allclose(sparse_reduced.to_dense(), expected)
-        assert reduced_ones.item() == (n if op == "sum" else 1)
+        if op == "sum":
+            expected_ones = n
+        else:
+            expected_ones = 1
+        assert reduced_ones.item() == expected_ones
     assert sums == ["shapes", "float32"]
 
 

@@ -1,10 +1,13 @@
 """ParameterServerStrategy on real ranks: what workers see, what servers do, and checkpoints between them."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from sklearn import datasets as sklearn_datasets
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import hpcdist
 from hpcdist.errors import ConfigurationError, GradientError, NotFiniteError, UsageError
@@ -30,7 +33,10 @@ def on_servers(comm):
         if entries is not None:
             workers = [f"host{number}:1" for number in sorted(set(entries[1:]))]
             spec = hpcdist.ClusterSpec({"ps": ["host0:2"], "worker": workers})
-            task = ("ps", 0) if comm.rank == 0 else ("worker", entries[comm.rank])
+            if comm.rank == 0:
+                task = ("ps", 0)
+            else:
+                task = ("worker", entries[comm.rank])
             resolver = hpcdist.SimpleClusterResolver(spec, *task)
         result = error = left_with = None
         try:
@@ -43,7 +49,11 @@ def on_servers(comm):
             except Exception as caught:  # the servers go on with the test, and would wait for this rank
                 error = caught
             strategy._client.leave(0)
-        rank_errors = comm.allgather(None if error is None else f"rank {comm.rank}: {error!r}")
+        if error is None:
+            error_text = None
+        else:
+            error_text = f"rank {comm.rank}: {error!r}"
+        rank_errors = comm.allgather(error_text)
         if error is not None:
             raise error
         assert not any(rank_errors), rank_errors
@@ -90,7 +100,7 @@ def train(strategy, model, optimizer, steps, scheduler=None):
 
 
 def weights(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return parameters_to_vector(model.parameters()).detach()
 
 
 OPTIMIZERS = {
@@ -113,7 +123,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("n_shards", [None, 2])
 def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, across, make_optimizer, n_shards):
-    partitioner = None if n_shards is None else hpcdist.FixedShardsPartitioner(n_shards)
+    if n_shards is None:
+        partitioner = None
+    else:
+        partitioner = hpcdist.FixedShardsPartitioner(n_shards)
 
     def body(strategy):
         model, optimizer = make_model(strategy, make_optimizer)
@@ -122,7 +135,11 @@ def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, a
         return weights(model)
 
     server_weights = on_servers(body, synchronous=True, variable_partitioner=partitioner)
-    workers = comm.Split(0 if server_weights is not None else 1, comm.rank)
+    if server_weights is not None:
+        color = 0
+    else:
+        color = 1
+    workers = comm.Split(color, comm.rank)
     if server_weights is not None:  # the same program on the workers alone
         strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
         assert torch.equal(body(strategy), server_weights)
@@ -153,7 +170,11 @@ def test_chunks_of_a_shard_have_the_bits_of_the_all_reduce_also_from_a_checkpoin
     monkeypatch.setattr(parameter_server, "CHUNK_BYTES", 64)
     on_servers(lambda strategy: body(strategy, range(3), is_saved=True), synchronous=True)
     server_weights = on_servers(lambda strategy: body(strategy, range(3, 6), is_restored=True), synchronous=True)
-    workers = comm.Split(0 if server_weights is not None else 1, comm.rank)
+    if server_weights is not None:
+        color = 0
+    else:
+        color = 1
+    workers = comm.Split(color, comm.rank)
     if server_weights is not None:
         strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
         assert torch.equal(body(strategy), server_weights)
@@ -359,7 +380,7 @@ def test_a_checkpoint_that_is_read_in_training_is_what_servers_have(on_servers, 
         optimizer.step()
         strategy.refresh()
         assert torch.equal(weights(model), before)
-        versions = [version for server in strategy.statistics()["versions"] for version in server]
+        versions = list(itertools.chain.from_iterable(strategy.statistics()["versions"]))
         assert min(versions) >= 1
 
     on_servers(body)
@@ -593,7 +614,10 @@ def in_entries(comm, on_servers):
         pytest.skip("a server and a worker with two ranks")
 
     def run(body, **options):
-        entries = [0, 0, 0, 1, 1] if comm.size == 5 else [0] * comm.size
+        if comm.size == 5:
+            entries = [0, 0, 0, 1, 1]
+        else:
+            entries = [0] * comm.size
         result = on_servers(body, entries=entries, **options)
         comm.Barrier()
         return result
@@ -608,7 +632,11 @@ def test_ranks_of_an_entry_are_one_worker(comm, in_entries, across):
     def body(strategy):
         model, optimizer = make_model(strategy)
         n_replicas = strategy.num_replicas_in_sync
-        assert n_replicas == (2 if comm.size == 5 else comm.size - 1)
+        if comm.size == 5:
+            expected_replicas = 2
+        else:
+            expected_replicas = comm.size - 1
+        assert n_replicas == expected_replicas
         for step in range(5):
             train(strategy, model, optimizer, [step])
             replica_bytes = strategy._entry_comm.allgather(weights(model).numpy().tobytes())
@@ -616,7 +644,11 @@ def test_ranks_of_an_entry_are_one_worker(comm, in_entries, across):
         strategy.refresh()
         counts = strategy.statistics()
         assert bool(counts) == (strategy._entry_comm.rank == 0)
-        assert counts.get("pushes", 0) in (0, 10 if comm.size == 5 else 5)
+        if comm.size == 5:
+            n_pushes = 10
+        else:
+            n_pushes = 5
+        assert counts.get("pushes", 0) in (0, n_pushes)
         return weights(model), strategy.size
 
     result = in_entries(body)
@@ -649,10 +681,12 @@ def test_an_entry_joins_rows_and_keeps_what_none_of_its_ranks_used(comm, in_entr
         loss = once(rows).sum() if strategy.rank == 0 else rows.sum()
         with strategy.scope():
             hpcdist.compute_average_loss(loss[None], global_batch_size=1).backward()
-        local_gradients = [
-            None if parameter.grad is None else parameter.grad.to_dense().clone()
-            for parameter in (table.weight, once.weight)
-        ]
+        local_gradients = []
+        for parameter in (table.weight, once.weight):
+            if parameter.grad is None:
+                local_gradients.append(None)
+            else:
+                local_gradients.append(parameter.grad.to_dense().clone())
         for optimizer in optimizers:
             optimizer.step()
         assert torch.equal(table.weight.grad.to_dense(), local_gradients[0]), "a replica's own gradients stay"
@@ -681,7 +715,11 @@ def test_one_replicas_error_is_that_of_its_entry(comm, in_entries):
     def of_nan(strategy):
         model, optimizer = make_model(strategy)
         with strategy.scope():
-            loss = model(torch.ones(1, 3))[:, 0] * (float("nan") if comm.rank == 2 else 1.0)
+            if comm.rank == 2:
+                factor = float("nan")
+            else:
+                factor = 1.0
+            loss = model(torch.ones(1, 3))[:, 0] * factor
             hpcdist.compute_average_loss(loss, global_batch_size=1).backward()
         if 2 in strategy._entry_comm.allgather(comm.rank):
             with pytest.raises(NotFiniteError, match="expected finite gradients"):
@@ -714,7 +752,9 @@ def test_ranks_of_an_entry_save_and_load_one_state(comm, in_entries, shared_path
 def test_a_stop_request_to_any_rank_of_an_entry_reaches_all(comm, in_entries):
     class Requester:
         def requested(self):
-            return Request.STOP if comm.rank == comm.size - 1 else Request.NONE
+            if comm.rank == comm.size - 1:
+                return Request.STOP
+            return Request.NONE
 
         def note_unsafe_point(self):
             """Nothing waits here."""
@@ -768,7 +808,11 @@ def test_synchronous_training_takes_each_rank_of_an_entry_as_a_worker(comm, in_e
         return weights(model)
 
     server_weights = in_entries(body, synchronous=True)
-    workers = comm.Split(0 if server_weights is not None else 1, comm.rank)
+    if server_weights is not None:
+        color = 0
+    else:
+        color = 1
+    workers = comm.Split(color, comm.rank)
     if server_weights is not None:
         strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
         model, optimizer = make_model(strategy)

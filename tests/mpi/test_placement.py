@@ -5,6 +5,7 @@ value, and the replicas' device is the host: what is not put there by the strate
 is looked at with the devices the other way round.
 """
 
+import itertools
 import time
 
 import numpy as np
@@ -40,7 +41,9 @@ class OnDevice(torch.Tensor):
         to = dict(kwargs or {}).pop("device", None)
         result = func(*tree_map(lambda x: x.held if isinstance(x, cls) else x, args), **(kwargs or {}))
         is_moved = to is not None and torch.device(to).type == "cpu"
-        return result if is_moved else tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
+        if is_moved:
+            return result
+        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
 
 
 def make_data(n_rows=10, batch=4):
@@ -96,7 +99,7 @@ def test_values_and_threads_of_replicas_are_there_too(comm, default_device, kind
     default_device("meta")
     distributed_values = strategy.experimental_distribute_values_from_function(lambda of: torch.ones(1))
     parts = strategy.run(lambda tensor: (tensor + 1, torch.zeros(1)), args=(distributed_values,))
-    assert {value.device.type for part in parts for value in part.values} == {"cpu"}
+    assert {value.device.type for value in itertools.chain.from_iterable(part.values for part in parts)} == {"cpu"}
     without = hpcdist.MirroredStrategy()
     assert without.run(lambda: torch.ones(1).device.type) == "meta"
     with without.scope():
@@ -113,7 +116,9 @@ def test_batches_are_moved_to_the_devices_given(comm, replicas, fetch):
         strategy.experimental_distribute_dataset(make_data(), options),
         strategy.distribute_datasets_from_function(lambda context: make_data(), options),
     ):
-        local_values = [x for step in batches for part in step for x in strategy.experimental_local_results(part)]
+        local_values = []
+        for part in itertools.chain.from_iterable(batches):
+            local_values += strategy.experimental_local_results(part)
         kind = torch.Tensor if fetch is None else np.ndarray
         assert all(isinstance(x, kind) for x in local_values)
         assert {x.device.type for x in local_values if fetch is None} == ({"meta"} if fetch is None else set())
@@ -172,7 +177,7 @@ def test_rows_are_read_on_the_host_inside_a_scope(comm, policy, n_ahead, fetch):
     batches = strategy.experimental_distribute_dataset(in_steps(dataset).prefetch(n_ahead), options)
     with strategy.scope():
         assert len(batches.element_spec) == 2
-        fetched_columns = [x for batch in batches for x in batch]
+        fetched_columns = list(itertools.chain.from_iterable(batches))
     assert {x.device.type for x in fetched_columns} == {"meta" if fetch is None else "cpu"}
 
 

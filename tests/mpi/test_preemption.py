@@ -194,7 +194,7 @@ def test_an_evaluation_is_no_step_where_optimizers_step_by_themselves(comm, shar
 
     def evaluate():
         saved.append(job.manager.checkpoint.step)
-        return job.strategy.reduce("sum", torch.tensor(float(sum(len(x) for x in job.test_batches))), axis=None)
+        return job.strategy.reduce("sum", torch.tensor(float(sum(map(len, job.test_batches)))), axis=None)
 
     with job.handler:
         for _ in range(2):
@@ -216,7 +216,7 @@ def test_an_evaluation_is_no_step_in_the_next_attempt_either(comm, make_job):
                     job.step(x)
                     if job.handler.step == stop_at:
                         job.handler.stop()
-                job.handler.evaluate(lambda: sum(len(x) for x in job.test_batches))
+                job.handler.evaluate(lambda: sum(map(len, job.test_batches)))
         return job.handler.latest_path
 
     # the sum of the next step tells the other ranks; a single one needs no telling
@@ -309,7 +309,7 @@ def test_an_evaluation_is_not_cut_in_two(comm, shared_path, make_job):
 
     def evaluate():
         job.handler.stop()
-        return sum(len(x) for x in job.test_batches)
+        return sum(map(len, job.test_batches))
 
     n_rows = job.strategy.reduce("sum", torch.tensor(float(job.handler.evaluate(evaluate))), axis=None)
     assert n_rows == ROWS
@@ -377,7 +377,9 @@ LIMIT_S = 9_756
 
 def pace_s(step):
     """Return how long a step takes by the clock of deadlines: little near `LIMIT_S`, to leave time for a save."""
-    return 250 if step < 40 else 1
+    if step < 40:
+        return 250
+    return 1
 
 
 @pytest.fixture
@@ -647,7 +649,7 @@ def test_signals_do_not_end_a_process_that_is_leaving(comm, make_job):
 
     assert stopped(comm, leave) == 75
     os.kill(os.getpid(), signal.SIGTERM)
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == [signal.SIG_IGN] * len(STOP_SIGNALS), (
+    assert list(map(signal.getsignal, STOP_SIGNALS)) == [signal.SIG_IGN] * len(STOP_SIGNALS), (
         "handlers go before Python's end"
     )
 

@@ -92,7 +92,10 @@ class Rows(Dataset):
         return N_ROWS
 
     def __getitem__(self, row):
-        number = self.draw() if not self.late or row % 7 == 5 else 0.0
+        if not self.late or row % 7 == 5:
+            number = self.draw()
+        else:
+            number = 0.0
         return torch.tensor([float(row), number], dtype=torch.float64)
 
 
@@ -142,7 +145,9 @@ def mapped(draw, n_ahead=0):
         return torch.cat([torch.as_tensor(row)[None], torch.tensor([draw()], dtype=torch.float64)])
 
     dataset = hpcdist.Dataset.from_tensor_slices(np.arange(N_ROWS, dtype=np.float64)).shuffle().map(add).batch(BATCH)
-    return dataset.prefetch(n_ahead) if n_ahead else dataset
+    if n_ahead:
+        return dataset.prefetch(n_ahead)
+    return dataset
 
 
 def drawn_stream(draw, n_ahead=0):
@@ -151,7 +156,9 @@ def drawn_stream(draw, n_ahead=0):
             yield np.array([row, draw()])
 
     dataset = hpcdist.Dataset.from_generator(rows).batch(BATCH)
-    return dataset.prefetch(n_ahead) if n_ahead else dataset
+    if n_ahead:
+        return dataset.prefetch(n_ahead)
+    return dataset
 
 
 def seeded_strategy(seed=5):
@@ -514,7 +521,9 @@ class Reader(Drawing):
 def test_sources_of_the_program_draw_for_each_part(comm, source):
     def make(n_ahead=0):
         rows = hpcdist.Dataset.from_source(source()).batch(BATCH)
-        return rows.prefetch(n_ahead) if n_ahead else rows
+        if n_ahead:
+            return rows.prefetch(n_ahead)
+        return rows
 
     first, second, _ = passes(comm, make)
     assert len(set(first.values()) | set(second.values())) == 2 * N_ROWS
@@ -592,7 +601,9 @@ def test_a_late_draw_leaves_the_loops_numbers_alone(comm):
         np.random.seed(3)
 
         def add(row):
-            return row + np.random.rand() if draws and row == 20 else row
+            if draws and row == 20:
+                return row + np.random.rand()
+            return row
 
         rows = hpcdist.Dataset.from_tensor_slices(np.arange(36.0)).map(add).batch(6)
         drawn = []
@@ -665,7 +676,7 @@ def test_replicas_draw_alike_on_any_number_of_ranks(comm, n_replicas):
 
     for _ in range(2):
         strategy.run(step)
-    of_steps = {tuple(numbers) for numbers in itertools.chain(*comm.allgather(drawn))}
+    of_steps = set(map(tuple, itertools.chain(*comm.allgather(drawn))))
     assert len(of_steps) == 2, "all replicas draw the same, and other numbers at each step"
 
 
@@ -682,7 +693,9 @@ def normal_of(generator):
     """Return a normal number: some generators draw two, and keep one."""
     if isinstance(generator, torch.Generator):
         return float(torch.randn((), generator=generator))
-    return generator.gauss(0, 1) if isinstance(generator, random.Random) else float(generator.normal())
+    if isinstance(generator, random.Random):
+        return generator.gauss(0, 1)
+    return float(generator.normal())
 
 
 @pytest.mark.parametrize("is_by_rank", [False, True])

@@ -55,7 +55,10 @@ def test_gradients_changed_in_a_merge_call_are_every_replica_s(strategy, change,
         model(torch.ones(1, 2)).sum().backward()
         model.bias.grad.mul_(replica)
         in_merge(change_weight)
-        weight_gradient = model.weight.grad.tolist() if model.weight.grad is not None else None
+        if model.weight.grad is not None:
+            weight_gradient = model.weight.grad.tolist()
+        else:
+            weight_gradient = None
         if weight_gradient:
             model.weight.grad.add_(1)  # each has its own
         return [weight_gradient, model.bias.grad.item() == 5 * replica]
@@ -181,9 +184,7 @@ def test_an_error_in_a_merge_call_is_every_replica_s_to_catch(strategy):
     outcomes = []
     for merges in (True, False):
         strategy.engine.generators.restore(seed=0, step=1)
-        outcomes.append(
-            [strategy.experimental_local_results(per_replica) for per_replica in strategy.run(fn, args=(merges,))]
-        )
+        outcomes.append(list(map(strategy.experimental_local_results, strategy.run(fn, args=(merges,)))))
     assert outcomes[0] == outcomes[1]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import sys
 import time
 import types
@@ -115,7 +116,7 @@ def test_a_restart_on_other_ranks_resumes_with_the_same_bits(comm, shared_path):
 
 
 def _moments(optimizer):
-    return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    return list(itertools.chain.from_iterable(state.values() for state in optimizer.state_dict()["state"].values()))
 
 
 @pytest.mark.feature(
@@ -199,7 +200,7 @@ def test_run_takes_dataclasses_and_keeps_counters_and_sizes_whole(strategy):
     replicas = strategy.own_replicas
     assert counters.values == tuple(Counter("a" * replica) for replica in replicas)
     assert sizes.values == tuple(torch.Size([replica, 3]) for replica in replicas)
-    assert rows.values == tuple(Rows(replica) for replica in replicas)
+    assert rows.values == tuple(map(Rows, replicas))
 
 
 @pytest.mark.feature("tf.reduce-mean-over", "tf.reduce-negative-axes", "semantics.reduce-over-axes")
@@ -314,7 +315,10 @@ def test_all_reduce_and_all_gather_in_replicas(strategy):
     assert sums == [[10, 10, 10]]
     assert ones == [[5, 5]]
     assert mean == [2]
-    assert joined == [[[replica] * 2 for replica in range(5) for _ in range(replica)]]
+    expected = []
+    for replica in range(5):
+        expected += [[replica] * 2] * replica
+    assert joined == [expected]
 
 
 @pytest.mark.feature("tf.all-reduce-gradient", "semantics.all-reduce-in-replicas")
@@ -569,7 +573,9 @@ def test_replicas_draw_their_own_numbers_and_code_outside_the_same_ones(strategy
     model(torch.ones(1, 1))
     before = torch.rand(1).item()
     draws = strategy.run(fn, args=(ids(strategy),))
-    numbers = [value.item() for draw in draws for value in draw.values]
+    numbers = []
+    for value in itertools.chain.from_iterable(draw.values for draw in draws):
+        numbers.append(value.item())
     assert len(set(sum(comm.allgather(numbers), []))) == 10
     assert len(set(comm.allgather((before, torch.rand(1).item())))) == 1
 
@@ -707,9 +713,9 @@ def test_replicas_that_do_not_agree_are_named(strategy):
 
     def other_calls(replica):
         context = hpcdist.get_replica_context()
-        return (
-            context.all_reduce("sum", 1.0) if replica == replica_ids[0] else context.all_gather(torch.ones(1), axis=0)
-        )
+        if replica == replica_ids[0]:
+            return context.all_reduce("sum", 1.0)
+        return context.all_gather(torch.ones(1), axis=0)
 
     with pytest.raises(
         DesyncError, match=f"expected replica {replica_ids[1]} at an all_reduce, as replica {replica_ids[0]}"

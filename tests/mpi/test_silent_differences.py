@@ -1,6 +1,7 @@
 """Programs in which ranks could go ways of their own unnoticed: they train as one process does, or raise."""
 
 import gc
+import itertools
 import weakref
 
 import numpy as np
@@ -209,7 +210,9 @@ def test_parts_that_are_used_after_their_pass_weigh_by_their_rows(comm, listed, 
     train_on_lists(strategy, model, batches, listed)
     plain = make_model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    whole = [tuple(part[start : start + n_rows] for part in rows(2 * n_rows)) for start in (0, n_rows)]
+    whole = []
+    for start in (0, n_rows):
+        whole.append(tuple(part[start : start + n_rows] for part in rows(2 * n_rows)))
     for x, y in [*whole, *([whole[-1]] if listed == "once more" else [])]:
         optimizer.zero_grad()
         (plain(x) - y).square().mean().backward()
@@ -288,7 +291,10 @@ def test_nests_of_other_forms_are_not_added(comm):
     if comm.size == 1:
         return
     strategy = hpcdist.MultiWorkerMirroredStrategy()
-    nest = {"a": 1.0, "b": 2.0} if comm.rank == 0 else {"b": 1.0, "c": 2.0}
+    if comm.rank == 0:
+        nest = {"a": 1.0, "b": 2.0}
+    else:
+        nest = {"b": 1.0, "c": 2.0}
     with pytest.raises(ValueError, match="nest.*tensors"):
         strategy.reduce("sum", nest, axis=None)
 
@@ -361,7 +367,10 @@ def test_sums_inside_a_backward_do_not_meet_buckets(comm, over_hosts, n_more, is
         return nn.ModuleList([nn.Linear(4, 3), norm(3), nn.Linear(3, 2), nn.Linear(2, 2)]).double()
 
     x = torch.randn(4 * n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    is_used = torch.arange(4 * n) % n == 0 if not is_used_by_all else torch.ones(4 * n, dtype=torch.bool)
+    if not is_used_by_all:
+        is_used = torch.arange(4 * n) % n == 0
+    else:
+        is_used = torch.ones(4 * n, dtype=torch.bool)
 
     def loss_of(model, part, is_used):
         y = model[2](model[1](model[0](part)))
@@ -416,9 +425,9 @@ def test_whole_parts_end_with_the_first_replica_that_has_none(comm, drops):
         return hpcdist.Dataset.range(6 * n + 3).shard(n, context.input_pipeline_id).batch(3, drop_remainder=drops)
 
     parts = list(strategy.distribute_datasets_from_function(make, options))
-    lengths = [[len(local_part) for local_part in strategy.experimental_local_results(part)] for part in parts]
+    lengths = [list(map(len, strategy.experimental_local_results(part))) for part in parts]
     assert len(parts) == (2 if drops else 3)
-    assert all(length == 3 for part in lengths[:2] for length in part)
+    assert all(length == 3 for length in itertools.chain.from_iterable(lengths[:2]))
     if comm.size > 1 and not drops:
         with pytest.raises(ValueError, match="expected drop_remainder="):
             strategy.distribute_datasets_from_function(
@@ -430,7 +439,8 @@ def test_whole_parts_end_with_the_first_replica_that_has_none(comm, drops):
 @pytest.mark.parametrize("n_replicas", [None, 3])
 def test_sums_in_the_model_and_a_mean_over_parts_of_different_length(comm, n_rows, n_replicas):
     """What one replica's loss gives to another's activations cannot be weighted by rows: uneven parts are refused."""
-    n_replicas = None if n_replicas is None else max(n_replicas, comm.size)
+    if n_replicas is not None:
+        n_replicas = max(n_replicas, comm.size)
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean", num_replicas=n_replicas)
     n = strategy.num_replicas_in_sync
 
@@ -545,7 +555,7 @@ def test_nests_of_values(comm):
     default = hpcdist.get_strategy()
     assert default.experimental_distribute_values_from_function(lambda of: [of.replica_id_in_sync_group]) == [0]
     rows = default.experimental_distribute_dataset(hpcdist.Dataset.range(3))
-    assert [int(row) for row in rows] == [0, 1, 2]
+    assert list(map(int, rows)) == [0, 1, 2]
 
 
 def test_empty_parts_are_per_replica_values_too(comm):

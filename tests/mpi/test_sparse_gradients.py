@@ -31,7 +31,9 @@ class Table(nn.Module):
     def forward(self, numbers):
         rows = self.table(numbers)
         outputs = self.dense(rows.reshape(len(numbers), -1, WIDTH).sum(1))[:, 0]
-        return outputs + (rows.sum(1) @ self.table.weight.T).sum(1) if self.reuse else outputs
+        if self.reuse:
+            return outputs + (rows.sum(1) @ self.table.weight.T).sum(1)
+        return outputs
 
 
 def make(strategy, optimizer, lr=0.1, **options):
@@ -111,7 +113,10 @@ def test_only_some_ranks_have_a_gradient(comm):
     for step in range(3):
         optimizer.zero_grad()
         rank = step % comm.size
-        loss = model(torch.tensor([[7, 7]])).sum() if comm.rank == rank else model.dense.weight.sum()
+        if comm.rank == rank:
+            loss = model(torch.tensor([[7, 7]])).sum()
+        else:
+            loss = model.dense.weight.sum()
         loss.backward()
         gradient = model.table.weight.grad.coalesce()
         assert gradient.indices().tolist() == [[7]]
@@ -133,7 +138,10 @@ def test_bits_are_those_of_dense_gradients_on_any_number_of_ranks(comm, kind, dt
             optimizer.zero_grad()
             (model(numbers).square().sum() / 18).backward()
 
-        rows = numbers_without_repeats(70) if dtype is torch.bfloat16 else numbers_of(3, 70)
+        if dtype is torch.bfloat16:
+            rows = numbers_without_repeats(70)
+        else:
+            rows = numbers_of(3, 70)
         data = hpcdist.Dataset.from_tensor_slices(rows).batch(18)  # the last batch, of 16, leaves replica 5 one row
         batch_gradients = []
         for part in strategy.experimental_distribute_dataset(data):
@@ -156,7 +164,10 @@ def test_mean_is_weighted_by_rows(comm, num_replicas):
 
     def step(numbers):
         optimizer.zero_grad()
-        loss = model(numbers).square().mean() if len(numbers) else model(numbers_of(0)).sum() * float("nan")
+        if len(numbers):
+            loss = model(numbers).square().mean()
+        else:
+            loss = model(numbers_of(0)).sum() * float("nan")
         loss.backward()
         optimizer.step()
 

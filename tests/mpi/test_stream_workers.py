@@ -38,7 +38,9 @@ class CutByWorker(Plain):
 
     def numbers(self):
         info = get_worker_info()
-        return range(self.n_rows) if info is None else range(info.id, self.n_rows, info.num_workers)
+        if info is None:
+            return range(self.n_rows)
+        return range(info.id, self.n_rows, info.num_workers)
 
 
 class CutByInit(Plain):
@@ -143,7 +145,9 @@ def join_with_noise(rows):
 
 def name_of(value):
     """Return the name of a test's parameter."""
-    return "-".join(value) if isinstance(value, dict) else getattr(value, "__name__", None)
+    if isinstance(value, dict):
+        return "-".join(value)
+    return getattr(value, "__name__", None)
 
 
 def rows_of_pass(comm, batches):

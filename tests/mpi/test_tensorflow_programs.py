@@ -50,7 +50,10 @@ def test_a_wrong_answer_is_found(programs, comm):
     """One number of an answer is changed: that of the last replica, which the last rank has."""
     program = next(copy.deepcopy(candidate) for candidate in programs if candidate["steps"][0]["call"] == "values")
     result = program["answer"][0]["result"]
-    array = result.values[-1] if hasattr(result, "values") else result
+    if hasattr(result, "values"):
+        array = result.values[-1]
+    else:
+        array = result
     if array.size == 0 or not isinstance(array, np.ndarray):
         pytest.fail("expected a program that begins with a value of some elements")
     array.reshape(-1)[-1] += 1

@@ -39,7 +39,9 @@ def values(draws, dtype, shape, rank):
     if dtype.is_complex:
         whole = whole + 1j * torch.randint(-3, 4, shape, generator=generator)
     tensor = whole.to(dtype)
-    return tensor.mT.contiguous().mT if has_gaps else tensor
+    if has_gaps:
+        return tensor.mT.contiguous().mT
+    return tensor
 
 
 def own_copy(tensor, group):
@@ -86,7 +88,10 @@ def reduce(draws, rank, size):
     def run(group):
         buffer = own_copy(tensor, group)
         dist.reduce(buffer, root, kind, group=group)
-        return buffer if rank == root else tensor.new_empty(0)  # elsewhere it is of no use
+        # elsewhere it is of no use
+        if rank == root:
+            return buffer
+        return tensor.new_empty(0)
 
     return run
 
@@ -157,7 +162,10 @@ def gather(draws, rank, size):
     root = draws.randrange(size)
 
     def run(group):
-        outputs = [torch.empty_like(tensor) for _ in range(size)] if rank == root else None
+        if rank == root:
+            outputs = [torch.empty_like(tensor) for _ in range(size)]
+        else:
+            outputs = None
         dist.gather(own_copy(tensor, group), outputs, root, group=group)
         return outputs or []
 
@@ -180,11 +188,16 @@ def scatter(draws, rank, size):
 
 def all_to_all_single(draws, rank, size):
     """With rows that differ for each pair of ranks, or as many for each."""
-    table = [[draws.randrange(4) for _ in range(size)] for _ in range(size)]
+    table = []
+    for _ in range(size):
+        table.append([draws.randrange(4) for _ in range(size)])
     dtype = draws.choice((*FLOATS, *INTEGERS))
     is_even = draws.random() < 0.3
     sent = [2] * size if is_even else table[rank]
-    received = [2] * size if is_even else [row[rank] for row in table]
+    if is_even:
+        received = [2] * size
+    else:
+        received = [row[rank] for row in table]
     tensor = values(draws, dtype, (sum(sent), 3), rank)
 
     def run(group):
@@ -422,7 +435,9 @@ def test_tensors_of_another_kind(comm, gloo, call):
 
 def n_elements(comm):
     """Return a number of elements that only the last rank has."""
-    return 8 if comm.rank == comm.size - 1 else 4
+    if comm.rank == comm.size - 1:
+        return 8
+    return 4
 
 
 DIFFERING = {
@@ -499,7 +514,10 @@ def test_a_tag_that_mpi_does_not_have(comm, gloo):
 
 
 def test_tensors_that_are_not_in_memory_as_they_are_read(comm, gloo):
-    outputs = [torch.empty(2, dtype=torch.complex64) for _ in range(comm.size)] if comm.rank == 0 else None
+    if comm.rank == 0:
+        outputs = [torch.empty(2, dtype=torch.complex64) for _ in range(comm.size)]
+    else:
+        outputs = None
     dist.gather(torch.full((2,), 1 + 2j).conj(), outputs)
     assert outputs is None or outputs[-1].tolist() == [1 - 2j] * 2
     with pytest.raises(CollectiveError, match="torch.sparse_coo"):

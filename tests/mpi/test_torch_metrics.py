@@ -152,7 +152,7 @@ def test_a_metric_that_stays_local_is_warned_of(comm, caplog, is_wrapped):
         model = torch.nn.Linear(2, 1)
     with caplog.at_level(logging.WARNING, "hpcdist"):
         model(torch.ones(1, 2) * comm.rank)
-    lines = [record.getMessage() for record in caplog.records if "TorchMetric(metric)" in record.getMessage()]
+    lines = [message for message in caplog.messages if "TorchMetric(metric)" in message]
     is_warned = comm.size > 1 and comm.rank == 0 and not is_wrapped
     assert any("MulticlassF1Score" in line for line in lines) == is_warned
     assert wrapped is None or wrapped.name == "MulticlassF1Score"

@@ -76,7 +76,10 @@ def test_a_wait_for_what_never_comes_ends(comm, store):
 
 
 def test_an_answer_that_comes_too_late_is_not_the_next_one(comm, store):
-    inner_store = store.underlying_store.underlying_store if comm.rank else None
+    if comm.rank:
+        inner_store = store.underlying_store.underlying_store
+    else:
+        inner_store = None
     while isinstance(inner_store, dist.PrefixStore):
         inner_store = inner_store.underlying_store
     if comm.rank > 0:

@@ -129,7 +129,10 @@ def test_a_scheduler_that_is_saved_or_left_out_by_name_is_not_refused(shared_pat
 
 def test_an_average_of_one_rank_alone_ends_all(comm, shared_path):
     program = Program()
-    average = swa_utils.AveragedModel(program.model) if comm.rank == comm.size - 1 else None
+    if comm.rank == comm.size - 1:
+        average = swa_utils.AveragedModel(program.model)
+    else:
+        average = None
     with pytest.raises(UsageError, match="got no AveragedModel"):
         program.train(shared_path / "run")
     del average

@@ -39,7 +39,7 @@ def make(strategy, value=0.0, **options):
 
 def results(strategy, function):
     """Return what each local replica returns, as a list of numbers."""
-    return [float(replica_result) for replica_result in strategy.experimental_local_results(strategy.run(function))]
+    return list(map(float, strategy.experimental_local_results(strategy.run(function))))
 
 
 def same_everywhere(comm, value):
@@ -196,7 +196,7 @@ def test_other_operators(strategy):
     assert alike(VALUES @ variable, VALUES @ VALUES)
     assert alike(-variable, -VALUES)
     assert alike(abs(variable), VALUES.abs())
-    assert [int(number) for number in (count & 3, 3 & count, count | 9, 9 | count, count ^ 5, 5 ^ count, ~count)] == [
+    assert list(map(int, (count & 3, 3 & count, count | 9, 9 | count, count ^ 5, 5 ^ count, ~count))) == [
         *(2, 2, 15, 15, 3, 3),
         -7,
     ]
@@ -286,7 +286,7 @@ def test_a_total_is_divided_among_the_copies(strategy):
     count = make(strategy, 0, synchronization="ON_READ", aggregation="SUM")
     count.assign(7)
     assert int(count) == 7
-    assert {7 // n, -(-7 // n)} >= {int(copy) for copy in count.local_copies}
+    assert {7 // n, -(-7 // n)} >= set(map(int, count.local_copies))
     if not strategy.replicas.is_fixed:  # a loop without run is the code of the rank's replica
         variable.assign_add(2.0).assign_sub(1.0)
         assert results(strategy, variable.read_value) == [6.0 / n + 1]
@@ -330,7 +330,10 @@ def test_the_dtype_is_kept(strategy, dtype, aggregation):
     variable = make(strategy, torch.ones(2, dtype=dtype), aggregation=aggregation)
     strategy.run(lambda: variable.assign(torch.ones(2, dtype=dtype)))
     assert variable.dtype is dtype
-    n = strategy.num_replicas_in_sync if aggregation == "SUM" and dtype is not torch.bool else 1
+    if aggregation == "SUM" and dtype is not torch.bool:
+        n = strategy.num_replicas_in_sync
+    else:
+        n = 1
     assert variable.read_value().tolist() == [n, n]
 
 
@@ -478,7 +481,7 @@ def test_extended_knows_variables(strategy, synchronization):
     n_local = len(variable.local_copies)
     by = hpcdist.PerReplica([2.0] * n_local)
     read = extended.update(variable, lambda v, x: v.assign_add(x).read_value() * 10, args=(by,), group=False)
-    assert [float(value) for value in read] == [30.0] * n_local
+    assert list(map(float, read)) == [30.0] * n_local
     assert results(strategy, variable.read_value) == [3.0] * n_local
     assert float(variable) == 3.0
     assert extended.variable_created_in_scope(variable)

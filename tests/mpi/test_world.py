@@ -31,7 +31,10 @@ def world():
 
 
 def tf_config(cluster, task=None):
-    config = {"cluster": cluster} if task is None else {"cluster": cluster, "task": task}
+    if task is None:
+        config = {"cluster": cluster}
+    else:
+        config = {"cluster": cluster, "task": task}
     return TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)})
 
 
@@ -67,7 +70,10 @@ def test_chief_comes_first_in_the_worker_group(world, comm, order):
     if comm.size == 1:
         pytest.skip("a chief and a worker need two ranks")
     new_world = world(MPIClusterResolver(order))
-    chief_rank = 0 if order.startswith("chief") else comm.size - 1
+    if order.startswith("chief"):
+        chief_rank = 0
+    else:
+        chief_rank = comm.size - 1
     assert new_world.is_chief == (comm.rank == chief_rank)
     assert (new_world.role_comm.rank == 0) == new_world.is_chief
     assert new_world.role_comm.size == comm.size
@@ -152,7 +158,10 @@ def test_what_differs_is_explained_alike_on_all_ranks(world, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
     new_world = world()
-    model_name = "another model" if comm.rank == comm.size - 1 else "a model"
+    if comm.rank == comm.size - 1:
+        model_name = "another model"
+    else:
+        model_name = "a model"
     with pytest.raises(DataError) as caught:
         new_world.require_same(
             model_name, new_world.comm, lambda roots: DataError(f"expected {roots}, got {model_name}")
@@ -169,7 +178,10 @@ def test_agreeing_on_nothing_returns(world):
 def test_agreeing_names_the_lowest_failing_rank(world, comm, kind):
     new_world = world()
     failing = comm.rank >= comm.size // 2
-    error = kind(f"x: expected 1, got {comm.rank}; do y.") if failing else None
+    if failing:
+        error = kind(f"x: expected 1, got {comm.rank}; do y.")
+    else:
+        error = None
     text = raised_everywhere(comm, lambda: new_world.agree(error), kind)
     assert f"got {comm.size // 2};" in text
     n_more = comm.size - comm.size // 2 - 1
@@ -183,7 +195,10 @@ def test_agreeing_names_the_lowest_failing_rank(world, comm, kind):
 def test_a_rank_that_does_not_come_is_waited_for_only_so_long(world, comm):
     new_world = world()
     new_world.timeout_s = 0.2
-    request = new_world.comm.Ibarrier() if comm.rank == 0 else None
+    if comm.rank == 0:
+        request = new_world.comm.Ibarrier()
+    else:
+        request = None
     if comm.size > 1 and comm.rank == 0:
         with pytest.raises(CollectiveTimeoutError, match=r"0.2.*HPCDIST_TIMEOUT_S"):
             new_world.wait(request)

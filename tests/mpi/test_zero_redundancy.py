@@ -68,10 +68,19 @@ def make(kind, options, *, is_sharded, width=40, strategy=None):
         model = Net(width)
         named = dict(model.named_parameters())
         decayed = [parameter for name, parameter in named.items() if name.endswith("weight")]
-        undecayed = [parameter for name, parameter in named.items() if not name.endswith("weight")]
-        decay = {} if kind is torch.optim.Rprop else {"weight_decay": 0.01}
+        undecayed = []
+        for name, parameter in named.items():
+            if not name.endswith("weight"):
+                undecayed.append(parameter)
+        if kind is torch.optim.Rprop:
+            decay = {}
+        else:
+            decay = {"weight_decay": 0.01}
         groups = [{"params": decayed, **decay}, {"params": undecayed, "lr": options["lr"] / 2}]
-        optimizer = ZeroRedundancyOptimizer(groups, kind, **options) if is_sharded else kind(groups, **options)
+        if is_sharded:
+            optimizer = ZeroRedundancyOptimizer(groups, kind, **options)
+        else:
+            optimizer = kind(groups, **options)
     return strategy, model, optimizer
 
 
@@ -186,7 +195,10 @@ def test_means_half_precision_and_schedules(comm):
         with strategy.scope():
             torch.manual_seed(1)
             model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 2)).bfloat16()
-            kind = ZeroRedundancyOptimizer if is_sharded else torch.optim.AdamW
+            if is_sharded:
+                kind = ZeroRedundancyOptimizer
+            else:
+                kind = torch.optim.AdamW
             optimizer = kind(
                 model.parameters(), **({"optimizer_class": torch.optim.AdamW} if is_sharded else {}), lr=0.1
             )
@@ -457,11 +469,10 @@ def test_an_error_after_the_sums_leaves_the_slots_in_step(comm):
         with strategy.scope():
             torch.manual_seed(1)
             model = nn.Linear(6, 2)
-            optimizer = (
-                ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-                if is_sharded
-                else torch.optim.SGD(model.parameters(), lr=0.1)
-            )
+            if is_sharded:
+                optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+            else:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         rows = torch.randn(8 * comm.size - 1, 6, generator=torch.Generator().manual_seed(1))
         dataset = hpcdist.Dataset.from_tensor_slices(rows).batch(4 * comm.size)
 
@@ -697,7 +708,10 @@ def test_parameters_without_elements(comm):
         with strategy.scope() if is_sharded else contextlib.nullcontext():
             torch.manual_seed(1)
             model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (0, 3, 3)])
-            kind = ZeroRedundancyOptimizer if is_sharded else torch.optim.Adam
+            if is_sharded:
+                kind = ZeroRedundancyOptimizer
+            else:
+                kind = torch.optim.Adam
             optimizer = kind(model.parameters(), lr=0.1)
 
         def step(n_ranks, model=model, optimizer=optimizer):
@@ -859,7 +873,10 @@ def refused(comm, text, strategy=None, prepare=None, model=None, optimizers=None
     strategy = strategy or hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     with strategy.scope():
         model = nn.Linear(3, 2) if model is None else model()
-        scope_optimizers = optimizers(model) if optimizers else [ZeroRedundancyOptimizer(model.parameters(), lr=0.1)]
+        if optimizers:
+            scope_optimizers = optimizers(model)
+        else:
+            scope_optimizers = [ZeroRedundancyOptimizer(model.parameters(), lr=0.1)]
     if prepare is not None:
         prepare(strategy)
     with pytest.raises(UsageError, match=text) as caught:

@@ -146,8 +146,11 @@ class Slurm:
 
     def silence_node(self, name):
         """Stop all that runs on a node, as if its network was cut; return the pids, parents before their children."""
-        ranks = [pid for pid in self.processes() if f"SLURMD_NODENAME={name}" in environ_of(pid)]
-        shepherds = {parent_of(pid) for pid in ranks} - set(ranks)
+        ranks = []
+        for pid in self.processes():
+            if f"SLURMD_NODENAME={name}" in environ_of(pid):
+                ranks.append(pid)
+        shepherds = set(map(parent_of, ranks)) - set(ranks)
         assert all(name_of(pid).startswith("slurmstepd") for pid in shepherds), shepherds
         pids = [self.nodes[name].pid, *sorted({*shepherds, *ranks}, key=start_time_of)]
         kill_all(pids, signal.SIGSTOP)
@@ -177,17 +180,20 @@ class Slurm:
         log = open(self.folder / f"{command[0]}-{len(self.daemons)}.out", "w")
         with log:
             daemon = subprocess.Popen(
-                [str(part) for part in command], env=self.environ, stdout=log, stderr=log, cwd=self.folder
+                list(map(str, command)), env=self.environ, stdout=log, stderr=log, cwd=self.folder
             )
         self.daemons.append(daemon)
         return daemon
 
     def client(self, *command, cwd=None, environ=None, timeout_s=60):
         """Run a client command and return what it prints. One that only asks is repeated: slurmctld may be busy."""
-        n_tries = 5 if command[0] in ("sinfo", "squeue") or "show" in command else 1
+        if command[0] in ("sinfo", "squeue") or "show" in command:
+            n_tries = 5
+        else:
+            n_tries = 1
         for _ in range(n_tries):
             done = subprocess.run(
-                [str(part) for part in command],
+                list(map(str, command)),
                 env={**self.environ, **(environ or {})},
                 cwd=cwd,
                 capture_output=True,
@@ -237,7 +243,10 @@ class Job:
     """A batch job, submitted with one of the repository's recipes from a folder that stands for the repository."""
 
     def __init__(self, slurm, folder, recipe, sbatch, options, environ):
-        names = [option.partition("=")[2] for option in sbatch if option.startswith("--job-name=")]
+        names = []
+        for option in sbatch:
+            if option.startswith("--job-name="):
+                names.append(option.partition("=")[2])
         self.slurm = slurm
         self.folder = folder
         self.name = (names or [f"hpcdist-{recipe}"])[0]
@@ -252,7 +261,9 @@ class Job:
     @property
     def log(self):
         path = self.folder / f"{self.name}-{self.id}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        if path.exists():
+            return path.read_text(errors="replace")
+        return ""
 
     @property
     def n_restarts(self):
@@ -399,8 +410,16 @@ def preempt(slurm, folder):
 
 @pytest.fixture(scope="session")
 def slurm(clean_environ, root):
-    missing = [program for program in PROGRAMS if not shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin")]
-    reason = f"{', '.join(missing)} not installed" if missing else "it takes root" if os.geteuid() else ""
+    missing = []
+    for program in PROGRAMS:
+        if not shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin"):
+            missing.append(program)
+    if missing:
+        reason = f"{', '.join(missing)} not installed"
+    elif os.geteuid():
+        reason = "it takes root"
+    else:
+        reason = ""
     if reason:
         if os.environ.get("CI"):
             pytest.fail(f"CI runs a real Slurm: {reason}")

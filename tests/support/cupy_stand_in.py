@@ -1,5 +1,7 @@
 """A stand-in for cupy on machines without a GPU: the calls that hpcdist makes, with host memory for the device's.
 
+It lets tests prove the order of calls on NCCL's path, and that ranks agree, where there is no GPU.
+
 Real: the plan, the order of calls, the messages, MPI. Not real: CUDA, NCCL, speed. What is queued on a stream runs only
 when somebody waits for it, so that a forgotten wait gives wrong numbers. Arrays have no buffer protocol, so that MPI
 refuses them. The communicator does its arithmetic by MPI over the ranks that present the same unique id.
@@ -7,6 +9,7 @@ refuses them. The communicator does its arithmetic by MPI over the ranks that pr
 
 import ctypes
 import functools
+import itertools
 import sys
 import threading
 import types
@@ -15,7 +18,9 @@ import zlib
 import numpy as np
 
 FLOATS = {"NCCL_FLOAT16": np.float16, "NCCL_FLOAT32": np.float32, "NCCL_FLOAT64": np.float64, "NCCL_BFLOAT16": None}
-INTEGERS = {f"NCCL_{kind.upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 32, 64)}
+INTEGERS = {
+    f"NCCL_{kind.upper()}{bits}": f"{kind}{bits}" for kind, bits in itertools.product(("int", "uint"), (8, 32, 64))
+}
 INTEGERS = {name: np.dtype(dtype) for name, dtype in INTEGERS.items() if name not in ("NCCL_INT16", "NCCL_UINT16")}
 DTYPE_CODES = {name: code for code, name in enumerate([*FLOATS, *INTEGERS])}
 OP_CODES = {"NCCL_SUM": 10, "NCCL_PROD": 11, "NCCL_MAX": 12, "NCCL_MIN": 13}
@@ -199,7 +204,7 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
         has_nccl: whether libnccl is found.
         id_form: bytes, as cupy 14 makes unique ids, or tuple of signed numbers, as older ones.
     """
-    cupy, cuda, nccl, cupyx = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
+    cupy, cuda, nccl, cupyx = map(types.ModuleType, ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
     cupy.__path__ = cuda.__path__ = []
     cupy.cuda = cuda
     cuda.nccl = nccl
@@ -252,7 +257,9 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
     cuda.get_current_stream = lambda: cupy.local.streams[-1] if cupy.local.streams else cupy.stream
 
     def asarray(array, dtype=None):
-        return array if isinstance(array, Array) else Array(cupy, np.array(array, dtype))
+        if isinstance(array, Array):
+            return array
+        return Array(cupy, np.array(array, dtype))
 
     cupy.ndarray = Array
     cupy.from_dlpack = from_dlpack
@@ -272,7 +279,9 @@ def _fill_nccl(cupy, nccl, mpi, id_form):
 
     def get_unique_id():
         raw = np.random.default_rng().integers(0, 256, 128, np.uint8)
-        return raw.tobytes() if id_form is bytes else tuple(raw.view(np.int8).tolist())
+        if id_form is bytes:
+            return raw.tobytes()
+        return tuple(raw.view(np.int8).tolist())
 
     class NcclCommunicator(_Communicator):
         def __init__(self, size, unique_id, rank):
@@ -332,7 +341,10 @@ class _Communicator:
         return functions[name].reduce(np.array(self.comm.allgather(_load(address, count, dtype))), dtype=None)
 
     def _store(self, address, dtype, values):
-        values = bfloat16(values) if dtype == DTYPE_CODES["NCCL_BFLOAT16"] else values.astype(_numpy_dtype(dtype))
+        if dtype == DTYPE_CODES["NCCL_BFLOAT16"]:
+            values = bfloat16(values)
+        else:
+            values = values.astype(_numpy_dtype(dtype))
         ctypes.memmove(address, np.ascontiguousarray(values).ctypes.data, values.nbytes)
 
 
@@ -344,7 +356,9 @@ def _numpy_dtype(code):
 def _load(address, count, dtype):
     size = _numpy_dtype(dtype).itemsize * count
     raw = np.frombuffer(bytes((ctypes.c_char * size).from_address(address)), _numpy_dtype(dtype))
-    return from_bfloat16(raw) if dtype == DTYPE_CODES["NCCL_BFLOAT16"] else raw.copy()
+    if dtype == DTYPE_CODES["NCCL_BFLOAT16"]:
+        return from_bfloat16(raw)
+    return raw.copy()
 
 
 def install(monkeypatch, modules):

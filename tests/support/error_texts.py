@@ -1,4 +1,4 @@
-"""The texts of the errors that hpcdist raises, as its source has them."""
+"""The texts of the errors that hpcdist raises, as its source has them; a test reads what each expects."""
 
 import ast
 from pathlib import Path
@@ -32,5 +32,7 @@ def text_of(node: ast.expr) -> str | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left_text = text_of(node.left)
         right = text_of(node.right)
-        return None if left_text is None and right is None else (left_text or VALUE) + (right or VALUE)
+        if left_text is None and right is None:
+            return None
+        return (left_text or VALUE) + (right or VALUE)
     return None

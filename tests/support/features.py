@@ -1,4 +1,4 @@
-"""Print which features hpcdist has, by the tests that show them: a table, then what is not fully there.
+"""Print which features hpcdist has, by the tests that show them: a table, then what is not fully there. Takes seconds.
 
     python tests/support/features.py            the table
     python tests/support/features.py --tests    every feature with its tests
@@ -95,10 +95,16 @@ def tests_by_feature(folder: Path) -> dict[str, list[str]]:
 def marked_functions(tree: ast.Module) -> list[tuple[str, list[str]]]:
     """Return (name, features) of the functions, methods and classes of a file that carry the mark."""
     marked = []
-    definitions = [(node.name, node) for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    definitions = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            definitions.append((node.name, node))
     for class_name, node in definitions:
         methods = node.body if isinstance(node, ast.ClassDef) else []
-        inner = [(f"{class_name}::{method.name}", method) for method in methods if isinstance(method, ast.FunctionDef)]
+        inner = []
+        for method in methods:
+            if isinstance(method, ast.FunctionDef):
+                inner.append((f"{class_name}::{method.name}", method))
         for name, definition in [(class_name, node), *inner]:
             features = features_of(definition.decorator_list)
             if features:
@@ -111,7 +117,7 @@ def features_of(decorators: list[ast.expr]) -> list[str]:
     names: list[str] = []
     for decorator in decorators:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.feature":
-            names += [ast.literal_eval(argument) for argument in decorator.args]
+            names += list(map(ast.literal_eval, decorator.args))
     return names
 
 

@@ -1,8 +1,9 @@
 """Runs random training programs on several ranks, and compares each with plain torch in one process.
 
 `python tests/support/fuzz_torch.py --ranks 2 --programs 0:2000 --out out/fuzz-2.jsonl` starts jobs of 2 ranks until
-each program has an outcome, a line of JSON. A program that ends its job is recorded, and the next job begins behind it.
-What the file has is not run again. `--only 17` prints a program and runs it alone, with its traceback.
+each program has an outcome, a line of JSON; 2,000 take a quarter of an hour. A program that ends its job is recorded,
+and the next job begins behind it. What the file has is not run again. `--only 17` prints a program and runs it alone,
+with its traceback.
 
 Outcomes:
     equal: the same weights, gradients, and optimizer state as plain torch, and the same bits on all ranks
@@ -19,6 +20,7 @@ import collections
 import dataclasses
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -51,7 +53,10 @@ def parse(arguments=None):
 
 def outcomes(path):
     """Return the last line of each program in a file."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    if path.exists():
+        lines = path.read_text().splitlines()
+    else:
+        lines = []
     records = {}
     for line in lines:
         record = json.loads(line)
@@ -114,7 +119,10 @@ class Worker:
             time.sleep(0.0005)
             if time.monotonic() > is_late:
                 error = local_result.get("error")
-                kind = "hang" if error is None else kind_of(local_result, "one-sided")
+                if error is None:
+                    kind = "hang"
+                else:
+                    kind = kind_of(local_result, "one-sided")
                 self.record(outcome=kind, rank=self.comm.rank, error=error, traceback=local_result.get("traceback"))
                 os._exit(3)
 
@@ -136,7 +144,9 @@ def kind_of(local_result, kind_of_ours):
     """Return the outcome of a program that ended with an error on this rank, and not on another one."""
     if local_result["is_ours"]:
         return kind_of_ours
-    return "raised" if local_result["error"].startswith(NO_GRADIENT) else "other error"
+    if local_result["error"].startswith(NO_GRADIENT):
+        return "raised"
+    return "other error"
 
 
 def run_guarded(program, comm):
@@ -148,7 +158,7 @@ def run_guarded(program, comm):
     from hpcdist.program import owners
 
     local_result: dict[str, Any] = {"n_collectives": 0}
-    earlier = {id(alive_owner) for alive_owner in owners.alive()}  # of other tests
+    earlier = set(map(id, owners.alive()))  # of other tests
     with cluster_of(program.cluster):
         try:
             state, numbers = run_distributed(program, comm)
@@ -178,10 +188,9 @@ def judge_results(program, results):
         states = [states[0], *({**states[0], **compare.of_all_ranks(state)} for state in states[1:])]
     order = None
     if program.data.is_shuffled:
-        order = [
-            [n for part in batch for n in part]
-            for batch in zip(*(rank_result["numbers"] for rank_result in results), strict=True)
-        ]
+        order = []
+        for batch in zip(*(rank_result["numbers"] for rank_result in results), strict=True):
+            order.append(list(itertools.chain.from_iterable(batch)))
     try:
         expected = compare.plain_state(run_plain(program, order))
     except Exception as error:
@@ -207,7 +216,10 @@ def judge_errors(program, results, errors):
     ranks = [rank for rank, error in enumerate(errors) if error]
     error = errors[ranks[0]]
     if all(results[rank]["is_ours"] for rank in ranks):
-        kind = "refused" if len(ranks) == len(errors) else "one-sided"
+        if len(ranks) == len(errors):
+            kind = "refused"
+        else:
+            kind = "one-sided"
         return {"outcome": kind, "ranks": ranks, "error": error}
     foreign = next(results[rank] for rank in ranks if not results[rank]["is_ours"])
     try:

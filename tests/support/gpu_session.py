@@ -133,7 +133,10 @@ def steps_of_install(wheel_folders: list[str]) -> list[Step]:
         "lines = [f'import site; site.addsitedir({path!r})' for path in sys.argv[1:]]; "
         "Path(sysconfig.get_path('purelib'), 'first.pth').write_text('\\n'.join(lines))"
     )
-    offline = ["--no-index", *(f"--find-links={folder}" for folder in wheel_folders)] if wheel_folders else []
+    if wheel_folders:
+        offline = ["--no-index", *(f"--find-links={folder}" for folder in wheel_folders)]
+    else:
+        offline = []
     pip = [python(), "-m", "pip", "install", "--quiet", *offline]
     launcher = [] if found_mpirun() else ["mpich>=5.0"]
     return [
@@ -170,7 +173,9 @@ def steps_of_session(folder: Path) -> list[Step]:
 
 def n_ranks(count: int) -> str:
     """Return a number of ranks in words."""
-    return f"{count} rank" if count == 1 else f"{count} ranks"
+    if count == 1:
+        return f"{count} rank"
+    return f"{count} ranks"
 
 
 def mpirun(ranks: int) -> list[str]:
@@ -182,13 +187,18 @@ def found_mpirun() -> str | None:
     """Return the launcher beside this interpreter, in the environment, or on the PATH."""
     folders = [Path(sys.executable).parent, ENVIRONMENT / "bin"]
     beside = [str(folder / "mpirun") for folder in folders if (folder / "mpirun").exists()]
-    return beside[0] if beside else shutil.which("mpirun")
+    if beside:
+        return beside[0]
+    return shutil.which("mpirun")
 
 
 def variables() -> dict[str, str]:
     """Return the environment of a step: mpi4py loads the MPI library that is beside the launcher."""
     libraries = sorted(Path(found_mpirun() or "/", "..", "..", "lib").resolve().glob("libmpi.so.[0-9]*"))
-    library = {"MPI4PY_LIBMPI": str(libraries[0])} if libraries else {}
+    if libraries:
+        library = {"MPI4PY_LIBMPI": str(libraries[0])}
+    else:
+        library = {}
     return {**os.environ, **OPEN_MPI, **library, "OMP_NUM_THREADS": "1"}
 
 
@@ -216,7 +226,10 @@ def run_step(step: Step, deadline: float) -> Outcome:
     )
     try:
         output, _ = process.communicate(timeout=limit_s)
-        verdict = f"failed with {process.returncode}" if process.returncode else "passed"
+        if process.returncode:
+            verdict = f"failed with {process.returncode}"
+        else:
+            verdict = "passed"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         output, _ = process.communicate()

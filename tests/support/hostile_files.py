@@ -97,7 +97,9 @@ def spliced(content, chance):
     piece = chance.choice([content[-length:], chance.randbytes(length), b"", bytes(length)])
     end = start + chance.choice([0, length])
     changed = content[:start] + piece + content[end:]
-    return changed if changed != content else content + piece + b"x"
+    if changed != content:
+        return changed
+    return content + piece + b"x"
 
 
 def damages(original, name, content):
@@ -129,7 +131,7 @@ def noises(original):
 
 def sealed(data, index_offset, index_nbytes):
     """Return a file whose header fits the bytes behind it."""
-    digests = [xxhash.xxh3_128_hexdigest(part) for part in (data[HEADER_BYTES:index_offset], data[index_offset:])]
+    digests = list(map(xxhash.xxh3_128_hexdigest, (data[HEADER_BYTES:index_offset], data[index_offset:])))
     return Header(len(data), index_offset, index_nbytes, *digests).to_bytes() + data[HEADER_BYTES:]
 
 
@@ -163,7 +165,10 @@ def in_index(change):
         data = (path / DATA).read_bytes()
         index = json.loads(data[old.index_offset :][: old.index_nbytes])
         text = change(index)
-        new = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else json.dumps(index).encode()
+        if isinstance(text, str):
+            new = text.encode("utf-8", "surrogateescape")
+        else:
+            new = json.dumps(index).encode()
         (path / DATA).write_bytes(sealed(data[: old.index_offset] + new, old.index_offset, len(new)))
 
     return make
@@ -409,7 +414,7 @@ HEADERS = {
     "size NaN": lambda fields: fields.update(nbytes=float("nan")),
     "size less": lambda fields: fields.update(nbytes=fields["nbytes"] - 1),
     "size float": lambda fields: fields.update(nbytes=float(fields["nbytes"])),
-    "index of floats": lambda fields: fields.update(index=[float(number) for number in fields["index"]]),
+    "index of floats": lambda fields: fields.update(index=list(map(float, fields["index"]))),
     "digest None": lambda fields: fields.update(xxh3_128=[None, None]),
     "digest list": lambda fields: fields.update(xxh3_128=[[], []]),
     "one digest": lambda fields: fields.update(xxh3_128=fields["xxh3_128"][:1]),

@@ -32,7 +32,7 @@ def main() -> int:
         for process in busy:
             process.kill()
             process.wait()
-    print("\n".join(line_of(verdict) for verdict in verdicts))
+    print("\n".join(map(line_of, verdicts)))
     return int(any(verdict["code"] for verdict in verdicts))
 
 
@@ -58,7 +58,10 @@ def run_part(part: str, number: int, args: argparse.Namespace) -> dict[str, obje
     with (args.out / f"{part}-{number}.txt").open("w") as log:
         command = ["make", "--no-print-directory", part, f"SELECT={args.select}"]
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    unstable = json.loads(unstable_path.read_text()) if unstable_path.exists() else []
+    if unstable_path.exists():
+        unstable = json.loads(unstable_path.read_text())
+    else:
+        unstable = []
     seconds = round(time.monotonic() - started)
     verdict = {"part": part, "run": number, "code": code, "seconds": seconds, "unstable": unstable}
     verdict_path.write_text(json.dumps(verdict))

@@ -1,4 +1,4 @@
-"""Load a state into a Checkpoint as a restore does, without a file and without ranks."""
+"""Load a state into a Checkpoint as a restore does, without a file and without ranks: for tests of single objects."""
 
 from hpcdist.checkpoint.header import Header
 from hpcdist.checkpoint.read import Index, StoredArray
@@ -10,5 +10,8 @@ def load(checkpoint, state, arrays, source):
     index = Index(Header(0, 0, 0, "", ""), 0, 0.0, {}, {}, stored, state)
     prepared = checkpoint.prepare(index, source)
     for array, target in zip(arrays, prepared.arrays, strict=True):
-        target[...] = array.values.view("u1") if array.dtype == "bool" else array.values
+        if array.dtype == "bool":
+            target[...] = array.values.view("u1")
+        else:
+            target[...] = array.values
     checkpoint.load(index, prepared)

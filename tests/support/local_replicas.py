@@ -16,7 +16,12 @@ def collect(strategy, fn):
     """Return what fn returns, piece by piece, once for each different answer of the local replicas."""
     answers = []
     strategy.run(lambda replica: answers.append(fn(replica)), args=(ids(strategy),))
-    return [
-        [piece for number, piece in enumerate(pieces) if piece not in pieces[:number]]
-        for pieces in zip(*answers, strict=True)
-    ]
+    return list(map(without_repeats, zip(*answers, strict=True)))
+
+
+def without_repeats(pieces):
+    different = []
+    for piece in pieces:
+        if piece not in different:
+            different.append(piece)
+    return different

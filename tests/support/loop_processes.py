@@ -27,7 +27,7 @@ def attempt(seed, n_ranks, folder, end=None):
     command += ["--folder", folder] + (["--end", *end] if end else [])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HPCDIST_TIMEOUT_S": "30"}
     done = subprocess.run(
-        [str(part) for part in command],
+        list(map(str, command)),
         env=environ,
         capture_output=True,
         text=True,
@@ -45,7 +45,9 @@ def check(seed, n_ranks, folder):
         (folder / name).mkdir()
     unbroken, output = attempt(seed, n_ranks, folder / "unbroken")
     if unbroken is None:
-        return ("refused", "") if "UsageError" in output or "expected" in output else ("failed", output[-2000:])
+        if "UsageError" in output or "expected" in output:
+            return ("refused", "")
+        return ("failed", output[-2000:])
     for _ in range(MAX_ATTEMPTS):
         step = random_numbers.randint(1, unbroken["steps"])
         end = (random_numbers.choice(("stop", "SIGKILL")), step, random_numbers.randrange(n_ranks))

@@ -114,7 +114,9 @@ class Script:
         """Enough for the steps within which a script is refused that cannot be saved."""
         if self.loop == "islice":
             return 14
-        return 8 if self.may_be_refused else 3
+        if self.may_be_refused:
+            return 8
+        return 3
 
     @property
     def is_global(self):
@@ -126,7 +128,9 @@ class Script:
         """Return the variables of what drives the optimizer."""
         names = {"schedule": ["schedule"], "ema": ["ema"], "amp": ["scaler"]}.get(self.step, [])
         has_epochs = self.epoch_end == "schedule" or self.epoch_end.startswith("plateau")
-        return [*names, "epochs"] if has_epochs else names
+        if has_epochs:
+            return [*names, "epochs"]
+        return names
 
     @property
     def may_be_refused(self):
@@ -208,11 +212,10 @@ def _head(script):
         lines += ["    other = job.model('linear')"]
         lines += ["    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05)"]
         checkpoint_arguments += ["other=other", "other_optimizer=other_optimizer"]
-    kind = (
-        "LBFGS(model.parameters(), lr=0.02, max_iter=2"
-        if script.loop == "lbfgs"
-        else "SGD(model.parameters(), lr=0.05, momentum=0.9"
-    )
+    if script.loop == "lbfgs":
+        kind = "LBFGS(model.parameters(), lr=0.02, max_iter=2"
+    else:
+        kind = "SGD(model.parameters(), lr=0.05, momentum=0.9"
     lines += [f"    optimizer = torch.optim.{kind})"]
     lines += _data_lines(script, checkpoint_arguments)
     if script.step == "schedule":
@@ -244,7 +247,10 @@ def _head(script):
 
 def _data_lines(script, checkpoint_arguments):
     if script.is_distributed:
-        kind = script.data if script.data in DISTRIBUTED else "loader"
+        if script.data in DISTRIBUTED:
+            kind = script.data
+        else:
+            kind = "loader"
         checkpoint_arguments += ["data=batches"]
         lines = [f"batches = strategy.experimental_distribute_dataset(job.{kind.replace(' ', '_')}())"]
     elif script.data == "own loader":
@@ -272,7 +278,9 @@ def _first_epoch(script):
 
 
 def _first_lines(script):
-    return ["    n_accumulated = 0"] if script.loop == "accumulation" else []
+    if script.loop == "accumulation":
+        return ["    n_accumulated = 0"]
+    return []
 
 
 def _pass(script):
@@ -318,7 +326,9 @@ def _pass(script):
 
 def _loss(script):
     is_noisy = script.numbers == "loop" and script.loop != "draws ahead"
-    return "noise * job.loss(model, x, y)" if is_noisy else "job.loss(model, x, y)"
+    if is_noisy:
+        return "noise * job.loss(model, x, y)"
+    return "job.loss(model, x, y)"
 
 
 def _step(script):
@@ -351,7 +361,9 @@ def _after_loss(script):
 
 
 def _backward(script):
-    return ["scaler.scale(loss).backward()"] if script.step == "amp" else ["loss.backward()"]
+    if script.step == "amp":
+        return ["scaler.scale(loss).backward()"]
+    return ["loss.backward()"]
 
 
 def _optimizer_step(script):
@@ -368,7 +380,9 @@ def _optimizer_step(script):
 
 def _end_of_step(script):
     lines = ["job.harm(handler)"]
-    return [*lines, "handler.poll()"] if script.cure == "poll" else lines
+    if script.cure == "poll":
+        return [*lines, "handler.poll()"]
+    return lines
 
 
 def _epoch_end(script):
@@ -377,10 +391,15 @@ def _epoch_end(script):
     if script.epoch_end == "schedule":
         return ["epochs.step()"]
     lines = ["model.eval()", "total = 0.0"]
-    grad = "torch.enable_grad()" if script.epoch_end == "plateau with gradients" else "torch.no_grad()"
+    if script.epoch_end == "plateau with gradients":
+        grad = "torch.enable_grad()"
+    else:
+        grad = "torch.no_grad()"
     lines += [f"with {grad}:", "    for x, y in validation:", "        total += job.sum_of_losses(model, x, y)"]
     lines += ["job.harm_in_validation(handler)", "total = job.sum_over_ranks(total)"]
-    return [*lines, "epochs.step(total)"] if script.epoch_end.startswith("plateau") else lines
+    if script.epoch_end.startswith("plateau"):
+        return [*lines, "epochs.step(total)"]
+    return lines
 
 
 # -- how it is run -----------------------------------------------------------------------------------------------------
@@ -424,7 +443,9 @@ class Job:
         x = _normal(self.script.n_rows, 4, generator=generator)
         y = _normal(self.script.n_rows, 1, generator=generator)
         rows = torch.utils.data.TensorDataset(x, y)
-        return NoisyRows(rows, self) if self.script.numbers == "rows" else rows
+        if self.script.numbers == "rows":
+            return NoisyRows(rows, self)
+        return rows
 
     @staticmethod
     def draw_numpy():
@@ -501,7 +522,10 @@ class Job:
         generator = torch.Generator().manual_seed(self.script.seed + 1)
         n_rows = self.script.n_rows
         batch = self.script.batch
-        n_batches = n_rows // batch if self.script.cure == "drop" else -(-n_rows // batch)
+        if self.script.cure == "drop":
+            n_batches = n_rows // batch
+        else:
+            n_batches = -(-n_rows // batch)
         rows = _normal(n_batches * 12, 4, generator=generator)
         return hpcdist.Dataset.from_tensor_slices((rows,)).batch(12)
 
@@ -534,11 +558,16 @@ class Job:
 
     def first_epoch(self, handler):
         """Return the epoch that the last step was in, as a script that counts its own steps does."""
-        return max(handler.step - 1, 0) // self.n_batches if self.is_polled else 0
+        if self.is_polled:
+            return max(handler.step - 1, 0) // self.n_batches
+        return 0
 
     def rest(self, batches, handler, epoch):
         """Return the batches of an epoch that the steps so far have left."""
-        n_used = max(handler.step - epoch * self.n_batches, 0) if self.is_polled else 0
+        if self.is_polled:
+            n_used = max(handler.step - epoch * self.n_batches, 0)
+        else:
+            n_used = 0
         return itertools.islice(batches, n_used, None)
 
     @staticmethod
@@ -555,14 +584,20 @@ class Job:
 
     @property
     def n_ranks(self):
-        return 1 if self.is_plain else self.comm.size
+        if self.is_plain:
+            return 1
+        return self.comm.size
 
     @property
     def rank(self):
-        return 0 if self.is_plain else self.comm.rank
+        if self.is_plain:
+            return 0
+        return self.comm.rank
 
     def strategy(self):
-        return PlainStrategy() if self.is_plain else hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+        if self.is_plain:
+            return PlainStrategy()
+        return hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
 
     def model(self, kind):
         torch.manual_seed(self.script.seed)
@@ -576,7 +611,9 @@ class Job:
 
     @staticmethod
     def loss(model, x, y):
-        return nn.functional.mse_loss(model(x), y) if len(x) else model(x).sum() * 0
+        if len(x):
+            return nn.functional.mse_loss(model(x), y)
+        return model(x).sum() * 0
 
     @staticmethod
     def penalty(model, u):
@@ -631,7 +668,10 @@ class NoisyRows(torch.utils.data.Dataset):
     def __init__(self, rows, job):
         self.rows = rows
         self.generator = np.random.default_rng(1)
-        self.draw = self.draw_own if job.script.library == "own" else getattr(Job, f"draw_{job.script.library}")
+        if job.script.library == "own":
+            self.draw = self.draw_own
+        else:
+            self.draw = getattr(Job, f"draw_{job.script.library}")
 
     def draw_own(self):
         return float(self.generator.random())
@@ -650,7 +690,10 @@ class NoisyJoin:
     """Joins rows, and scales the inputs by a number that is drawn for the batch."""
 
     def __init__(self, job):
-        library = "numpy" if job.script.library == "own" else job.script.library
+        if job.script.library == "own":
+            library = "numpy"
+        else:
+            library = job.script.library
         self.draw = getattr(Job, f"draw_{library}")
 
     def __call__(self, rows):
@@ -749,7 +792,10 @@ def run(script, folder=None, end=None):
     try:
         exec(compile(text_of(script), f"<script {script.seed}>", "exec"), space)
     except SystemExit as leaving:
-        outcome = "stopped" if leaving.code == 75 else f"exit {leaving.code}"
+        if leaving.code == 75:
+            outcome = "stopped"
+        else:
+            outcome = f"exit {leaving.code}"
     except Killed:
         outcome = "killed"
     except HpcdistError as refusal:
@@ -885,7 +931,10 @@ def main():
     world = make_world()
     counts = {}
     wrong = []
-    seeds = [options.only] if options.only else range(options.seed, options.seed + options.scripts)
+    if options.only:
+        seeds = [options.only]
+    else:
+        seeds = range(options.seed, options.seed + options.scripts)
     for seed in seeds:
         script = draw(seed)
         folder = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)

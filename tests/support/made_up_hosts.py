@@ -9,7 +9,10 @@ HOSTS = {"1 each": [1] * 9, "2 each": [2] * 9, "3 and rest": [3, 9], "1 and rest
 
 def group_on(hosts, comm, world, **options):
     """Return a group of `comm` on made-up hosts: a name of HOSTS, or how many ranks each one has. Collective."""
-    sizes = HOSTS[hosts] if isinstance(hosts, str) else [hosts] * comm.size
+    if isinstance(hosts, str):
+        sizes = HOSTS[hosts]
+    else:
+        sizes = [hosts] * comm.size
     node_comm = comm.Split(host_numbers(sizes, comm.size)[comm.rank], comm.rank)
     return Group(comm, world, hosts=Hosts(comm, world, node_comm), **options)
 
@@ -17,4 +20,7 @@ def group_on(hosts, comm, world, **options):
 def host_numbers(sizes, size):
     if sizes is None:
         return [rank % 2 for rank in range(size)]
-    return [host for host, n_ranks in enumerate(sizes) for _ in range(n_ranks)][:size]
+    hosts = []
+    for host, n_ranks in enumerate(sizes):
+        hosts += [host] * n_ranks
+    return hosts[:size]

@@ -52,7 +52,10 @@ def is_noticed(mutant, folder):
 
 def main():
     chosen = [MUTANTS[int(number)] for number in sys.argv[1:]] or MUTANTS
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    if os.access("/dev/shm", os.W_OK):
+        memory = "/dev/shm"
+    else:
+        memory = None
     with tempfile.TemporaryDirectory(prefix="hpcdist-mutants-", dir=memory) as name:
         folder = Path(name)
         make_copy(folder)

@@ -58,7 +58,10 @@ def _named_nodes(node, prefix=""):
             yield prefix + child.name, child
             yield from _named_nodes(child, f"{prefix}{child.name}.")
         elif isinstance(child, (ast.Assign, ast.AnnAssign)):
-            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            if isinstance(child, ast.Assign):
+                targets = child.targets
+            else:
+                targets = [child.target]
             yield from ((prefix + target.id, child) for target in targets if isinstance(target, ast.Name))
         elif isinstance(child, ast.stmt):
             yield from _named_nodes(child, prefix)
@@ -93,7 +96,10 @@ def _is_like(candidate, pattern):
     if isinstance(pattern, list):
         is_open = bool(pattern) and _is_any(pattern[-1])
         required = pattern[:-1] if is_open else pattern
-        has_length = len(candidate) >= len(required) if is_open else len(candidate) == len(required)
+        if is_open:
+            has_length = len(candidate) >= len(required)
+        else:
+            has_length = len(candidate) == len(required)
         return has_length and all(map(_is_like, candidate, required))
     if not isinstance(pattern, ast.AST):
         return candidate == pattern

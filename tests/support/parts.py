@@ -49,7 +49,7 @@ def main(names: list[str]) -> int:
     """Run parts; return 1 if one failed, or too many tests were unstable."""
     OUT.mkdir(parents=True, exist_ok=True)
     TIMES.unlink(missing_ok=True)
-    parts = [run_part(name) for name in names]
+    parts = list(map(run_part, names))
     print(table_of(parts, read_times()), flush=True)
     unstable = unstable_of(parts)
     history = [*read_history(), unstable][-N_RUNS:]
@@ -74,8 +74,15 @@ def run_part(name: str) -> Part:
         command.append(f"SELECT={REST}")
     code = subprocess.run(command, env=environment, check=False).returncode
     seconds = time.monotonic() - started
-    unstable = json.loads(unstable_path.read_text()) if unstable_path.is_file() else []
-    print(f"== make {name}: {seconds:.0f} s, {'failed' if code else 'passed'}", flush=True)
+    if unstable_path.is_file():
+        unstable = json.loads(unstable_path.read_text())
+    else:
+        unstable = []
+    if code:
+        result = "failed"
+    else:
+        result = "passed"
+    print(f"== make {name}: {seconds:.0f} s, {result}", flush=True)
     return Part(name, code == 0, seconds, tuple(unstable))
 
 
@@ -91,7 +98,7 @@ def read_times() -> list[tuple[float, str]]:
     """Return (seconds, name) of the tests that were run, the slowest first; conftest.py notes them."""
     if not TIMES.is_file():
         return []
-    lines = [json.loads(line) for line in TIMES.read_text().splitlines()]
+    lines = list(map(json.loads, TIMES.read_text().splitlines()))
     return sorted(((line["seconds"], line["test"]) for line in lines), reverse=True)
 
 
@@ -131,7 +138,7 @@ def read_history() -> list[list[str]]:
     """Return the unstable tests of the last runs; a file that cannot be read counts as none."""
     try:
         history = json.loads(HISTORY.read_text())
-        return [list(names) for names in history]
+        return list(map(list, history))
     except (OSError, ValueError, TypeError):
         return []
 

@@ -45,7 +45,12 @@ class RecordingDisk(WatchedDisk):
 
     def record(self, name, act, *arguments):
         result = act(*arguments)
-        entry = [str(a.relative_to(self.base)) if isinstance(a, Path) else a for a in arguments]
+        entry = []
+        for a in arguments:
+            if isinstance(a, Path):
+                entry.append(str(a.relative_to(self.base)))
+            else:
+                entry.append(a)
         if name in ("create", "open_end"):
             self.paths[result] = entry[0]
         elif isinstance(arguments[0], int):
@@ -107,7 +112,7 @@ class Folder:
 
     def forms(self) -> list[dict]:
         """Return every set of names that may be there."""
-        return [self._after(chosen) for chosen in _subsets(self.pending)]
+        return list(map(self._after, _subsets(self.pending)))
 
     def _after(self, changes) -> dict:
         names = dict(self.synced)
@@ -136,7 +141,10 @@ class Model:
         self.folders = {".": Folder()}
         for path in sorted(base.rglob("*")):
             name = str(path.relative_to(base))
-            node = name if path.is_dir() else File(path.read_bytes(), bytearray(path.read_bytes()))
+            if path.is_dir():
+                node = name
+            else:
+                node = File(path.read_bytes(), bytearray(path.read_bytes()))
             self.folders[str(Path(name).parent)].synced[path.name] = node
             if path.is_dir():
                 self.folders[name] = Folder()
@@ -199,7 +207,12 @@ class Model:
 def _with_contents(tree: dict) -> Iterator[dict]:
     files = {path: node for path, node in tree.items() if isinstance(node, File)}
     pending = {path: node.forms() for path, node in files.items() if node.is_pending}
-    base = {path: files[path].synced if path in files else None for path in tree}
+    base = {}
+    for path in tree:
+        if path in files:
+            base[path] = files[path].synced
+        else:
+            base[path] = None
     if not pending:
         yield base
     for form_index in (0, 1):

@@ -72,11 +72,14 @@ class History:
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.max_staleness = max_staleness
-        self.servers = [
-            make_server({worker: Packer() for worker in range(n_workers)}, Rules(max_staleness))
-            for _ in range(n_servers)
-        ]
-        self.workers = [Worker(number, versions=[[0, 0] for _ in self.servers]) for number in range(n_workers)]
+        self.servers = []
+        for _ in range(n_servers):
+            packers = {worker: Packer() for worker in range(n_workers)}
+            self.servers.append(make_server(packers, Rules(max_staleness)))
+        self.workers = []
+        for number in range(n_workers):
+            versions = [[0, 0] for _ in self.servers]
+            self.workers.append(Worker(number, versions=versions))
         self.now = 0.0
         self.events = []
         self.order = itertools.count()
@@ -213,7 +216,10 @@ class History:
             worker.versions[number][index] = version
             if kind == NOTHING:
                 self.violations.append(f"worker {worker.number}: its own push changed nothing")
-            indices = payload.take((n_rows,), torch.int64) if kind == ROWS else torch.arange(len(self.workers))
+            if kind == ROWS:
+                indices = payload.take((n_rows,), torch.int64)
+            else:
+                indices = torch.arange(len(self.workers))
             shape = (len(indices), 2) if index else (len(indices),)
             values = payload.take(shape, torch.float64)
             push_counts = values[indices == worker.number].reshape(-1)

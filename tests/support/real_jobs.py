@@ -37,7 +37,7 @@ class Job:
         self.log = folder / f"job-{self.mark}.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [str(part) for part in command],
+                list(map(str, command)),
                 env={**environ, _MARK: self.mark},
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -13,7 +13,9 @@ class Scale:
 
     def choose(self, sample, full):
         """Return `full` where every case is run, else `sample`."""
-        return full if self.is_full else sample
+        if self.is_full:
+            return full
+        return sample
 
 
 SCALE = Scale()

@@ -36,7 +36,10 @@ def main(part: str, arguments: list[str]) -> int:
     repeat_code = run_pytest([*arguments, "--last-failed"], folder, "second.txt")
     if repeat_code not in (PASSED, FAILED):
         return repeat_code
-    failed_twice = failed_tests(folder) if repeat_code == FAILED else []
+    if repeat_code == FAILED:
+        failed_twice = failed_tests(folder)
+    else:
+        failed_twice = []
     unstable = [name for name in failed if name not in failed_twice]
     for name in unstable:
         print(f"unstable: {name} ({folder}/first.txt, {folder}/second.txt)", flush=True)
@@ -62,7 +65,9 @@ def run_pytest(arguments: list[str], folder: Path, log: str) -> int:
 def failed_tests(folder: Path) -> list[str]:
     """Return the names of the tests that failed in the last run, as pytest's cache has them."""
     path = folder / "cache" / "v" / "cache" / "lastfailed"
-    return sorted(json.loads(path.read_text())) if path.is_file() else []
+    if path.is_file():
+        return sorted(json.loads(path.read_text()))
+    return []
 
 
 if __name__ == "__main__":

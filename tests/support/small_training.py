@@ -99,16 +99,12 @@ class Training:
         self.store.note("commit", step=self.step)
 
 
-def final_bits(path):
-    """Return the state and the bytes that the latest checkpoint holds, or None where there is none."""
-    latest = Store(path).read_latest()
-    return None if latest is None else (latest.index.state, [array.values.tobytes() for array in latest.arrays])
-
-
 def newest_saved(path):
     """Return the latest checkpoint that verifies, or None where there is none."""
     latest_checkpoint = Store(path).read_latest()
-    return None if latest_checkpoint is None else latest_checkpoint.saved
+    if latest_checkpoint is None:
+        return None
+    return latest_checkpoint.saved
 
 
 def make_fresh(path):

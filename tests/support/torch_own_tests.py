@@ -1,5 +1,7 @@
 """Run the tests of torch.distributed that come with torch over the backend `hpcdist`; print what became of each.
 
+It proves that the backend keeps torch's own contract.
+
 mpirun -n 3 python tests/support/torch_own_tests.py FOLDER
 torchrun --nproc-per-node 3 tests/support/torch_own_tests.py FOLDER
 
@@ -55,7 +57,9 @@ def outcome_of(case, name):
     except unittest.SkipTest:
         return "skipped"
     except SystemExit as error:  # torch's way to skip
-        return "skipped" if error.code else "ended"
+        if error.code:
+            return "skipped"
+        return "ended"
     except Exception:
         return traceback.format_exc(limit=-3)
     return "ok"
@@ -68,18 +72,27 @@ def main():
     import hpcdist.torch_backend
 
     dist.init_process_group("hpcdist", init_method="hpcdist://")
-    names = [name for name in sorted(dir(case)) if re.search(WANTED, name) and not re.search(UNWANTED, name)]
+    names = []
+    for name in sorted(dir(case)):
+        if re.search(WANTED, name) and not re.search(UNWANTED, name):
+            names.append(name)
     outcomes_by_name = {}
     for name in names:
         outcomes = [None] * SIZE
         with contextlib.redirect_stdout(sys.stderr):
             dist.all_gather_object(outcomes, outcome_of(case, name))
-        outcomes_by_name[name] = outcomes[0] if len(set(outcomes)) == 1 else "\n".join(outcomes)
+        if len(set(outcomes)) == 1:
+            outcomes_by_name[name] = outcomes[0]
+        else:
+            outcomes_by_name[name] = "\n".join(outcomes)
     if RANK == 0:
         outcome_counts = Counter(
             outcome if outcome in ("ok", "skipped") else "failed" for outcome in outcomes_by_name.values()
         )
-        failed = {name: text for name, text in outcomes_by_name.items() if text not in ("ok", "skipped")}
+        failed = {}
+        for name, text in outcomes_by_name.items():
+            if text not in ("ok", "skipped"):
+                failed[name] = text
         passed = [name for name in names if outcomes_by_name[name] == "ok"]
         print(
             "\n" + json.dumps({**outcome_counts, "failures": failed, "passed": passed, "version": hpcdist.__version__})

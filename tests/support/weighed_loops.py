@@ -76,9 +76,14 @@ class Model(nn.Module):
 
 def mean_of(model, rows, form):
     """Return the mean over a replica's rows; NaN must not come of a part without rows."""
-    inputs = {"rows": rows} if form == "part in a dict" else formed(rows, form)
+    if form == "part in a dict":
+        inputs = {"rows": rows}
+    else:
+        inputs = formed(rows, form)
     losses = model(inputs)
-    return losses.mean() if len(rows) else losses.sum()
+    if len(rows):
+        return losses.mean()
+    return losses.sum()
 
 
 def run(seed):
@@ -163,7 +168,11 @@ def main():
         if len({bool(reason == "refused") for reason in whys}) > 1:
             why = f"refused on some ranks only: {whys}"
         outcome = "wrong" if any(whys) else "right"
-        counts["refused" if why == "refused" else outcome] += 1
+        if why == "refused":
+            key = "refused"
+        else:
+            key = outcome
+        counts[key] += 1
         if why not in ("", "refused"):
             print(f"seed {seed} on rank {comm.rank}: {why}", flush=True)
     if comm.rank == 0:

@@ -25,8 +25,15 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_forked_child(make):
     is_held.wait(30)
     pid = os.fork()
     if pid == 0:
-        is_free = lock.acquire(timeout=5) if make is forks.make_rlock else lock.acquire(False)
-        os._exit(0 if is_free else 1)
+        if make is forks.make_rlock:
+            is_free = lock.acquire(timeout=5)
+        else:
+            is_free = lock.acquire(False)
+        if is_free:
+            code = 0
+        else:
+            code = 1
+        os._exit(code)
     status = os.waitpid(pid, 0)[1]
     assert not lock.acquire(False), "the parent's lock is still held"
     may_leave.set()

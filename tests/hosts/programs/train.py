@@ -2,6 +2,7 @@
 
 import torch
 from report import print_result
+from torch.nn.utils import parameters_to_vector
 
 import hpcdist
 
@@ -24,7 +25,7 @@ with strategy.scope():
         optimizer.step()
         with torch.no_grad():
             losses.append(float((model(inputs) - targets).square().mean()))
-weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+weights = parameters_to_vector(model.parameters()).detach()
 n_different = len(set(world.comm.allgather(weights.numpy().tobytes())))
 print_result(
     world.comm, n_hosts=world.n_hosts, losses=losses, weights=weights.tolist(), n_different_weights=n_different

@@ -25,7 +25,10 @@ def note_signals(path):
 
 def die_after(path):
     """Kill this process once an attempt has written its decision."""
-    seen = os.stat(path).st_mtime_ns if os.path.exists(path) else None
+    if os.path.exists(path):
+        seen = os.stat(path).st_mtime_ns
+    else:
+        seen = None
 
     def wait():
         while not os.path.exists(path) or os.stat(path).st_mtime_ns == seen:

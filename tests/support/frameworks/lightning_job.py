@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import MPIEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist.torch_backend
@@ -48,8 +49,8 @@ trainer.fit(model, DataLoader(rows, batch_size=16))
 assert dist.get_backend() == "hpcdist"
 assert len(model.losses) == 4 * 256 // 16 // dist.get_world_size(), "each rank has its part of the rows"
 assert sum(model.losses[-8:]) < 0.7 * sum(model.losses[:8]), model.losses
-own = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-dist.all_gather(found, own)
-assert all(torch.equal(rank_parameters, own) for rank_parameters in found)
+weights = parameters_to_vector(model.parameters()).detach()
+weights_by_rank = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+dist.all_gather(weights_by_rank, weights)
+assert all(torch.equal(rank_parameters, weights) for rank_parameters in weights_by_rank)
 print(f"rank {dist.get_rank()}: trained by Lightning over hpcdist {hpcdist.__version__}", flush=True)

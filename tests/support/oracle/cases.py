@@ -130,7 +130,7 @@ def encode(value: Any) -> Any:
         case tuple():
             return {"tuple": encode(list(value))}
         case list():
-            return [encode(item) for item in value]
+            return list(map(encode, value))
         case dict():
             return {"dict": {name: encode(item) for name, item in value.items()}}
     raise TypeError(f"encode: expected a value of the kinds listed in cases.py, got {type(value).__name__}")
@@ -139,7 +139,7 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """Undo `encode`."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return list(map(decode, value))
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()

@@ -42,8 +42,13 @@ def error_difference(raised: Exception | None, actual_error: Error | None, expec
     if expected is None or actual_error is None:
         return f"{actual_error or 'no error'}; TensorFlow: {expected or 'no error'}"
     is_of_dtypes = expected.type == "TypeError" and "that don't all match" in expected.message
-    allowed = (UsageError,) if is_of_dtypes else ERRORS.get(expected.type, ())
-    return "" if type(raised) in allowed else f"{actual_error}; TensorFlow: {expected}"
+    if is_of_dtypes:
+        allowed = (UsageError,)
+    else:
+        allowed = ERRORS.get(expected.type, ())
+    if type(raised) in allowed:
+        return ""
+    return f"{actual_error}; TensorFlow: {expected}"
 
 
 def value_difference(actual: Any, expected: Any, local_replicas: range, is_exact: bool) -> str:
@@ -53,22 +58,26 @@ def value_difference(actual: Any, expected: Any, local_replicas: range, is_exact
         return nest_difference(actual, expected, local_replicas, is_exact)
     if expected is None or actual is None or isinstance(expected, str):
         is_same = type(actual) is type(expected) and actual == expected
-        return "" if is_same else f"{actual!r}; TensorFlow: {expected!r}"
+        if is_same:
+            return ""
+        return f"{actual!r}; TensorFlow: {expected!r}"
     return array_difference(actual, expected, is_exact)
 
 
 def replicas_difference(actual: Any, expected: Any, local_replicas: range, is_exact: bool) -> str:
     """Compare what each replica has; a plain value stands for that of every one."""
-    values = (
-        [expected.values[replica] for replica in local_replicas]
-        if isinstance(expected, PerReplica)
-        else [expected] * len(local_replicas)
-    )
+    if isinstance(expected, PerReplica):
+        values = [expected.values[replica] for replica in local_replicas]
+    else:
+        values = [expected] * len(local_replicas)
     if isinstance(actual, tuple) and not isinstance(values[0], tuple):  # local results of the only replica of a rank
         actual = PerReplica(actual)
     if isinstance(expected, tuple) and len(expected) == len(local_replicas) == 1:  # of what is plain in TensorFlow
         values = list(expected)
-    actual_values = actual.values if isinstance(actual, PerReplica) else [actual] * len(local_replicas)
+    if isinstance(actual, PerReplica):
+        actual_values = actual.values
+    else:
+        actual_values = [actual] * len(local_replicas)
     if len(actual_values) != len(values):
         return f"{len(actual_values)} values for {len(values)} replicas"
     texts = [value_difference(*pair, local_replicas, is_exact) for pair in zip(actual_values, values, strict=True)]
@@ -80,13 +89,18 @@ def nest_difference(actual: Any, expected: Any, local_replicas: range, is_exact:
         return f"{kind_of(actual)}; TensorFlow: {kind_of(expected)}"
     if isinstance(expected, dict) and set(actual) != set(expected):
         return f"keys {sorted(actual)}; TensorFlow: {sorted(expected)}"
-    keys = list(expected) if isinstance(expected, dict) else range(len(expected))
+    if isinstance(expected, dict):
+        keys = list(expected)
+    else:
+        keys = range(len(expected))
     texts = {key: value_difference(actual[key], expected[key], local_replicas, is_exact) for key in keys}
     return next((f"[{key!r}] {text}" for key, text in texts.items() if text), "")
 
 
 def kind_of(value: Any) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple, dict)) else repr(value)
+    if isinstance(value, (list, tuple, dict)):
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(value)
 
 
 def array_difference(actual: Any, expected: Any, is_exact: bool) -> str:
@@ -102,9 +116,15 @@ def array_difference(actual: Any, expected: Any, is_exact: bool) -> str:
     ):
         return f"dtype: {text}"
     if expected_array.dtype.kind not in "fc" or actual_array.dtype.kind not in "fc":
-        return "" if np.array_equal(actual_array, expected_array) else text
+        if np.array_equal(actual_array, expected_array):
+            return ""
+        return text
     if is_exact:
-        return "" if np.array_equal(actual_array, expected_array, equal_nan=True) else f"bits: {text}"
+        if np.array_equal(actual_array, expected_array, equal_nan=True):
+            return ""
+        return f"bits: {text}"
     tolerance = TOLERANCE[str(expected_array.dtype)]
     scale = tolerance * max(1.0, float(np.abs(expected_array[np.isfinite(expected_array)]).max(initial=0)))
-    return "" if np.allclose(actual_array, expected_array, rtol=tolerance, atol=scale, equal_nan=True) else text
+    if np.allclose(actual_array, expected_array, rtol=tolerance, atol=scale, equal_nan=True):
+        return ""
+    return text

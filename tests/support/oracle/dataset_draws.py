@@ -99,7 +99,10 @@ def draw_stages(draw: Draw, n_rows: int, can_map: bool) -> tuple[list[Any], list
 
 def draw_batches(draw: Draw, stages: list[Any], total: int, is_endless: bool, can_map: bool) -> tuple[list[int], bool]:
     """Add batch and what follows it to the stages; return the rows of each batch."""
-    size = draw.integer(1, 6) if draw.chance(0.4) else draw.integer(1, 3 * draw.n_replicas + 2)
+    if draw.chance(0.4):
+        size = draw.integer(1, 6)
+    else:
+        size = draw.integer(1, 3 * draw.n_replicas + 2)
     drop = draw.chance(0.35)
     stages.append(("batch", size, drop))
     batches = [min(size, total - start) for start in range(0, total, size)]
@@ -113,7 +116,10 @@ def draw_batches(draw: Draw, stages: list[Any], total: int, is_endless: bool, ca
     elif draw.chance(0.15) and not is_endless:
         stages.append(("repeat", times := draw.weighted({2: 4, 3: 2, -1: 1})))
         is_endless = times == -1 and bool(batches)
-        batches = list(itertools.islice(itertools.cycle(batches), LONGEST)) if is_endless else batches * abs(times)
+        if is_endless:
+            batches = list(itertools.islice(itertools.cycle(batches), LONGEST))
+        else:
+            batches = batches * abs(times)
     if draw.chance(0.15):
         stages.append(("prefetch", draw.integer(1, 3)))
     return batches, is_endless

@@ -57,7 +57,12 @@ class Draw:
         """Draw an array for each replica; dimension `varying` differs between them."""
         values = []
         for _ in range(self.n_replicas):
-            replica_shape = [self.integer(0, 5) if i == varying else n for i, n in enumerate(shape)]
+            replica_shape = []
+            for i, n in enumerate(shape):
+                if i == varying:
+                    replica_shape.append(self.integer(0, 5))
+                else:
+                    replica_shape.append(n)
             values.append(self.array(replica_shape, dtype))
         return PerReplica(tuple(values))
 
@@ -70,7 +75,10 @@ def draw_reduce(draw: Draw) -> dict[str, Any]:
     draw.start()
     shape = draw.shape(draw.weighted({0: 1, 1: 3, 2: 4, 3: 2}))
     axis, in_function = draw_axis(draw, len(shape))
-    varying = 0 if shape and draw.chance(0.5 if axis in (0, -len(shape)) else 0.2) else None
+    if shape and draw.chance(0.5 if axis in (0, -len(shape)) else 0.2):
+        varying = 0
+    else:
+        varying = None
     value = draw_reduce_value(draw, shape, varying)
     op = draw.reduce_op()
     # Graphs are rewritten so that they multiply by the inverse of a constant divisor.
@@ -131,7 +139,10 @@ def draw_gather(draw: Draw) -> dict[str, Any]:
     how = draw.weighted(
         {"equal": 40, "unequal": 40, "does not fit": 10, "scalars": 5, "negative": 4, "out of range": 3}
     )
-    rank = 0 if how == "scalars" else draw.integer(2 if how == "does not fit" else 1, 3)
+    if how == "scalars":
+        rank = 0
+    else:
+        rank = draw.integer(2 if how == "does not fit" else 1, 3)
     axis = draw.integer(0, max(rank - 1, 0))
     if how == "unequal":
         value = draw.per_replica(draw.shape(rank), draw.one_of(DTYPES), axis)
@@ -150,20 +161,25 @@ def draw_nest(draw: Draw, leaf: Callable[[], Any]) -> Any:
     if how == "deep":
         return {"x": [leaf(), (leaf(),)], "y": leaf()}
     items = [leaf() for _ in range(draw.integer(1, 3))]
-    return items if how == "list" else tuple(items)
+    if how == "list":
+        return items
+    return tuple(items)
 
 
 def has_empty_leaf(nest: Any) -> bool:
     """Return whether there is a leaf without any element on all replicas: a collective on it would hang."""
     if isinstance(nest, PerReplica):
         return all(part.size == 0 for part in nest.values)
-    return any(has_empty_leaf(item) for item in (nest.values() if isinstance(nest, dict) else nest))
+    return any(map(has_empty_leaf, nest.values() if isinstance(nest, dict) else nest))
 
 
 def draw_all_gather(draw: Draw) -> dict[str, Any]:
     how = draw.weighted({"equal": 40, "unequal": 40, "does not fit": 8, "scalars": 4})
     draw.start(0.9)
-    rank = 0 if how == "scalars" else draw.integer(2 if how == "does not fit" else 1, 3)
+    if how == "scalars":
+        rank = 0
+    else:
+        rank = draw.integer(2 if how == "does not fit" else 1, 3)
     axis = draw.integer(0, max(rank - 1, 0))
     if how == "does not fit":
         value = draw_gathered(draw, rank, draw.n_replicas == 1)
@@ -181,7 +197,10 @@ def draw_all_reduce(draw: Draw) -> dict[str, Any]:
     # Collectives want one dtype for all leaves and some elements, or may hang. Nests with int32 are refused by all.
     mixed = draw.chance(0.3)
     alone = not mixed and draw.chance(0.3)
-    dtypes = ("float32", "float64", "int64") if mixed else (draw.one_of(DTYPES if alone else (*FLOATS, "int64")),)
+    if mixed:
+        dtypes = ("float32", "float64", "int64")
+    else:
+        dtypes = (draw.one_of(DTYPES if alone else (*FLOATS, "int64")),)
 
     def leaf():
         shape = draw.shape(draw.integer(0, 3))
@@ -194,7 +213,10 @@ def draw_all_reduce(draw: Draw) -> dict[str, Any]:
 def draw_split(draw: Draw) -> dict[str, Any]:
     draw.start(1.0)
     rows = draw.weighted({0: 2, draw.integer(1, 12): 50, draw.integer(13, 40): 48})
-    batch_size = draw.integer(1, 6) if draw.chance(0.4) else draw.integer(1, 3 * draw.n_replicas + 2)
+    if draw.chance(0.4):
+        batch_size = draw.integer(1, 6)
+    else:
+        batch_size = draw.integer(1, 3 * draw.n_replicas + 2)
     repeats = {"repeat_rows": 1, "repeat_batches": 1}
     if draw.chance(0.25):
         repeats[draw.one_of(list(repeats))] = draw.integer(2, 3)
@@ -218,18 +240,17 @@ def draw_average_loss(draw: Draw) -> dict[str, Any]:
     varying = 0 if shape and draw.chance(0.25) else None
 
     def value(shape: list[int], dtype: str) -> Any:
-        return (
-            draw.per_replica(shape, dtype, varying if shape else None)
-            if context == "replica"
-            else draw.array(shape, dtype)
-        )
+        if context == "replica":
+            return draw.per_replica(shape, dtype, varying if shape else None)
+        return draw.array(shape, dtype)
 
     losses = value(shape, dtype)
     weights = None
     if draw.chance(0.55):
         weights = draw_weights(draw, losses, draw.one_of(FLOATS) if draw.chance(0.15) else dtype)
     size = draw.weighted({None: 45, draw.integer(1, 40): 40, 0: 5, -3: 2, 8.0: 3, "vector": 2})
-    size = np.array([4, 4], "int32") if size == "vector" else size
+    if size == "vector":
+        size = np.array([4, 4], "int32")
     return {"per_example_loss": losses, "sample_weight": weights, "global_batch_size": size, "context": context}
 
 
@@ -246,7 +267,7 @@ def draw_weights(draw: Draw, losses: Any, dtype: str) -> Any:
         return draw.array(shapes.get(how, [*part.shape[:-1], 7]), dtype)
 
     if isinstance(losses, PerReplica):
-        return PerReplica(tuple(weights(part) for part in losses.values))
+        return PerReplica(tuple(map(weights, losses.values)))
     return weights(losses)
 
 
@@ -297,9 +318,10 @@ def draw_action(draw: Draw, shape: list[int], dtype: str) -> dict[str, Any]:
     how = draw.weighted({"each": 80, "tensor": 6, "number": 8, "does not fit": 2})
     number = draw.one_of([2, -3] if dtype.startswith("int") else [2.0, -0.5])
     if how == "number" and action["indices"] is None:
-        action["value"] = (
-            number if not shape or action["method"] != "assign" or draw.chance(0.1) else draw.array(shape, dtype)
-        )
+        if not shape or action["method"] != "assign" or draw.chance(0.1):
+            action["value"] = number
+        else:
+            action["value"] = draw.array(shape, dtype)
     elif how == "each" and context == "replica":
         action["value"] = draw.per_replica(shape, dtype)
     else:

@@ -103,8 +103,14 @@ def draw_program(number: int) -> Program:
     validation_rows = draws.choice([0, 5, 12])
     has_class_weight = kind in ("classes", "signs", "yes or no") and not is_sequence and draws.random() < 0.4
     classes = {"signs": [-1, 1], "yes or no": [0, 1]}.get(kind, [0, 1, 2])
-    class_weights = [(label, draws.choice([0.5, 1.0, 3.0])) for label in classes if draws.random() < 0.8]
-    class_weight = class_weights if has_class_weight and class_weights else None
+    class_weights = []
+    for label in classes:
+        if draws.random() < 0.8:
+            class_weights.append((label, draws.choice([0.5, 1.0, 3.0])))
+    if has_class_weight and class_weights:
+        class_weight = class_weights
+    else:
+        class_weight = None
     return Program(
         number=number,
         kind=kind,
@@ -128,7 +134,10 @@ def draw_program(number: int) -> Program:
 
 
 def draw_callbacks(draws: random.Random, has_validation: bool) -> list[tuple[str, dict[str, Any]]]:
-    monitor = "val_loss" if has_validation and draws.random() < 0.7 else "loss"
+    if has_validation and draws.random() < 0.7:
+        monitor = "val_loss"
+    else:
+        monitor = "loss"
     callbacks: list[tuple[str, dict[str, Any]]] = []
     if draws.random() < 0.3:
         restores = draws.choice([True, False])
@@ -166,7 +175,10 @@ def draw_data(program: Program) -> Data:
 
 
 def _draw_rows(program: Program, draws: Any, n_rows: int) -> tuple[Any, Any, Any]:
-    shape = (n_rows, program.n_steps_of_row) if program.n_steps_of_row else (n_rows,)
+    if program.n_steps_of_row:
+        shape = (n_rows, program.n_steps_of_row)
+    else:
+        shape = (n_rows,)
     x = draws.normal(size=(*shape, N_INPUTS)).astype(np.float32)
     whole = (*shape, program.n_outputs)
     if program.kind == "classes":
@@ -182,7 +194,10 @@ def _draw_rows(program: Program, draws: Any, n_rows: int) -> tuple[Any, Any, Any
         y = draws.integers(0, 2, whole).astype(np.float32)
     else:
         y = draws.normal(size=whole).astype(np.float32)
-    weight = draws.uniform(0.25, 2, shape).astype(np.float32) if program.has_weights else None
+    if program.has_weights:
+        weight = draws.uniform(0.25, 2, shape).astype(np.float32)
+    else:
+        weight = None
     return x, y, weight
 
 

@@ -41,7 +41,10 @@ def run(program: Program, strategy: Any, options: dict[str, Any]) -> tuple[nn.Li
         with torch.no_grad():
             layer.weight.copy_(torch.from_numpy(data.kernel.T))
             layer.bias.zero_()
-        activation = [] if program.activation is None else [ACTIVATIONS[program.activation]()]
+        if program.activation is None:
+            activation = []
+        else:
+            activation = [ACTIVATIONS[program.activation]()]
         model = hpcdist.Model(nn.Sequential(layer, *activation))
         metrics = [getattr(hpcdist.metrics, name)(name=name.lower()) for name in program.metrics]
         weighted = [getattr(hpcdist.metrics, name)(name=f"weighted_{name}") for name in program.weighted_metrics]

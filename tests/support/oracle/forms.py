@@ -46,7 +46,9 @@ class Form:
         """Return the form after a sum over an axis; None: over all."""
         if axis is None:
             return replace(self, shapes=((),) * len(self.shapes))
-        axes = {axis_index % self.rank for axis_index in (axis if isinstance(axis, (tuple, list)) else (axis,))}
+        axes = set()
+        for axis_index in axis if isinstance(axis, (tuple, list)) else (axis,):
+            axes.add(axis_index % self.rank)
         reduced_shapes = tuple(tuple(n for i, n in enumerate(shape) if i not in axes) for shape in self.shapes)
         return replace(self, shapes=reduced_shapes)
 
@@ -62,5 +64,11 @@ def leaves_with_paths(name: str, nest: Any) -> dict[str, Form]:
     """Return the form of each leaf of a nest by its reference."""
     if isinstance(nest, Form):
         return {name: nest}
-    items = nest.items() if isinstance(nest, dict) else enumerate(nest or ())
-    return {key: form for part, child in items for key, form in leaves_with_paths(f"{name}.{part}", child).items()}
+    if isinstance(nest, dict):
+        items = nest.items()
+    else:
+        items = enumerate(nest or ())
+    forms = {}
+    for part, child in items:
+        forms.update(leaves_with_paths(f"{name}.{part}", child))
+    return forms

@@ -2,6 +2,8 @@
 
     python tests/support/oracle/fuzz.py --out out/oracle [--resume]
 
+Recording and replaying 5,400 programs take about an hour.
+
 Each number of ranks is an MPI job of many programs, with num_replicas, and, where each rank has one replica, with the
 default strategy. A program that ends the job is a difference, and the next job continues after it.
 """

@@ -1,5 +1,6 @@
 """Where hpcdist means to differ from TensorFlow: a reason, and a predicate as narrow as it can be, for each."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,13 +28,17 @@ class Meeting(NamedTuple):
     @property
     def error(self) -> str:
         """The message of hpcdist's error."""
-        return self.found["error"].message if self.found and self.found["error"] else ""
+        if self.found and self.found["error"]:
+            return self.found["error"].message
+        return ""
 
     @property
     def tensorflow_error(self) -> str:
         """The class and message of TensorFlow's error."""
         error = self.expected["error"] if self.expected else None
-        return f"{error.type}: {error.message}" if error else ""
+        if error:
+            return f"{error.type}: {error.message}"
+        return ""
 
     def calls(self, *names: str) -> list[dict[str, Any]]:
         """Return the steps of these kinds: this one, or those inside it."""
@@ -41,7 +46,10 @@ class Meeting(NamedTuple):
 
     def options_of(self, step: dict[str, Any]) -> dict[str, Any]:
         """Return how the variable of a step was made."""
-        creating_steps = [candidate for candidate in self.program["steps"] if candidate.get("out") == step["variable"]]
+        creating_steps = []
+        for candidate in self.program["steps"]:
+            if candidate.get("out") == step["variable"]:
+                creating_steps.append(candidate)
         return creating_steps[0]["options"]
 
     def writes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -60,7 +68,10 @@ def is_plain(meeting: Meeting, name: str) -> bool:
     register, *path = name.split(".")
     for step, answer in zip(meeting.program["steps"], meeting.program["answer"], strict=True):
         if step.get("out") == register and answer is not None:
-            value = answer["result"][-1] if step["call"] == "iterate" else answer["result"]
+            if step["call"] == "iterate":
+                value = answer["result"][-1]
+            else:
+                value = answer["result"]
             for key in path:
                 value = value[int(key) if isinstance(value, (list, tuple)) else key]
             return isinstance(value, np.ndarray)
@@ -74,9 +85,10 @@ def contributes_one_object(meeting: Meeting) -> bool:
     if meeting.error and not meeting.error.startswith("gather: expected values with at least one dimension"):
         return False
     argument_leaves = leaves_of((meeting.step["args"], meeting.step["kwargs"]))
-    plain = {
-        f"x{number}" for number, name in enumerate(argument_leaves) if is_reference(name) and is_plain(meeting, name)
-    }
+    plain = set()
+    for number, name in enumerate(argument_leaves):
+        if is_reference(name) and is_plain(meeting, name):
+            plain.add(f"x{number}")
     contributing = meeting.calls("all_reduce", "all_gather", "merge")
     contributing += [
         write
@@ -84,11 +96,14 @@ def contributes_one_object(meeting: Meeting) -> bool:
         if write["call"] == "write" and options["synchronization"] != "ON_READ"
     ]
     merged = {call["out"] for call in meeting.calls("merge")}  # may be one value for all of them
-    used = [
-        leaves_of([contribution.get("value"), contribution.get("args"), contribution.get("kwargs")])
-        for contribution in contributing
-    ]
-    return bool((plain | merged) & {leaf for leaves in used for leaf in leaves if isinstance(leaf, str)})
+    used = []
+    for contribution in contributing:
+        used.append(leaves_of([contribution.get("value"), contribution.get("args"), contribution.get("kwargs")]))
+    used_names = set()
+    for leaf in itertools.chain.from_iterable(used):
+        if isinstance(leaf, str):
+            used_names.add(leaf)
+    return bool((plain | merged) & used_names)
 
 
 def reads_one_value_alone(meeting: Meeting) -> bool:
@@ -104,14 +119,18 @@ def gathers_one_value(meeting: Meeting) -> bool:
 
 
 def has_mean_of_whole_numbers(meeting: Meeting) -> bool:
-    means = [call for call in meeting.calls("reduce", "all_reduce") if call["op"].upper().endswith("MEAN")]
+    means = []
+    for call in meeting.calls("reduce", "all_reduce"):
+        if call["op"].upper().endswith("MEAN"):
+            means.append(call)
     return bool(means) and "dtype: float64" in meeting.text and "TensorFlow: int" in meeting.text
 
 
 def is_mean_of_nothing(meeting: Meeting) -> bool:
-    means = [
-        call for call in meeting.calls("reduce") if call["op"].upper().endswith("MEAN") and call["axis"] is not None
-    ]
+    means = []
+    for call in meeting.calls("reduce"):
+        if call["op"].upper().endswith("MEAN") and call["axis"] is not None:
+            means.append(call)
     return bool(means) and meeting.expected is not None and has_nan(meeting.expected["result"])
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from cases import Error
 from program import CHANGING, is_reference, leaves_of, map_leaves, references
 
-_MISSING = object()
-
 
 class Interpreter:
     """One program on its way: its registers, and the library that runs it.
@@ -64,7 +62,10 @@ class Interpreter:
             if not is_reference(leaf):
                 return self.library.tensor(leaf)
             name, *path = leaf.split(".")
-            value = registers[name] if name in registers else self.registers[name]
+            if name in registers:
+                value = registers[name]
+            else:
+                value = self.registers[name]
             for key in path:
                 value = value[int(key) if isinstance(value, (list, tuple)) else key]
             return value
@@ -133,7 +134,9 @@ class Interpreter:
             return self.library.regularization_loss(value)
 
     def _context(self, step: dict[str, Any]) -> Any:
-        return self.strategy.scope() if step.get("context") == "cross" else contextlib.nullcontext()
+        if step.get("context") == "cross":
+            return self.strategy.scope()
+        return contextlib.nullcontext()
 
     # -- datasets --------------------------------------------------------------------------------------------------
 
@@ -141,7 +144,10 @@ class Interpreter:
         if step["as_function"] is None:
             return self.strategy.experimental_distribute_dataset(self.library.dataset(step, None))
         is_default = step["as_function"] == "PER_WORKER"
-        options = None if is_default else self.library.input_options(step["as_function"])
+        if is_default:
+            options = None
+        else:
+            options = self.library.input_options(step["as_function"])
         return self.strategy.distribute_datasets_from_function(
             lambda context: self.library.dataset(step, context), options
         )
@@ -160,7 +166,9 @@ class Interpreter:
         if not step["optional"]:
             return next(iterator)
         element = iterator.get_next_as_optional()
-        return element.get_value() if bool(element.has_value()) else None
+        if bool(element.has_value()):
+            return element.get_value()
+        return None
 
     def do_iterate(self, step: dict[str, Any], registers: dict[str, Any]) -> Any:
         elements: list[Any] = []
@@ -178,14 +186,16 @@ class Interpreter:
 
     def _function(self, step: dict[str, Any], kind: str) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
-            arguments = (args[1:], kwargs) if kind == "merge" else (args, kwargs)
+            if kind == "merge":
+                arguments = (args[1:], kwargs)
+            else:
+                arguments = (args, kwargs)
             local_registers = {f"x{number}": leaf for number, leaf in enumerate(leaves_of(arguments))}
             for inner_step in step["body"]:
-                value = (
-                    getattr(self, f"in_{inner_step['call']}")(inner_step, local_registers)
-                    if kind == "replica"
-                    else self.step(inner_step, local_registers)
-                )
+                if kind == "replica":
+                    value = getattr(self, f"in_{inner_step['call']}")(inner_step, local_registers)
+                else:
+                    value = self.step(inner_step, local_registers)
                 if inner_step.get("out"):
                     local_registers[inner_step["out"]] = value
             return self.resolve(step["returns"], local_registers)

@@ -42,14 +42,18 @@ class Hpcdist:
         copy.assign_add(value)
 
     def tensor(self, value: Any) -> Any:
-        return torch.tensor(value) if isinstance(value, np.ndarray) else value
+        if isinstance(value, np.ndarray):
+            return torch.tensor(value)
+        return value
 
     def number(self, value: int) -> Any:
         return torch.tensor(value)
 
     def sum(self, value: Any, axis: Any) -> Any:
         """Return a sum of the dtype of the value, as in TensorFlow."""
-        return value.sum(dtype=value.dtype) if axis is None else value.sum(axis, dtype=value.dtype)
+        if axis is None:
+            return value.sum(dtype=value.dtype)
+        return value.sum(axis, dtype=value.dtype)
 
     def values(self, nest: Any) -> Any:
         def of_replica(context: Any) -> Any:
@@ -59,7 +63,9 @@ class Hpcdist:
         return self.strategy.experimental_distribute_values_from_function(of_replica)
 
     def reduce_op(self, text: str) -> Any:
-        return hpcdist.ReduceOp[text.removeprefix("ReduceOp.")] if text.startswith("ReduceOp.") else text
+        if text.startswith("ReduceOp."):
+            return hpcdist.ReduceOp[text.removeprefix("ReduceOp.")]
+        return text
 
     def reduce(self, op: str, value: Any, axis: Any) -> Any:
         return self.strategy.reduce(self.reduce_op(op), value, axis)
@@ -70,7 +76,9 @@ class Hpcdist:
     def local_results(self, value: Any) -> Any:
         local_values = self.strategy.experimental_local_results(value)
         is_distributed = isinstance(value, (hpcdist.DistributedValues, hpcdist.Variable))
-        return PerReplica(local_values) if is_distributed or self.strategy.num_replicas_in_sync == 1 else local_values
+        if is_distributed or self.strategy.num_replicas_in_sync == 1:
+            return PerReplica(local_values)
+        return local_values
 
     def copies(self, variable: Any) -> PerReplica:
         return PerReplica(tuple(copy.detach().numpy().copy() for copy in variable.local_copies))
@@ -106,7 +114,9 @@ class Hpcdist:
             return value.detach().cpu().numpy().copy()
         if isinstance(value, (np.ndarray, np.generic)):
             return np.asarray(value).copy()
-        return value if value is None or isinstance(value, (bool, int, float, str)) else None
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return None
 
     def message(self, error: Exception) -> str:
         return " ".join(str(error).split())[:200]

@@ -44,7 +44,10 @@ class TensorFlow:
 
     def __init__(self, n_replicas: int, one_device: bool) -> None:
         self.devices = [f"CPU:{number}" for number in range(n_replicas)]
-        operations = tf.distribute.ReductionToOneDevice() if one_device else None
+        if one_device:
+            operations = tf.distribute.ReductionToOneDevice()
+        else:
+            operations = None
         self.strategy = tf.distribute.MirroredStrategy(self.devices, operations)
 
     def variable(self, **options: Any) -> Any:
@@ -56,7 +59,9 @@ class TensorFlow:
         copy.assign_add(value)
 
     def tensor(self, value: Any) -> Any:
-        return tf.identity(tf.constant(value)) if isinstance(value, np.ndarray) else value
+        if isinstance(value, np.ndarray):
+            return tf.identity(tf.constant(value))
+        return value
 
     def number(self, value: int) -> Any:
         return tf.constant(value, tf.int64)
@@ -73,7 +78,9 @@ class TensorFlow:
         return self.strategy.experimental_distribute_values_from_function(of_replica)
 
     def reduce_op(self, text: str) -> Any:
-        return tf.distribute.ReduceOp[text.removeprefix("ReduceOp.")] if text.startswith("ReduceOp.") else text
+        if text.startswith("ReduceOp."):
+            return tf.distribute.ReduceOp[text.removeprefix("ReduceOp.")]
+        return text
 
     def reduce(self, op: str, value: Any, axis: Any) -> Any:
         """Reduce a value; a list of axes takes a tf.function, as it is no key of a cache."""
@@ -81,7 +88,9 @@ class TensorFlow:
         def reduce() -> Any:
             return self.strategy.reduce(self.reduce_op(op), value, axis)
 
-        return tf.function(reduce, autograph=False)() if isinstance(axis, list) else reduce()
+        if isinstance(axis, list):
+            return tf.function(reduce, autograph=False)()
+        return reduce()
 
     def slices(self, value: Any, indices: Any) -> Any:
         return tf.IndexedSlices(value, tf.constant(indices))
@@ -93,7 +102,9 @@ class TensorFlow:
             for replica_value in replica_values
         )
         is_distributed = self._is_distributed(value) or self.strategy.num_replicas_in_sync == 1
-        return PerReplica(replica_values) if is_distributed else replica_values
+        if is_distributed:
+            return PerReplica(replica_values)
+        return replica_values
 
     def _is_distributed(self, value: Any) -> bool:
         return isinstance(value, (tf.distribute.DistributedValues, tf.Variable)) and hasattr(value, "values")
@@ -109,9 +120,10 @@ class TensorFlow:
     def dataset(self, step: dict[str, Any], context: Any) -> Any:
         """Return the dataset that a step describes."""
         source = step["source"]
-        dataset = (
-            tf.data.Dataset.range(source) if isinstance(source, int) else tf.data.Dataset.from_tensor_slices(source)
-        )
+        if isinstance(source, int):
+            dataset = tf.data.Dataset.range(source)
+        else:
+            dataset = tf.data.Dataset.from_tensor_slices(source)
         dataset = with_stages(dataset, step["stages"], context, MAPS)
         if step["policy"] is None:
             return dataset
@@ -145,12 +157,12 @@ class TensorFlow:
         if isinstance(value, tf.Variable):
             return None
         if isinstance(value, tf.distribute.DistributedValues):
-            return PerReplica(
-                tuple(self.recorded(replica_value) for replica_value in self.strategy.experimental_local_results(value))
-            )
+            return PerReplica(tuple(map(self.recorded, self.strategy.experimental_local_results(value))))
         if isinstance(value, (tf.Tensor, np.generic)):
             return np.asarray(value)
-        return value if value is None or isinstance(value, (bool, int, float, str)) else None
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return None
 
     def message(self, error: Exception) -> str:
         return short_message(str(error))

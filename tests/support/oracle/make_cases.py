@@ -12,6 +12,7 @@ fails and so do all later ones in the process. Each N has a process of its own, 
 would mistake each other's collectives.
 """
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -84,16 +85,22 @@ class Setting:
 
 def reduce_op(arguments: dict[str, Any]) -> Any:
     text = arguments["reduce_op"]
-    return tf.distribute.ReduceOp[text.removeprefix("ReduceOp.")] if text.startswith("ReduceOp.") else text
+    if text.startswith("ReduceOp."):
+        return tf.distribute.ReduceOp[text.removeprefix("ReduceOp.")]
+    return text
 
 
 def tensor(value: Any) -> Any:
     """Return a tensor on the current device for an array, anything else as it is."""
-    return tf.identity(tf.constant(value)) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return tf.identity(tf.constant(value))
+    return value
 
 
 def as_array(value: Any) -> Any:
-    return None if value is None else np.asarray(value)
+    if value is None:
+        return None
+    return np.asarray(value)
 
 
 def map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -110,7 +117,10 @@ def transpose(nests: list[Any]) -> Any:
     if isinstance(first, list | tuple):
         return type(first)(transpose(list(items)) for items in zip(*nests, strict=True))
     if isinstance(first, dict):
-        return {name: transpose([nest[name] for nest in nests]) for name in first}
+        transposed = {}
+        for name in first:
+            transposed[name] = transpose([nest[name] for nest in nests])
+        return transposed
     return PerReplica(tuple(nests))
 
 
@@ -153,7 +163,10 @@ def run_reduce(setting: Setting, arguments: dict[str, Any]) -> Any:
 
 
 def run_gather(setting: Setting, arguments: dict[str, Any]) -> Any:
-    strategy = setting.one_device if arguments["one_device"] else setting.strategy
+    if arguments["one_device"]:
+        strategy = setting.one_device
+    else:
+        strategy = setting.strategy
     return as_array(strategy.gather(setting.distribute(arguments["value"]), arguments["axis"]))
 
 
@@ -175,7 +188,10 @@ def run_split(setting: Setting, arguments: dict[str, Any]) -> Any:
     rows = tf.data.Dataset.range(arguments["rows"]).repeat(arguments["repeat_rows"])
     batches = rows.batch(arguments["batch_size"], arguments["drop_remainder"]).repeat(arguments["repeat_batches"])
     distributed = setting.strategy.experimental_distribute_dataset(batches)
-    return [[part.numpy().tolist() for part in setting.local(step)] for step in distributed]
+    steps = []
+    for step in distributed:
+        steps.append([part.numpy().tolist() for part in setting.local(step)])
+    return steps
 
 
 def run_per_replica_batch_size(setting: Setting, arguments: dict[str, Any]) -> Any:
@@ -251,7 +267,10 @@ def record_size(n_replicas: int) -> list[dict[str, Any]]:
     tf.config.threading.set_inter_op_parallelism_threads(2 * max(SIZES))
     tf.config.threading.set_intra_op_parallelism_threads(1)
     setting = Setting(n_replicas)
-    return [record for stream, kind in enumerate(KINDS) for record in record_kind(setting, n_replicas, stream, kind)]
+    records = []
+    for stream, kind in enumerate(KINDS):
+        records += record_kind(setting, n_replicas, stream, kind)
+    return records
 
 
 def record_kind(setting: Setting, n_replicas: int, stream: int, kind: str) -> list[dict[str, Any]]:
@@ -269,7 +288,7 @@ def record_kind(setting: Setting, n_replicas: int, stream: int, kind: str) -> li
 
 def main() -> None:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        records = [record for size in pool.map(record_size, SIZES, chunksize=1) for record in size]
+        records = list(itertools.chain.from_iterable(pool.map(record_size, SIZES, chunksize=1)))
     write_file(tf.__version__, draws.SEED, records)
     outcomes = Counter((case.kind, case.error is None) for case in cases())
     for kind in KINDS:

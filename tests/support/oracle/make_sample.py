@@ -44,7 +44,12 @@ def kinds_of(record: dict[str, Any]) -> set[str]:
     """Return what happens in a program: the calls, those of replicas, and which of them fail."""
     kinds = set()
     for step, answer in zip(record["steps"], record["answer"], strict=True):
-        outcome = "skipped" if answer is None else "error" if answer["error"] else "result"
+        if answer is None:
+            outcome = "skipped"
+        elif answer["error"]:
+            outcome = "error"
+        else:
+            outcome = "result"
         kinds |= {f"{step['call']} {outcome}"}
         kinds |= {f"{inner['call']} in {step['call']} {outcome}" for inner in step.get("body", ())}
     return kinds

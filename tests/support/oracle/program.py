@@ -62,12 +62,12 @@ def line_of(record: dict[str, Any]) -> str:
 def read_sample() -> list[dict[str, Any]]:
     """Return the recorded programs of the repository, each with its `answer`."""
     with gzip.open(SAMPLE, "rt") as file:
-        return [decode(encoded_program) for encoded_program in json.load(file)["programs"]]
+        return list(map(decode, json.load(file)["programs"]))
 
 
 def write_sample(tensorflow: str, records: list[dict[str, Any]]) -> None:
     """Write programs with answers; the same ones always give the same bytes."""
-    content = {"tensorflow": tensorflow, "programs": [encode(record) for record in records]}
+    content = {"tensorflow": tensorflow, "programs": list(map(encode, records))}
     SAMPLE.write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 9, mtime=0))
 
 
@@ -89,7 +89,10 @@ def leaves_of(nest: Any) -> list[Any]:
 
 def references(step: dict[str, Any]) -> set[str]:
     """Return the registers that a step of the main program needs."""
-    fields = [step.get(name) for name in ("value", "variable", "args", "kwargs") if name in step]
+    fields = []
+    for name in ("value", "variable", "args", "kwargs"):
+        if name in step:
+            fields.append(step.get(name))
     names = {leaf.split(".")[0] for leaf in leaves_of(fields) if is_reference(leaf)}
     return names | set(step.get("variables", ()))
 

@@ -59,23 +59,22 @@ class ProgramDraw(Draw):
 
     def leaves(self, **wanted: bool) -> dict[str, Form]:
         """Return the leaves of all registers whose properties are as wanted."""
-        all_leaves = {
-            key: form for name, nest in self.forms.items() for key, form in leaves_with_paths(name, nest).items()
-        }
-        return {
-            k: f
-            for k, f in all_leaves.items()
-            if all(getattr(f, property_name) == is_so for property_name, is_so in wanted.items())
-        }
+        all_leaves: dict[str, Form] = {}
+        for name, nest in self.forms.items():
+            all_leaves.update(leaves_with_paths(name, nest))
+        leaves = {}
+        for key, form in all_leaves.items():
+            properties = {property_name: getattr(form, property_name) for property_name in wanted}
+            if properties == wanted:
+                leaves[key] = form
+        return leaves
 
     def leaf(self, **wanted: bool) -> tuple[str, Form] | None:
         """Return one leaf, rather a late one, as values that were computed tell more than those that were drawn."""
         candidates = list(self.leaves(**wanted).items())
-        return (
-            candidates[max(self.integer(0, len(candidates) - 1), self.integer(0, len(candidates) - 1))]
-            if candidates
-            else None
-        )
+        if candidates:
+            return candidates[max(self.integer(0, len(candidates) - 1), self.integer(0, len(candidates) - 1))]
+        return None
 
     def small_shape(self, rank: int) -> list[int]:
         return [0 if self.chance(0.03) else self.integer(1, 3) for _ in range(rank)]
@@ -92,7 +91,10 @@ def draw_program(number: int) -> dict[str, Any]:
     draw = ProgramDraw(number)
     steps: list[dict[str, Any]] = []
     n_steps = draw.integer(3, 12)
-    weights = WEIGHTS if number // len(SIZES) % 4 == 0 else WITHOUT_DATASETS
+    if number // len(SIZES) % 4 == 0:
+        weights = WEIGHTS
+    else:
+        weights = WITHOUT_DATASETS
     while len(steps) < n_steps:
         kind = draw.weighted(weights if steps else {"values": 2, "variable": 1, "distribute": weights["distribute"]})
         step = STEPS[kind](draw)
@@ -118,9 +120,9 @@ def draw_values(draw: ProgramDraw) -> dict[str, Any]:
 def map_forms(draw: ProgramDraw, nest: Any) -> Any:
     if isinstance(nest, dict):
         return {key: map_forms(draw, child) for key, child in nest.items()}
-    return (
-        type(nest)(map_forms(draw, child) for child in nest) if isinstance(nest, (list, tuple)) else draw.form_of(nest)
-    )
+    if isinstance(nest, (list, tuple)):
+        return type(nest)(map_forms(draw, child) for child in nest)
+    return draw.form_of(nest)
 
 
 def draw_constant(draw: ProgramDraw) -> dict[str, Any]:
@@ -133,7 +135,10 @@ def draw_constant(draw: ProgramDraw) -> dict[str, Any]:
 def draw_reduce(draw: ProgramDraw) -> dict[str, Any] | None:
     if draw.variables and draw.chance(0.03):
         return draw_reduce_of_variable(draw)
-    drawn_leaf = draw.leaf() if draw.chance(0.02) else draw.leaf(is_plain=False)
+    if draw.chance(0.02):
+        drawn_leaf = draw.leaf()
+    else:
+        drawn_leaf = draw.leaf(is_plain=False)
     if drawn_leaf is None:
         return None
     value, form = drawn_leaf
@@ -163,13 +168,20 @@ def fitting_axis(draw: ProgramDraw, form: Form) -> Any:
     if not form.is_even and form.rank and draw.chance(0.85):
         other_axes = [axis for axis in range(1, form.rank) if draw.chance(0.4)]
         axes = tuple(axis - (form.rank if draw.chance(0.2) else 0) for axis in (0, *other_axes))
-        return as_sequence(draw, axes)[0] if other_axes or draw.chance(0.2) else axes[0]
+        if other_axes or draw.chance(0.2):
+            return as_sequence(draw, axes)[0]
+        return axes[0]
     return draw_axis(draw, form.rank)[0]
 
 
 def has_result(form: Form, axis: Any) -> bool:
     """Whether reducing over an axis probably succeeds."""
-    axes = () if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
+    if axis is None:
+        axes = ()
+    elif isinstance(axis, (tuple, list)):
+        axes = axis
+    else:
+        axes = (axis,)
     if not all(isinstance(dimension, int) and -form.rank <= dimension < form.rank for dimension in axes):
         return False
     if len({dimension % form.rank for dimension in axes}) < len(axes):
@@ -193,9 +205,12 @@ def draw_gather(draw: ProgramDraw) -> dict[str, Any] | None:
 
 def gather_axis(draw: ProgramDraw, form: Form) -> tuple[int, bool]:
     """Return an axis and whether the parts fit; the program is for one device where a collective would hang."""
-    axis = 0 if form.rank == 0 or not form.is_even else draw.integer(0, form.rank - 1)
-    if draw.chance(0.05):
-        axis = draw.one_of([axis - form.rank, form.rank + 1]) if form.rank else axis
+    if form.rank == 0 or not form.is_even:
+        axis = 0
+    else:
+        axis = draw.integer(0, form.rank - 1)
+    if draw.chance(0.05) and form.rank:
+        axis = draw.one_of([axis - form.rank, form.rank + 1])
     fits = form.rank > 0 and -form.rank <= axis < form.rank and form.fits_along(axis % form.rank)
     draw.one_device |= not fits or form.is_empty or axis < 0
     return axis, fits
@@ -204,7 +219,9 @@ def gather_axis(draw: ProgramDraw, form: Form) -> tuple[int, bool]:
 def draw_local_results(draw: ProgramDraw) -> dict[str, Any] | None:
     drawn_leaf = draw.leaf()
     if drawn_leaf is None or (draw.variables and draw.chance(0.2)):
-        return {"value": draw.one_of(list(draw.variables)), "exact": False} if draw.variables else None
+        if draw.variables:
+            return {"value": draw.one_of(list(draw.variables)), "exact": False}
+        return None
     return {"value": drawn_leaf[0], "exact": not drawn_leaf[1].is_rounded}
 
 
@@ -242,7 +259,10 @@ def draw_write(draw: ProgramDraw) -> dict[str, Any] | None:
     if is_on_read and is_sum:
         method = method if draw.chance(0.1) else "assign"
         draw.variables[name]["form"] = replace(form, is_rounded=True)
-    shape = [*form.shapes[0], 2] if draw.chance(0.03) else form.shapes[0]
+    if draw.chance(0.03):
+        shape = [*form.shapes[0], 2]
+    else:
+        shape = form.shapes[0]
     value: Any = draw.array(shape, form.dtype)
     if not form.rank and draw.chance(0.2):
         value = 2.0 if form.is_float else 2
@@ -280,12 +300,17 @@ def draw_loss(draw: ProgramDraw) -> dict[str, Any]:
 
 
 def draw_batch_size(draw: ProgramDraw) -> dict[str, Any]:
-    size = draw.integer(0, 40) if draw.chance(0.3) else draw.n_replicas * draw.integer(0, 9)
+    if draw.chance(0.3):
+        size = draw.integer(0, 40)
+    else:
+        size = draw.n_replicas * draw.integer(0, 9)
     return {"size": size, "exact": True}
 
 
 def draw_element_spec(draw: ProgramDraw) -> dict[str, Any] | None:
-    return {"value": draw.one_of(list(draw.datasets)), "exact": True} if draw.datasets else None
+    if draw.datasets:
+        return {"value": draw.one_of(list(draw.datasets)), "exact": True}
+    return None
 
 
 def draw_iterate(draw: ProgramDraw) -> dict[str, Any] | None:
@@ -296,7 +321,10 @@ def draw_iterate(draw: ProgramDraw) -> dict[str, Any] | None:
     draw.iterators = {
         key: dataset_name for key, dataset_name in draw.iterators.items() if dataset_name != name
     }  # a newer one ends them
-    steps = draw.integer(1, 6) if dataset.is_endless or draw.chance(0.4) else None
+    if dataset.is_endless or draw.chance(0.4):
+        steps = draw.integer(1, 6)
+    else:
+        steps = None
     out = draw.name("r")
     element = dataset.element_after(steps)
     if element is not None:

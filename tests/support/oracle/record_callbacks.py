@@ -26,7 +26,12 @@ def draw_logs(draws: random.Random, n_epochs: int) -> list[dict[str, float]]:
     for _ in range(n_epochs):
         value = max(0.001, value + draws.choice([-0.2, -0.05, -0.01, 0.0, 0.0, 0.02, 0.1]) * draws.random())
         value = round(value, draws.choice([1, 2, 4]))
-        epoch_logs = {name: value if "loss" in name else round(1 / (1 + value), 4) for name in NAMES}
+        epoch_logs = {}
+        for name in NAMES:
+            if "loss" in name:
+                epoch_logs[name] = value
+            else:
+                epoch_logs[name] = round(1 / (1 + value), 4)
         if draws.random() < 0.03:
             epoch_logs["val_loss"] = float("nan")
         if draws.random() < 0.03:
@@ -56,7 +61,10 @@ def draw_case(kind: str, number: int) -> dict[str, Any]:
             ["m.h5", "m-{epoch}.h5", "m-{epoch:02d}-{loss:.3f}.h5", "e{epoch}-b{batch:03d}.h5", "{val_loss:.2f}.h5"]
         )
         has_batch = "batch" in arguments["filepath"]
-        arguments["save_freq"] = draws.choice([1, 3, 4, 7, 11]) if has_batch else "epoch"
+        if has_batch:
+            arguments["save_freq"] = draws.choice([1, 3, 4, 7, 11])
+        else:
+            arguments["save_freq"] = "epoch"
         arguments["save_best_only"] = draws.choice([True, False]) and not has_batch
         arguments["initial_value_threshold"] = draws.choice([None, None, 0.5, 1.5])
     return {"kind": kind, "arguments": arguments, "logs": draw_logs(draws, draws.choice([6, 12, 20])), "steps": 4}
@@ -143,7 +151,12 @@ def record_losses() -> list[dict[str, Any]]:
     for name, (arguments, kind) in LOSSES.items():
         truth, predicted, weight = rows_of(kind)
         loss = getattr(keras.losses, name.split()[0])(**arguments, reduction="none")
-        args = [np.asarray(array, "float32") if array.dtype.kind == "f" else array for array in (truth, predicted)]
+        args = []
+        for array in (truth, predicted):
+            if array.dtype.kind == "f":
+                args.append(np.asarray(array, "float32"))
+            else:
+                args.append(array)
         values = loss(*args).cpu().numpy().tolist()
         weighted = loss(*args, sample_weight=weight.astype("float32")).cpu().numpy().tolist()
         rows = {"truth": truth.tolist(), "predicted": predicted.tolist(), "weight": weight.tolist()}
@@ -153,7 +166,9 @@ def record_losses() -> list[dict[str, Any]]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    cases = [draw_case(kind, number) for kind, n_cases in N_CASES.items() for number in range(n_cases)]
+    cases = []
+    for kind, n_cases in N_CASES.items():
+        cases += [draw_case(kind, number) for number in range(n_cases)]
     text = json.dumps({"callbacks": [{**case, **record(case)} for case in cases], "losses": record_losses()})
     RECORDED.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
     print(f"{len(cases)} cases in {RECORDED} ({RECORDED.stat().st_size} bytes)")

@@ -23,7 +23,10 @@ def run(program: Program) -> dict[str, Any]:
 
     data = draw_data(program)
     keras.utils.set_random_seed(1)
-    shape = (program.n_steps_of_row, N_INPUTS) if program.n_steps_of_row else (N_INPUTS,)
+    if program.n_steps_of_row:
+        shape = (program.n_steps_of_row, N_INPUTS)
+    else:
+        shape = (N_INPUTS,)
     layer = keras.layers.Dense(program.n_outputs, activation=program.activation)
     model = keras.Sequential([keras.Input(shape), layer])
     layer.set_weights([data.kernel, np.zeros(program.n_outputs, np.float32)])

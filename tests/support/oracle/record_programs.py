@@ -52,7 +52,11 @@ def record_some(path: Path, n_replicas: int, numbers: list[int]) -> None:
         is_aborted = any(
             step_outcome and step_outcome["error"] and is_abort(step_outcome["error"]) for step_outcome in answer
         )
-        append(path, {**program, "answer": None if is_aborted else answer})
+        if is_aborted:
+            recorded_answer = None
+        else:
+            recorded_answer = answer
+        append(path, {**program, "answer": recorded_answer})
         if is_aborted:
             return
 
@@ -66,7 +70,10 @@ def record_size(folder: Path, n_replicas: int, n_programs: int) -> None:
     path = path_of(folder, n_replicas)
     while True:
         done = numbers_in(path)
-        unanswered = [n for n in range(n_programs) if SIZES[n % len(SIZES)] == n_replicas and n not in done]
+        unanswered = []
+        for n in range(n_programs):
+            if SIZES[n % len(SIZES)] == n_replicas and n not in done:
+                unanswered.append(n)
         if not unanswered:
             return
         print(f"{n_replicas} replicas: {len(unanswered)} programs to answer", flush=True)

@@ -36,13 +36,11 @@ def draw_partitioner(draws: random.Random) -> dict[str, Any] | None:
 
 def draw_case(number: int, n_servers: int) -> dict[str, Any]:
     draws = random.Random(1000 * n_servers + number)
-    variables = [
-        {
-            "shape": [draws.choice([1, 2, 3, 5, 8, 13, 40]) for _ in range(draws.choice([0, 1, 1, 2, 2, 3]))],
-            "dtype": draws.choice(DTYPES),
-        }
-        for _ in range(draws.randint(1, 5))
-    ]
+    variables = []
+    for _ in range(draws.randint(1, 5)):
+        rank = draws.choice([0, 1, 1, 2, 2, 3])
+        shape = [draws.choice([1, 2, 3, 5, 8, 13, 40]) for _ in range(rank)]
+        variables.append({"shape": shape, "dtype": draws.choice(DTYPES)})
     return {"n_servers": n_servers, "partitioner": draw_partitioner(draws), "variables": variables}
 
 
@@ -90,9 +88,14 @@ def place(tf: Any, strategy: Any, variable: dict[str, Any]) -> Any:
     except Exception as error:
         return type(error).__name__
     shards = getattr(created_variable, "variables", [created_variable])
-    rows = [int(shard.shape[0]) if shard.shape.rank else 1 for shard in shards]
+    rows = []
+    for shard in shards:
+        if shard.shape.rank:
+            rows.append(int(shard.shape[0]))
+        else:
+            rows.append(1)
     servers = [int(tf.DeviceSpec.from_string(shard.device).task) for shard in shards]
-    return [list(pair) for pair in zip(rows, servers, strict=True)]
+    return list(map(list, zip(rows, servers, strict=True)))
 
 
 def main() -> None:

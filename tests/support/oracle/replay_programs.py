@@ -39,7 +39,10 @@ def replay(program: dict[str, Any], comm: Any, is_default: bool = False) -> dict
     for number, (step, expected) in enumerate(zip(program["steps"], program["answer"], strict=True)):
         answer = next(answers)
         text = difference(answer, expected, owned_replicas, step.get("exact", False))
-        reason = reason_of(Meeting(step, program, answer, expected, text, owned_replicas)) if text else None
+        if text:
+            reason = reason_of(Meeting(step, program, answer, expected, text, owned_replicas))
+        else:
+            reason = None
         texts = comm.allgather((text, reason))
         if any(text for text, _ in texts):
             return {**record, "step": number, **verdict(texts)}
@@ -63,7 +66,10 @@ def main() -> None:
     options = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
     done = comm.bcast({record["number"] for record in read_lines(options.out)})
-    sizes = [comm.size] if options.default_strategy else range(comm.size, 9)
+    if options.default_strategy:
+        sizes = [comm.size]
+    else:
+        sizes = range(comm.size, 9)
     for size in sizes:
         for program in read_lines(path_of(options.answers, size)):
             if program["number"] in done or (program["ranks"] and comm.size not in program["ranks"]):

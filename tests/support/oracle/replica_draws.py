@@ -39,12 +39,21 @@ class BodyDraw:
         return f"x{900 + self.n_names}"
 
     def leaf(self, **wanted: bool) -> tuple[str, Form] | None:
-        candidates = [
-            (key, form)
-            for key, form in self.forms.items()
-            if form is not None and all(getattr(form, trait) == is_so for trait, is_so in wanted.items())
-        ]
-        return self.draw.one_of(candidates) if candidates else None
+        candidates = []
+        for key, form in self.forms.items():
+            if form is not None and all(getattr(form, trait) == is_so for trait, is_so in wanted.items()):
+                candidates.append((key, form))
+        if candidates:
+            return self.draw.one_of(candidates)
+        return None
+
+    def keys_like(self, form: Form) -> list[str]:
+        """Return the registers with the shapes and the dtype of a form."""
+        keys = []
+        for key, candidate_form in self.forms.items():
+            if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype):
+                keys.append(key)
+        return keys
 
     def take(self, argument_forms: Any) -> None:
         """Name arguments as the interpreter does: by the order of their leaves."""
@@ -69,8 +78,14 @@ def draw_run(draw: Any) -> dict[str, Any] | None:
 def draw_arguments(draw: Any, body: BodyDraw, leaves: dict[str, Form]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return references as args and kwargs, and give the body their forms in the order of the interpreter."""
     names = list(leaves)
-    chosen = [draw.one_of(names) for _ in range(draw.integer(1, 3))] if names else []
-    how = draw.weighted({"flat": 60, "dict": 10, "list": 10, "kwargs": 15}) if chosen else "flat"
+    if names:
+        chosen = [draw.one_of(names) for _ in range(draw.integer(1, 3))]
+    else:
+        chosen = []
+    if chosen:
+        how = draw.weighted({"flat": 60, "dict": 10, "list": 10, "kwargs": 15})
+    else:
+        how = "flat"
     body.take(leaves[name] for name in chosen)
     if how == "dict":
         return ({f"k{number}": name for number, name in enumerate(chosen)},), {}
@@ -107,7 +122,9 @@ def draw_returns(body: BodyDraw) -> tuple[Any, Any]:
         return tuple(last), tuple(body.forms[name] or () for name in last)
     nest = {f"{chr(97 + number)}": name for number, name in enumerate(reversed(last))}
     forms = {key: body.forms[name] or () for key, name in nest.items()}
-    return (nest, forms) if how == "dict" else ([nest, None], [forms, ()])
+    if how == "dict":
+        return (nest, forms)
+    return ([nest, None], [forms, ()])
 
 
 def keep(body: BodyDraw, form: Form | None) -> str:
@@ -142,12 +159,7 @@ def draw_add(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     if leaf is None:
         return None
     value, form = leaf
-    matching_keys = [
-        key
-        for key, candidate_form in body.forms.items()
-        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
-    ]
-    summand_key = draw.one_of(matching_keys)
+    summand_key = draw.one_of(body.keys_like(form))
     is_rounded = form.is_rounded or body.forms[summand_key].is_rounded  # type: ignore[union-attr]
     return {
         "value": value,
@@ -170,7 +182,10 @@ def draw_replica_id(draw: Any, body: BodyDraw) -> dict[str, Any]:
 
 
 def draw_all_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    leaf = body.leaf() if draw.chance(0.05) else body.leaf(is_even=True, is_plain=False)
+    if draw.chance(0.05):
+        leaf = body.leaf()
+    else:
+        leaf = body.leaf(is_even=True, is_plain=False)
     if leaf is None:
         return None
     value, form = leaf
@@ -182,14 +197,17 @@ def draw_all_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
         is_mean = False
     reduced = replace(form, is_plain=False, is_rounded=form.is_rounded or is_mean)
     how = draw.weighted({"leaf": 60, "list": 12, "dict": 12})
-    partner_keys = [
-        key
-        for key, candidate_form in body.forms.items()
-        if candidate_form and candidate_form.is_even and candidate_form.is_float and not candidate_form.is_plain
-    ]
+    partner_keys = []
+    for key, candidate_form in body.forms.items():
+        if candidate_form and candidate_form.is_even and candidate_form.is_float and not candidate_form.is_plain:
+            partner_keys.append(key)
     if how == "leaf" or not partner_keys or not form.is_float:
         fits = form.is_even and (form.is_float or not is_mean)
-        return {"op": op, "value": value, "out": keep(body, reduced if fits else None)}
+        if fits:
+            register = reduced
+        else:
+            register = None
+        return {"op": op, "value": value, "out": keep(body, register)}
     partner_key = draw.one_of(partner_keys)
     draw.one_device |= body.forms[partner_key].dtype != form.dtype or body.forms[partner_key].is_empty  # type: ignore[union-attr]
     nest: Any = [value, partner_key] if how == "list" else {"b": value, "a": partner_key}
@@ -197,14 +215,23 @@ def draw_all_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
 
 
 def draw_all_gather(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
-    leaf = body.leaf() if draw.chance(0.04) else body.leaf(is_plain=False)
+    if draw.chance(0.04):
+        leaf = body.leaf()
+    else:
+        leaf = body.leaf(is_plain=False)
     if leaf is None or (leaf[1].rank == 0 and draw.chance(0.9)):
         return None
     value, form = leaf
-    axis = 0 if form.rank == 0 or not form.is_even else draw.integer(0, form.rank - 1)
+    if form.rank == 0 or not form.is_even:
+        axis = 0
+    else:
+        axis = draw.integer(0, form.rank - 1)
     fits = form.rank > 0 and form.fits_along(axis)
     draw.one_device |= not fits or form.is_empty
-    joined = replace(form.joined(axis), is_plain=False) if fits else None
+    if fits:
+        joined = replace(form.joined(axis), is_plain=False)
+    else:
+        joined = None
     return {"value": value, "axis": axis, "out": keep(body, joined)}
 
 
@@ -224,14 +251,15 @@ def draw_write(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     body.touched.add(name)
     variable = draw.variables[name]
     form = variable["form"]
-    alike = [
-        key
-        for key, candidate_form in body.forms.items()
-        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
-    ]
-    alike = [key for key in alike if not body.forms[key].is_plain or draw.chance(0.05)]  # type: ignore[union-attr]
-    value = draw.one_of(alike) if alike and draw.chance(0.85) else draw.array(form.shapes[0], form.dtype)
-    is_rounded = value in body.forms and body.forms[value].is_rounded if isinstance(value, str) else False
+    alike = [key for key in body.keys_like(form) if not body.forms[key].is_plain or draw.chance(0.05)]  # type: ignore[union-attr]
+    if alike and draw.chance(0.85):
+        value = draw.one_of(alike)
+    else:
+        value = draw.array(form.shapes[0], form.dtype)
+    if isinstance(value, str):
+        is_rounded = value in body.forms and body.forms[value].is_rounded
+    else:
+        is_rounded = False
     if is_rounded or variable["aggregation"] == "MEAN":
         variable["form"] = replace(form, is_rounded=True)
     method = draw.one_of(["assign", "assign_add", "assign_sub"])
@@ -243,12 +271,7 @@ def draw_average_loss(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     if leaf is None or leaf[1].rank == 0:
         return None
     value, form = leaf
-    alike = [
-        key
-        for key, candidate_form in body.forms.items()
-        if candidate_form and (candidate_form.shapes, candidate_form.dtype) == (form.shapes, form.dtype)
-    ]
-    weight = draw.weighted({None: 5, draw.one_of(alike): 3, 0.5: 1})
+    weight = draw.weighted({None: 5, draw.one_of(body.keys_like(form)): 3, 0.5: 1})
     size = draw.weighted({None: 5, draw.integer(1, 40): 5, 0: 0.3, -3: 0.2})
     form = replace(form.without(None), is_plain=False, is_rounded=True)
     return {"value": value, "weight": weight, "size": size, "context": "replica", "out": keep(body, form)}
@@ -269,7 +292,9 @@ def draw_state(draw: Any, body: BodyDraw) -> dict[str, Any]:
 def draw_misplaced(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
     leaf = body.leaf()
     method = draw.one_of(["reduce", "gather", "scope", "local_results", "values", "run"])
-    return None if leaf is None else {"value": leaf[0], "method": method, "out": keep(body, None)}
+    if leaf is None:
+        return None
+    return {"value": leaf[0], "method": method, "out": keep(body, None)}
 
 
 # -- merge_call -------------------------------------------------------------------------------------------------------
@@ -296,7 +321,10 @@ def merge_reduce(draw: Any, body: BodyDraw) -> dict[str, Any] | None:
         return None
     value, form = leaf
     op = draw.one_of(["SUM", "MEAN"]) if form.is_float else "SUM"
-    axis = None if (form.is_even and draw.chance(0.6)) or not form.rank else 0
+    if (form.is_even and draw.chance(0.6)) or not form.rank:
+        axis = None
+    else:
+        axis = 0
     is_rounded = form.is_rounded or op == "MEAN"
     reduced = replace(form if axis is None else form.without(axis), is_plain=True, is_rounded=is_rounded)
     return {"op": op, "value": value, "axis": axis, "out": keep(body, reduced)}

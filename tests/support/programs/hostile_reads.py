@@ -51,7 +51,7 @@ def use(path):
     facts = SaveFacts(latest_save.index.step, latest_save.index.time_s, latest_save.index.metrics)
     Retention(1, keep_every_n_hours=1, keep_best="loss").retained([facts, facts])
     states = (latest_save.index.state, latest_save.arrays), checkpoint.collect({})
-    return [(repr(state), [content(array) for array in arrays]) for state, arrays in states]
+    return [(repr(state), list(map(content, arrays))) for state, arrays in states]
 
 
 def content(array):
@@ -90,7 +90,11 @@ def main():
         signal.alarm(0)
         is_same = outcome == "read" and detail == wanted
         report = {"outcome": outcome, "same": is_same, "opened": CountingFile.n_opened}
-        print(json.dumps({**report, "text": detail if outcome == "raised" else ""}), flush=True)
+        if outcome == "raised":
+            text = detail
+        else:
+            text = ""
+        print(json.dumps({**report, "text": text}), flush=True)
     shutil.rmtree(path, ignore_errors=True)
     os._exit(0)
 

@@ -2,7 +2,8 @@
 
 Usage: kill_points.py FOLDER START PROGRAM EVERY: what is there at the start; which program saves (one that uses the
 folder itself, or one with a handler, a manager and records); and whether every operation is taken, or every second,
-third... Prints one line of JSON. It forks, and so starts no thread and no MPI itself.
+third... Prints one line of JSON. It forks, and so starts no thread and no MPI itself. All points of all programs, the
+power cuts and hostile files (`make crashes`) take five minutes on two idle cores.
 """
 
 import itertools
@@ -16,7 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from small_training import STARTS, Training, WatchedDisk, final_bits, newest_saved
+from small_training import STARTS, Training, WatchedDisk, newest_saved
+
+from hpcdist.checkpoint.store import Store
 
 
 class KillingDisk(WatchedDisk):
@@ -105,13 +108,30 @@ def wrong_decision(run_dir, *allowed):
         return []
     except (ValueError, KeyError) as error:
         return [f"decision.json: {error}"]
-    return [] if decision in allowed else [f"decision: {decision}"]
+    if decision in allowed:
+        return []
+    return [f"decision: {decision}"]
+
+
+def final_bits(path):
+    """Return the state and the bytes that the latest checkpoint holds, or None where there is none."""
+    latest = Store(path).read_latest()
+    if latest is None:
+        return None
+    return (latest.index.state, [array.values.tobytes() for array in latest.arrays])
 
 
 def outcome_in(path):
     """Return the bits of the last checkpoint, and the records; of a program without a handler there are none."""
     metrics = path.parent / "metrics.jsonl"
     return final_bits(path), metrics.read_bytes() if metrics.exists() else None
+
+
+def kills(every):
+    """Yield (number of a change of the disk, whether the kill comes after it) without end."""
+    for nth in itertools.count(1, every):
+        yield nth, False
+        yield nth, True
 
 
 def main():
@@ -130,8 +150,7 @@ def main():
     expected = outcome_in(folder / "unbroken" / "checkpoints")
     points = {}
     wrong = []
-    kills = ((nth, is_after) for nth in itertools.count(1, every) for is_after in (False, True))
-    for nth, is_after in kills:
+    for nth, is_after in kills(every):
         outcome = look_at_one(program, template, folder, expected, nth, is_after)
         if outcome is None:
             break

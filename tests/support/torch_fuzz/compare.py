@@ -8,6 +8,7 @@ unstable: it says nothing. Ranks are compared bit by bit.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,13 @@ def of_all_ranks(state: State) -> State:
 
 def unequal_names(states: list[State]) -> list[str]:
     """Return the names of what is not the same on all ranks, bit by bit."""
-    names = sorted({name for state in states for name in state})
-    return [name for name in names if len({digest({name: state.get(name)}) for state in states}) > 1]
+    names = sorted(set(itertools.chain.from_iterable(states)))
+    different_names = []
+    for name in names:
+        digests = {digest({name: state.get(name)}) for state in states}
+        if len(digests) > 1:
+            different_names.append(name)
+    return different_names
 
 
 def largest_difference(actual: State, expected: State, dtype: str) -> tuple[float, str]:
@@ -59,7 +65,9 @@ def largest_difference(actual: State, expected: State, dtype: str) -> tuple[floa
 
 def _ratio(actual: Any, expected: Any, tolerance: float, floor: float) -> float:
     if actual is None or expected is None:
-        return 0.0 if actual is expected else float("inf")
+        if actual is expected:
+            return 0.0
+        return float("inf")
     actual_array = np.asarray(actual, dtype=np.float64)
     expected_array = np.asarray(expected, dtype=np.float64)
     if actual_array.shape != expected_array.shape:
@@ -89,6 +97,9 @@ def judge(
     if ratio <= 1:
         return {"outcome": "equal", "ratio": ratio}
     rounding = [largest_difference(state, expected, dtype)[0] for state in expect_otherwise()]
-    kind = "differs" if all(rounding_ratio <= 0.1 for rounding_ratio in rounding) else "unstable"
+    if all(rounding_ratio <= 0.1 for rounding_ratio in rounding):
+        kind = "differs"
+    else:
+        kind = "unstable"
     values = [str(state.get(where))[:80] for state in (states[0], expected)]
     return {"outcome": kind, "where": where, "ratio": ratio, "rounding": rounding, "values": values}

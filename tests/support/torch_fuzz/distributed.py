@@ -1,6 +1,5 @@
 """The same program with hpcdist, on all ranks of the job."""
 
-import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -53,7 +52,9 @@ class Distributed:
         return self.strategy.no_sync()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        return self.strategy.run(step, args=args) if self._program.cluster.uses_run else step(*args)
+        if self._program.cluster.uses_run:
+            return self.strategy.run(step, args=args)
+        return step(*args)
 
     def merge(self, change: Callable[[], Any]) -> None:
         hpcdist.get_replica_context().merge_call(lambda strategy: change())
@@ -67,16 +68,21 @@ class Distributed:
         if data.prefetch:
             dataset = dataset.prefetch(data.prefetch)
         distributed = self.strategy.experimental_distribute_dataset(dataset)
-        for part, start in ((part, n) for _ in itertools.count() for n, part in enumerate(distributed)):
-            local_columns = self.strategy.experimental_local_results(part["number"])
-            self.numbers.append([number for column in local_columns for number in column.tolist()])
-            yield part, min(data.batch, data.n_rows - start * data.batch)
+        while True:
+            for step, part in enumerate(distributed):
+                numbers = []
+                for column in self.strategy.experimental_local_results(part["number"]):
+                    numbers += column.tolist()
+                self.numbers.append(numbers)
+                yield part, min(data.batch, data.n_rows - step * data.batch)
 
     def scale(self, losses: Tensor, weights: Tensor | None, divisor: int) -> Tensor:
         if self._program.combine in ("settled", "average"):
             return hpcdist.compute_average_loss(losses, sample_weight=weights, global_batch_size=divisor)
         weighted = losses if weights is None else losses * weights
-        return weighted.sum() / divisor if self._program.combine == "sum" else weighted.mean()
+        if self._program.combine == "sum":
+            return weighted.sum() / divisor
+        return weighted.mean()
 
     def regularize(self, loss: Tensor) -> Tensor:
         return hpcdist.scale_regularization_loss(loss)
@@ -142,7 +148,10 @@ class Distributed:
 def make_strategy(program: Program) -> Any:
     """Return the strategy of a program. Collective: all ranks."""
     cluster = program.cluster
-    n_replicas = None if cluster.extra_replicas is None else MPI.COMM_WORLD.size + cluster.extra_replicas
+    if cluster.extra_replicas is None:
+        n_replicas = None
+    else:
+        n_replicas = MPI.COMM_WORLD.size + cluster.extra_replicas
     options = {"num_replicas": n_replicas, "gradient_op": _OPS[program.combine]}
     if cluster.strategy == "central":
         return hpcdist.CentralStorageStrategy(**options)

@@ -64,7 +64,9 @@ def draw_program(seed: int) -> Program:
     )
     if rng.random() < _DIVIDED_SHARE:
         program = _divided(program)
-    return _without_writes(program) if _writes_unseen(program.cluster) else program
+    if _writes_unseen(program.cluster):
+        return _without_writes(program)
+    return program
 
 
 def _writes_unseen(cluster: ClusterSpec) -> bool:
@@ -74,7 +76,12 @@ def _writes_unseen(cluster: ClusterSpec) -> bool:
 
 def _without_writes(program: Program) -> Program:
     """Return a program that leaves writes to weights to optimizers, as is documented for ranks with one copy."""
-    phases = [replace(phase, mistake="") if "write" in phase.mistake else phase for phase in program.phases]
+    phases = []
+    for phase in program.phases:
+        if "write" in phase.mistake:
+            phases.append(replace(phase, mistake=""))
+        else:
+            phases.append(phase)
     return replace(program, phases=tuple(phases))
 
 
@@ -104,15 +111,27 @@ def _without_whole_gradients(phase: Phase) -> Phase:
 
 def _draw_model(rng: random.Random) -> ModelSpec:
     kinds = sorted(set(KINDS) - {"max_norm"})
-    kind = "max_norm" if rng.random() < 0.005 else rng.choice(kinds)
-    width = 4 * rng.choice([1, 2, 3]) if kind == "attention" else rng.choice([3, 4, 8, 17])
-    frozen = tuple(rng.sample(range(12), rng.choice([1, 2]))) if rng.random() < 0.25 else ()
+    if rng.random() < 0.005:
+        kind = "max_norm"
+    else:
+        kind = rng.choice(kinds)
+    if kind == "attention":
+        width = 4 * rng.choice([1, 2, 3])
+    else:
+        width = rng.choice([3, 4, 8, 17])
+    if rng.random() < 0.25:
+        frozen = tuple(rng.sample(range(12), rng.choice([1, 2])))
+    else:
+        frozen = ()
     n_heads = rng.choice([1, 2, 3]) if rng.random() < 0.5 else 0
     return ModelSpec(kind, width, n_heads, frozen, has_counter=rng.random() < 0.15)
 
 
 def _draw_cluster(rng: random.Random) -> ClusterSpec:
-    extra = rng.choice([0, 1, 2, 3]) if rng.random() < 0.35 else None
+    if rng.random() < 0.35:
+        extra = rng.choice([0, 1, 2, 3])
+    else:
+        extra = None
     common: dict[str, Any] = {
         "extra_replicas": extra,
         "uses_run": extra is not None or rng.random() < 0.4,
@@ -140,10 +159,17 @@ def _draw_optimizer(rng: random.Random, model: ModelSpec, no_closure: bool) -> O
 
 
 def _draw_data(rng: random.Random, model: ModelSpec) -> DataSpec:
-    batch = rng.choice([6, 7, 8, 12]) if model.kind in NEEDS_ROWS else rng.choice([2, 3, 4, 6, 7, 12])
+    if model.kind in NEEDS_ROWS:
+        batch = rng.choice([6, 7, 8, 12])
+    else:
+        batch = rng.choice([2, 3, 4, 6, 7, 12])
     n_batches = rng.choice([2, 3, 4])
-    remainder_rows = 0 if model.kind in NEEDS_ROWS else rng.choice([0, 1, batch // 2])
-    remainder_rows = 2 if model.kind in HAS_STATISTICS and remainder_rows == 1 else remainder_rows
+    if model.kind in NEEDS_ROWS:
+        remainder_rows = 0
+    else:
+        remainder_rows = rng.choice([0, 1, batch // 2])
+    if model.kind in HAS_STATISTICS and remainder_rows == 1:
+        remainder_rows = 2
     return DataSpec(
         n_rows=n_batches * batch + remainder_rows % batch,
         batch=batch,
@@ -243,7 +269,10 @@ def _draw_events(rng: random.Random, number: int, model: ModelSpec, cluster: Clu
         names = [name for name in names if name not in WRITES_WEIGHTS]
     if model.kind != "conv":
         names = [name for name in names if name != "turn layout"]
-    n_events = rng.choice([0, 0, 1]) if number == 0 else rng.choice([0, 1, 1, 2])
+    if number == 0:
+        n_events = rng.choice([0, 0, 1])
+    else:
+        n_events = rng.choice([0, 1, 1, 2])
     chosen = rng.sample(names, n_events)
     if rng.random() < 0.04:
         chosen.append(rng.choice(sorted(MAY_BE_REFUSED)))

@@ -235,7 +235,10 @@ def unscaled_loss(step: Step, rows: Rows) -> Tensor:
 
     step.optimizer.zero_grad()
     losses = row_losses(step, rows)
-    loss = losses.mean() if step.training.program.combine == "mean" else losses.sum() / step.n_rows
+    if step.training.program.combine == "mean":
+        loss = losses.mean()
+    else:
+        loss = losses.sum() / step.n_rows
     loss.backward()
     step.optimizer.step()
     return losses.detach().sum()

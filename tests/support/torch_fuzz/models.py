@@ -148,7 +148,10 @@ class _Experts(nn.Module):
     def forward(self, rows: Rows) -> Tensor:
         hidden = torch.tanh(self.enter(rows["x"]))
         parts = [(rows["tag"] == tag).nonzero()[:, 0] for tag in range(N_TAGS)]
-        used = [(part, self.experts[tag](hidden[part])) for tag, part in enumerate(parts) if len(part)]
+        used = []
+        for tag, part in enumerate(parts):
+            if len(part):
+                used.append((part, self.experts[tag](hidden[part])))
         out = hidden[:, :N_OUT] * 0
         for part, expert_output in used:
             out = out.index_add(0, part, expert_output)
@@ -246,7 +249,8 @@ class Net(nn.Module):
         for index, head in enumerate(self.heads):
             if heads == "tags":
                 part = (rows["tag"] == index % N_TAGS).nonzero()[:, 0]
-                out = out.index_add(0, part, torch.tanh(head(out[part]))) if len(part) else out
+                if len(part):
+                    out = out.index_add(0, part, torch.tanh(head(out[part])))
             elif heads == "all" or (heads == "alternate" and (index + number) % 2) or (heads == "rest" and index):
                 out = out + torch.tanh(head(out))
         return out

@@ -59,7 +59,9 @@ class Plain:
 
     def scale(self, losses: Tensor, weights: Tensor | None, divisor: int) -> Tensor:
         weighted = losses if weights is None else losses * weights
-        return weighted.mean() if self._program.combine in ("mean", "unsaid") else weighted.sum() / divisor
+        if self._program.combine in ("mean", "unsaid"):
+            return weighted.mean()
+        return weighted.sum() / divisor
 
     def regularize(self, loss: Tensor) -> Tensor:
         return loss

@@ -109,7 +109,9 @@ def scaled(step: Step, losses: Tensor, rows: Rows) -> Tensor:
     loss = backend.scale(losses, rows["weight"] if phase.has_weights else None, step.n_rows)
     if phase.has_regularizer:
         loss = loss + backend.regularize(0.01 * sum(p.square().sum() for p in step.model.parameters()))
-    return step.training.scaler.scale(loss) if phase.uses_scaler else loss
+    if phase.uses_scaler:
+        return step.training.scaler.scale(loss)
+    return loss
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -211,7 +213,12 @@ def by_applied_gradients(step: Step, rows: Rows) -> Tensor:
 def by_own_sums(step: Step, rows: Rows) -> Tensor:
     """Sum gradients of autograd.grad by all_reduce, and set them."""
     gradients, value = _own_gradients(step, rows)
-    local_gradients = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, step.parameters, strict=True)]
+    local_gradients = []
+    for g, p in zip(gradients, step.parameters, strict=True):
+        if g is None:
+            local_gradients.append(torch.zeros_like(p))
+        else:
+            local_gradients.append(g)
     for parameter, total in zip(step.parameters, step.training.backend.sums(local_gradients), strict=True):
         parameter.grad = total
     return value

@@ -91,14 +91,20 @@ class Training:
         self.kept: list[Any] = []  # what a program holds on to besides
         with backend.scope():
             self.model = self._build(program.model)
-            self.critic = None if program.critic is None else build_critic(program.critic.width, self.dtype)
+            if program.critic is None:
+                self.critic = None
+            else:
+                self.critic = build_critic(program.critic.width, self.dtype)
             models = [self.model, *filter(None, [self.critic])]
             for model, spec in zip(models, program.optimizers, strict=True):
                 if spec.is_in_scope:
                     self.optimizers.append(make_optimizer(backend, spec, model.parameters()))
         for model, spec in list(zip(models, program.optimizers, strict=True))[len(self.optimizers) :]:
             self.optimizers.append(make_optimizer(backend, spec, model.parameters()))
-        self.average = self._average() if program.has_average else None
+        if program.has_average:
+            self.average = self._average()
+        else:
+            self.average = None
         self.make_schedulers()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -143,7 +149,10 @@ class Training:
 
     def _after_step(self, total: float) -> None:
         for scheduler in self.schedulers:
-            scheduler.step(total) if self.program.scheduler == "plateau" else scheduler.step()
+            if self.program.scheduler == "plateau":
+                scheduler.step(total)
+            else:
+                scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
 
@@ -185,7 +194,9 @@ class Step:
     def model(self) -> nn.Module:
         """The model that is trained in this step."""
         critic = self.training.critic
-        return critic if self.is_critics and critic is not None else self.training.model
+        if self.is_critics and critic is not None:
+            return critic
+        return self.training.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -195,16 +206,27 @@ class Step:
     @property
     def parameters(self) -> list[Tensor]:
         """The optimizer's parameters that need a gradient."""
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters: list[Tensor] = []
+        for param_group in self.optimizer.param_groups:
+            parameters += [parameter for parameter in param_group["params"] if parameter.requires_grad]
+        return parameters
 
 
 def make_optimizer(backend: Backend, spec: OptimizerSpec, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer whose groups have different learning rates."""
     owned = list(parameters)
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.options.items()}
+    options = {}
+    for key, value in spec.options.items():
+        if isinstance(value, list):
+            options[key] = tuple(value)
+        else:
+            options[key] = value
     rate = options["lr"]
     parts = [owned[number :: spec.n_groups] for number in range(spec.n_groups)]
-    groups = [{"params": part, "lr": rate / (number + 1)} for number, part in enumerate(parts) if part]
+    groups = []
+    for number, part in enumerate(parts):
+        if part:
+            groups.append({"params": part, "lr": rate / (number + 1)})
     return backend.make_optimizer(getattr(torch.optim, spec.kind), groups, options)
 
 
@@ -215,15 +237,12 @@ def nothing() -> AbstractContextManager[None]:
 
 def _flat(name: str, nest: Any) -> dict[str, Any]:
     if isinstance(nest, dict):
-        return {
-            key: value
-            for child_name, child in nest.items()
-            for key, value in _flat(f"{name}.{child_name}", child).items()
-        }
-    if isinstance(nest, (list, tuple)):
-        return {
-            key: value
-            for child_index, child in enumerate(nest)
-            for key, value in _flat(f"{name}.{child_index}", child).items()
-        }
-    return {name: nest}
+        children = nest.items()
+    elif isinstance(nest, (list, tuple)):
+        children = enumerate(nest)
+    else:
+        return {name: nest}
+    leaves: dict[str, Any] = {}
+    for key, child in children:
+        leaves.update(_flat(f"{name}.{key}", child))
+    return leaves

@@ -40,7 +40,11 @@ def arrays(*dtypes):
     for number, dtype in enumerate(dtypes):
         stored = {"bfloat16": "uint16"}.get(dtype, dtype)
         values = (random.standard_normal((number, 3)) * 9).astype(stored)
-        named_arrays.append(NamedArray(f"loose/{number}" if number % 3 else f"model/{number}.weight", dtype, values))
+        if number % 3:
+            name = f"loose/{number}"
+        else:
+            name = f"model/{number}.weight"
+        named_arrays.append(NamedArray(name, dtype, values))
     return named_arrays
 
 
@@ -133,7 +137,7 @@ def sealed(path, data):
     """Write a file whose header fits its bytes."""
     old = parse_header(data[:HEADER_BYTES], path)
     split = old.index_offset
-    digests = [xxhash.xxh3_128_hexdigest(part) for part in (data[HEADER_BYTES:split], data[split:])]
+    digests = list(map(xxhash.xxh3_128_hexdigest, (data[HEADER_BYTES:split], data[split:])))
     path.write_bytes(Header(len(data), split, old.index_nbytes, *digests).to_bytes() + data[HEADER_BYTES:])
 
 
@@ -273,8 +277,7 @@ def test_large_arrays_are_copied_whole_by_any_number_of_threads(tmp_path, monkey
     }
     named = [NamedArray(name, str(array.dtype), np.asarray(array)) for name, array in values.items()]
     write_file(tmp_path / "file.h5", None, named)
-    same = {
-        restored.name: np.array_equal(restored.values, values[restored.name])
-        for restored in read_file(tmp_path / "file.h5")[1]
-    }
+    same = {}
+    for restored in read_file(tmp_path / "file.h5")[1]:
+        same[restored.name] = np.array_equal(restored.values, values[restored.name])
     assert same == dict.fromkeys(values, True)

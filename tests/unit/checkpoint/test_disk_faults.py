@@ -52,7 +52,9 @@ class FaultyOs:
         self.n_calls = 0
 
     def __getattr__(self, name):
-        return self.fail if name == self.call else getattr(os, name)
+        if name == self.call:
+            return self.fail
+        return getattr(os, name)
 
     def fail(self, *arguments):
         if is_of_a_listing(*arguments):
@@ -73,7 +75,10 @@ class FaultyOs:
 
 def is_of_a_listing(target, *more):
     """Return whether a call is one that only makes a listing fresh: it may fail, see below."""
-    path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+    if isinstance(target, int):
+        path = os.readlink(f"/proc/self/fd/{target}")
+    else:
+        path = str(target)
     return ".listing.tmp-" in path
 
 
@@ -219,7 +224,11 @@ class SyncedOs:
         return getattr(os, name)
 
     def fsync(self, descriptor):
-        self.synced.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            kind = "folder"
+        else:
+            kind = "file"
+        self.synced.append(kind)
         os.fsync(descriptor)
 
 

@@ -68,7 +68,7 @@ def test_no_size_is_empty(tmp_path, nbytes):
 def test_a_thinned_ledger_has_the_same_facts():
     lines = [json.dumps({"event": "begin", "base": 3, "is_new_try": False, **vars(LAUNCH)})]
     lines += [json.dumps({"event": "resume", "step": 3}), json.dumps({"event": "save"}), "torn"]
-    lines += [commit_line(step) for step in range(4, 3000)]
+    lines += list(map(commit_line, range(4, 3000)))
     lines.append(json.dumps({"event": "end", "how": "stopped", "reason": "x"}))
     expected = parse_attempt(1, lines)
     for _ in range(5):
@@ -93,7 +93,11 @@ def test_a_ledger_stays_below_its_limit_and_a_commit_costs_the_same(tmp_path, mo
         ledger._store.note("commit", step=step, nbytes=10**9, took_s=0.123456, time_s=time.time())
         read.clear()
         assert ledger.attempts()[-1].committed_step == step
-        n_read["young" if step < 2000 else "old"].append(sum(map(len, read)))
+        if step < 2000:
+            age = "young"
+        else:
+            age = "old"
+        n_read[age].append(sum(map(len, read)))
         assert (tmp_path / "attempts" / "0001.jsonl").stat().st_size <= LIMIT_BYTES + 200
     for age in n_read:
         assert sum(n_read[age]) / len(n_read[age]) < 500, "on average: where the file was replaced, it is read whole"

@@ -48,7 +48,9 @@ def image_of(step):
 
 def step_in(memory, attempt=2):
     newest_copy = FastTier(memory, RUN, attempt).find()
-    return None if newest_copy is None else newest_copy[0].step
+    if newest_copy is None:
+        return None
+    return newest_copy[0].step
 
 
 def test_nobody_else_sees_copies_whatever_the_umask(memory, own):

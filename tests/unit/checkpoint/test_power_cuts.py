@@ -93,7 +93,9 @@ def recover(state, base, is_right):
         return f"{type(error).__name__}: {error}"
     if checkpoint is None:
         return NOTHING
-    return checkpoint.saved if is_right(checkpoint, base) else f"{checkpoint.saved}: other bytes"
+    if is_right(checkpoint, base):
+        return checkpoint.saved
+    return f"{checkpoint.saved}: other bytes"
 
 
 def goes_on(base):
@@ -130,15 +132,22 @@ class Verdicts:
         self.n_found += 1
         key = digest(state)
         if key not in self.known:
-            self.known[key] = self._recover(state) if self.chance.random() < self.share else None
+            if self.chance.random() < self.share:
+                self.known[key] = self._recover(state)
+            else:
+                self.known[key] = None
         verdict = self.known[key]
         if isinstance(verdict, str):
             return verdict
-        return f"lost {newest}, found {verdict}" if verdict is not None and verdict < newest else None
+        if verdict is not None and verdict < newest:
+            return f"lost {newest}, found {verdict}"
+        return None
 
     def _recover(self, state):
         verdict = recover(state, self.base, self.is_right)
-        return verdict if isinstance(verdict, str) or self.use(self.base) else "does not come to its end"
+        if isinstance(verdict, str) or self.use(self.base):
+            return verdict
+        return "does not come to its end"
 
     def report(self, label):
         n_recovered = sum(verdict is not None for verdict in self.known.values())
@@ -166,8 +175,14 @@ def test_power_is_cut_at_any_point(fast_folder, start):
 def records_in(base):
     """Return step and total of each whole record."""
     path = (base / PATH).with_name("metrics.jsonl")
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    if path.exists():
+        lines = path.read_text().split("\n")[:-1]
+    else:
+        lines = []
+    records = []
+    for line in lines:
+        if line.startswith("{") and line.endswith("}"):
+            records.append(json.loads(line))
     return [(record["step"], record["total"]) for record in records]
 
 
@@ -266,7 +281,10 @@ def test_power_is_cut_after_a_kill_and_a_restart(fast_folder):
     """What a process had not synced when it was killed is not synced either when the next one builds on it."""
     verdicts = Verdicts(fast_folder / "state", use=lambda base: True)
     wrong = []
-    kills = range(1, 100) if IS_FULL else [*range(2, 8), 34, 65, 92, 93]
+    if IS_FULL:
+        kills = range(1, 100)
+    else:
+        kills = [*range(2, 8), 34, 65, 92, 93]
     for nth in kills:
         run = record_with_kill(fast_folder / f"base-{nth}", nth)
         problems = [verdicts.look(*cut) for cut in cuts(*run, 8 if IS_FULL else 20)]
@@ -324,7 +342,10 @@ def in_place(log):
 
 def split_at_commits(log):
     """Return (what comes before, [(operations of one commit, what comes after), ...])."""
-    starts = [n for n, entry in enumerate(log) if entry[0] == "create" and is_temporary(entry[1], ".h5")]
+    starts = []
+    for n, entry in enumerate(log):
+        if entry[0] == "create" and is_temporary(entry[1], ".h5"):
+            starts.append(n)
     commits = []
     for start, end in itertools.pairwise([*starts, len(log)]):
         committed = next(n for n in range(start, end) if log[n][0] == "committed")

@@ -161,16 +161,16 @@ def test_rows_and_caches_remove_what_their_killed_writers_left(tmp_path):
     with RowFile(tmp_path / "rows.h5") as file:
         file.append({"x": [1.0, 2.0]})
         file.publish()
-    assert [temporary.file_of(name) for name in sorted(hidden(tmp_path))] == ["cache.0123.rows", "other.0123.rows"]
+    assert list(map(temporary.file_of, sorted(hidden(tmp_path)))) == ["cache.0123.rows", "other.0123.rows"]
     list(Dataset.from_tensor_slices([1.0, 2.0]).cache(str(tmp_path / "cache")))
-    assert [temporary.file_of(name) for name in hidden(tmp_path)] == ["other.0123.rows"]
+    assert list(map(temporary.file_of, hidden(tmp_path))) == ["other.0123.rows"]
 
 
 def test_a_cache_does_not_read_one_whose_name_begins_like_its_own(tmp_path):
     long_name_cache = Dataset.from_tensor_slices([1000.0, 1001.0]).cache(str(tmp_path / "train.aug"))
-    assert [float(row) for row in long_name_cache] == [1000.0, 1001.0]
+    assert list(map(float, long_name_cache)) == [1000.0, 1001.0]
     short_name_cache = Dataset.from_tensor_slices([0.0, 1.0]).cache(str(tmp_path / "train"))
-    assert [float(row) for row in short_name_cache] == [0.0, 1.0]
+    assert list(map(float, short_name_cache)) == [0.0, 1.0]
 
 
 def test_no_name_is_made_of_a_process_id():

@@ -11,7 +11,7 @@ def hpcdist(capfd):
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
-            main.main([str(argument) for argument in arguments])
+            main.main(list(map(str, arguments)))
         return ended.value.code, *capfd.readouterr()
 
     return run

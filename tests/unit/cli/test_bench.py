@@ -16,7 +16,7 @@ def started(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def run(command, **options):
-        commands.append([str(part) for part in command])
+        commands.append(list(map(str, command)))
         return subprocess.CompletedProcess(command, 7)
 
     monkeypatch.setattr(bench, "mpi_library", lambda: "mpich")

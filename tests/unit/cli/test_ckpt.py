@@ -147,7 +147,10 @@ def test_there_and_back(run_dir, call, tmp_path, suffix):
     out = tmp_path / f"model{suffix}"
     imported_path = tmp_path / "again.h5"
     assert call("export", run_dir, out)[0] == 0
-    exported_tensors = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    if suffix == ".safetensors":
+        exported_tensors = load_file(out)
+    else:
+        exported_tensors = torch.load(out, weights_only=True)
     assert set(exported_tensors) == {"weight", "bias"}
     assert call("import", out, imported_path)[0] == 0
     model = torch.nn.Linear(3, 2)
@@ -242,7 +245,12 @@ def test_help_and_inspection_load_neither_mpi_nor_torch(run_dir, arguments):
         " assert end.code == 0, end.code\nfound = [name for name in ('mpi4py', 'torch') if name in sys.modules]\n"
         "assert not found, found\n"
     )
-    command_line = [str(run_dir) if argument == "RUN" else argument for argument in arguments]
+    command_line = []
+    for argument in arguments:
+        if argument == "RUN":
+            command_line.append(str(run_dir))
+        else:
+            command_line.append(argument)
     done = subprocess.run([sys.executable, "-c", code, *command_line], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -21,7 +21,7 @@ def ranks(n_hosts=1, n_local=2, **more):
 
 
 def lines(rank_facts, folder=""):
-    return [str(finding) for finding in findings_of(rank_facts, folder)]
+    return list(map(str, findings_of(rank_facts, folder)))
 
 
 def bad(rank_facts, folder=""):
@@ -82,17 +82,23 @@ def test_more_threads_than_cores():
 
 
 def test_a_slow_host_is_named():
-    rank_facts = [replace(rank, copy_bytes_s=2e9 if rank.host == "b" else 10e9) for rank in ranks(3)]
+    rank_facts = []
+    for rank in ranks(3):
+        rank_facts.append(replace(rank, copy_bytes_s=2e9 if rank.host == "b" else 10e9))
     assert bad(rank_facts) == [("warn", "copies", "2.00 GB/s in memory on b, 10.00 on most")]
 
 
 def test_a_slow_link_is_named():
-    rank_facts = [replace(rank, link_bytes_s=1e8 if rank.host == "c" else 1e9) for rank in ranks(4)]
+    rank_facts = []
+    for rank in ranks(4):
+        rank_facts.append(replace(rank, link_bytes_s=1e8 if rank.host == "c" else 1e9))
     assert bad(rank_facts) == [("warn", "links", "0.10 GB/s from rank 0 on c, 1.00 on most")]
 
 
 def test_a_clock_that_is_wrong():
-    rank_facts = [replace(rank, skew_s=-90.0 if rank.host == "b" else 0.001) for rank in ranks(3)]
+    rank_facts = []
+    for rank in ranks(3):
+        rank_facts.append(replace(rank, skew_s=-90.0 if rank.host == "b" else 0.001))
     assert bad(rank_facts) == [("warn", "clock", "that of b differs by -90.0 s")]
 
 
@@ -102,5 +108,7 @@ def test_fewer_gpus_than_ranks():
 
 
 def test_a_folder_that_one_host_does_not_see():
-    rank_facts = [replace(rank, folder_error="shows nothing" if rank.host == "b" else "") for rank in ranks(2)]
+    rank_facts = []
+    for rank in ranks(2):
+        rank_facts.append(replace(rank, folder_error="shows nothing" if rank.host == "b" else ""))
     assert bad(rank_facts, "runs/a") == [("fail", "run folder", "runs/a on b shows nothing")]

@@ -128,7 +128,10 @@ def outcome_of(arguments):
 
 def line(draws):
     command = draws.choice(COMMANDS).split()
-    safe = ["--dry-run"] if command in (["run"], ["submit"]) else []
+    if command in (["run"], ["submit"]):
+        safe = ["--dry-run"]
+    else:
+        safe = []
     more = [draws.choice(draws.choice([OPTIONS, VALUES])) for _ in range(draws.randrange(6))]
     return [*command, *safe, *more]
 

@@ -81,7 +81,7 @@ def test_logs_that_are_not_there(call, tmp_path, options, text):
 
 
 def test_records_as_json(run_dir, call):
-    records = [json.loads(line) for line in call(run_dir, "--json", "--level", "error")[1].splitlines()]
+    records = list(map(json.loads, call(run_dir, "--json", "--level", "error")[1].splitlines()))
     assert [(record["time"], record["rank"], record["level"]) for record in records] == [
         ("2026-11-26T00:00:03.000", 0, "ERROR")
     ]

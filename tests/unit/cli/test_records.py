@@ -131,33 +131,33 @@ def test_of_two_ranks_none_is_a_straggler():
 
 def clock_of(*windows_of_attempts, **more):
     """Return the clock of attempts with these windows, of which the first one has `more`."""
-    attempts = [
-        attempt(n, rank(0, windows), **(more if n == 1 else {})) for n, windows in enumerate(windows_of_attempts, 1)
-    ]
+    attempts = []
+    for n, windows in enumerate(windows_of_attempts, 1):
+        attempts.append(attempt(n, rank(0, windows), **(more if n == 1 else {})))
     return StepClock(attempts)
 
 
 def test_when_steps_were_made():
     clock = clock_of([window(100, 110, (1, 10)), window(110, 120, None), window(120, 130, (11, 15))])
-    assert [clock.time_of(step) for step in (0, 5, 10, 15)] == [100, 105, 110, 130]
+    assert list(map(clock.time_of, (0, 5, 10, 15))) == [100, 105, 110, 130]
     assert clock.time_of(12) == pytest.approx(124.0)
     assert clock.time_of(16) is None
 
 
 def test_steps_that_were_made_again_count_the_last_time():
     clock = clock_of([window(0, 10, (1, 10)), window(10, 20, (11, 20))], [window(50, 70, (11, 30))])
-    assert [clock.time_of(step) for step in (5, 10, 20, 30)] == [5, 10, 60, 70]
+    assert list(map(clock.time_of, (5, 10, 20, 30))) == [5, 10, 60, 70]
     clock = clock_of([window(0, 20, (1, 20))], [window(50, 60, (16, 25))])
-    assert [clock.time_of(step) for step in (10, 15, 20, 25)] == [10, 15, 55, 60]
+    assert list(map(clock.time_of, (10, 15, 20, 25))) == [10, 15, 55, 60]
 
 
 def test_what_a_killed_attempt_did_not_record_was_made_before_its_end():
     """Its checkpoints tell when; without one its last record does, and never the wait in the queue."""
     windows = [window(0, 100, (1, 100))], [window(50_000, 50_100, (151, 250))]
     clock = clock_of(*windows, times=(130.0,))
-    assert [clock.time_of(step) for step in (125, 150, 151)] == [115.0, 130.0, 50_001.0]
+    assert list(map(clock.time_of, (125, 150, 151))) == [115.0, 130.0, 50_001.0]
     clock = clock_of(*windows, times=(130.0,), commits=(Commit(150, 10, 1.0, 120.0),))
-    assert [clock.time_of(step) for step in (125, 150)] == [110.0, 120.0]
+    assert list(map(clock.time_of, (125, 150))) == [110.0, 120.0]
 
 
 # -- one clock ---------------------------------------------------------------------------------------------------------
@@ -176,10 +176,9 @@ def test_clocks_of_hosts_are_set_by_their_sums(offset, error):
     sums = [(1.0, 1.010), (2.0, 2.004), (3.0, 3.002)]
     late = [0.009, 0.0, 0.001]  # n2 enters later by this, and all leave together
     first = [step_of(n, began - 0.5, ended, began, ended) for n, (began, ended) in enumerate(sums)]
-    second = [
-        step_of(n, began - 0.5 + offset, ended + offset, began + delay + offset, ended + offset)
-        for n, ((began, ended), delay) in enumerate(zip(sums, late, strict=True))
-    ]
+    second = []
+    for n, ((began, ended), delay) in enumerate(zip(sums, late, strict=True)):
+        second.append(step_of(n, began - 0.5 + offset, ended + offset, began + delay + offset, ended + offset))
     ranks = [rank(0, host="n1", steps=first, clock=(0.0, 1e9)), rank(1, host="n1", steps=first, clock=(0.0, 1e9))]
     ranks += [rank(2, host="n2", steps=second, clock=(offset, 1e9 + error))]
     clock_offsets = offsets_of(ranks)

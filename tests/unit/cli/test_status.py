@@ -170,7 +170,10 @@ def test_json_has_no_nan(run_dir, hpcdist):
 def test_a_job_that_has_ended(run_dir, hpcdist, monkeypatch):
     def scontrol(command, **_):
         is_known = command[0] == "scontrol"
-        text = f"JobId=17 JobState=COMPLETED Comment=hpcdist:{run_dir} Power= \n" if is_known else ""
+        if is_known:
+            text = f"JobId=17 JobState=COMPLETED Comment=hpcdist:{run_dir} Power= \n"
+        else:
+            text = ""
         return subprocess.CompletedProcess(command, 0, text, "")
 
     monkeypatch.setattr(subprocess, "run", scontrol)

@@ -65,7 +65,12 @@ def hostile_run(tmp_path):
     ids=" ".join,
 )
 def test_nothing_that_is_printed_steers_the_terminal(hostile_run, hpcdist, arguments):
-    words = [hostile_run if argument == "RUN" else argument for argument in arguments]
+    words = []
+    for argument in arguments:
+        if argument == "RUN":
+            words.append(hostile_run)
+        else:
+            words.append(argument)
     _, out, error = hpcdist(*words)
     assert out + error
     assert STEERING.findall(out + error) == []
@@ -181,7 +186,10 @@ def test_whatever_is_opened_for_writing_is_no_link():
     for path in [*SOURCE.rglob("*.py"), *(SOURCE.parent / "slurm").glob("*.py")]:
         name = str(path.relative_to(SOURCE.parent))
         for node in ast.walk(ast.parse(path.read_text())):
-            text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call):
+                text = ast.unparse(node)
+            else:
+                text = ""
             is_open = re.match(r"(io\.)?open\(.*'[wax]b?\+?'", text) and "opener=" not in text
             is_write = re.search(r"\.(write_text|write_bytes|savefig|touch)\([^()]*\)$", text)
             if (is_open or is_write) and OWN_FILES.get(name, "\0") not in text:

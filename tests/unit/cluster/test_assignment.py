@@ -9,7 +9,7 @@ FULL = ClusterSpec({"chief": ["c:1"], "worker": ["a:1"], "ps": ["p:1"]})
 
 
 def names(spec, rows):
-    return [str(task) for task in assign_tasks(spec, [RankFacts(*row) for row in rows])]
+    return list(map(str, assign_tasks(spec, [RankFacts(*row) for row in rows])))
 
 
 def test_given_tasks_are_taken():

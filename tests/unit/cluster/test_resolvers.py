@@ -72,4 +72,8 @@ def test_addresses_come_with_the_layer_and_accelerators_as_given():
     assert spec.num_accelerators() == {"GPU": 3}
     n_gpus = visible_gpus(os.environ)
     accelerators = hpcdist.SimpleClusterResolver(hpcdist.ClusterSpec({})).num_accelerators()
-    assert accelerators == ({"GPU": n_gpus} if n_gpus else {})
+    if n_gpus:
+        expected = {"GPU": n_gpus}
+    else:
+        expected = {}
+    assert accelerators == expected

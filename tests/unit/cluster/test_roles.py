@@ -9,7 +9,7 @@ from hpcdist.errors import ConfigurationError
 def test_map_is_given_to_ranks_in_its_order():
     tasks = tasks_of_roles(parse_roles("chief:1,ps:2, evaluator:1 ,worker:*"), 7)
     names = ["chief 0", "ps 0", "ps 1", "evaluator 0", "worker 0", "worker 1", "worker 2"]
-    assert [str(task) for task in tasks] == names
+    assert list(map(str, tasks)) == names
     assert spec_of_tasks(tasks).as_dict()["ps"] == ["rank-1", "rank-2"]
 
 

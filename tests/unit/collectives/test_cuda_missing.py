@@ -145,7 +145,10 @@ def test_staged_copies_wait_for_what_is_queued(cupy):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_reduced_in_float32(cupy, dtype):
     values = np.array([1.5, -2, np.inf, 0], np.float32)
-    bits = values.astype(np.float16) if dtype == "float16" else cupy_stand_in.bfloat16(values)
+    if dtype == "float16":
+        bits = values.astype(np.float16)
+    else:
+        bits = cupy_stand_in.bfloat16(values)
     array = cupy.array(bits)
 
     def double(host):
@@ -153,7 +156,10 @@ def test_half_precision_is_reduced_in_float32(cupy, dtype):
         host *= 2
 
     staged_all_reduce(DeviceArray(array, dtype), double)
-    doubled = array.host.astype(np.float32) if dtype == "float16" else cupy_stand_in.from_bfloat16(array.host)
+    if dtype == "float16":
+        doubled = array.host.astype(np.float32)
+    else:
+        doubled = cupy_stand_in.from_bfloat16(array.host)
     assert doubled.tolist() == [3, -4, np.inf, 0]
 
 
@@ -169,4 +175,8 @@ def test_bfloat16_is_rounded_as_torch_does(cupy):
 
 @pytest.mark.parametrize(("text", "allowed"), [(None, False), ("0", False), ("1", True), (" 1 ", True), ("yes", False)])
 def test_sharing_a_gpu_is_asked_for_by_nccls_own_variable(text, allowed):
-    assert nccl_may_share_devices({} if text is None else {"NCCL_MULTI_RANK_GPU_ENABLE": text}) is allowed
+    if text is None:
+        environ = {}
+    else:
+        environ = {"NCCL_MULTI_RANK_GPU_ENABLE": text}
+    assert nccl_may_share_devices(environ) is allowed

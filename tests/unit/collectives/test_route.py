@@ -41,7 +41,10 @@ class Named(Own):
 
 
 def route(placement=ONE_HOST, implementation="AUTO", nbytes=1 << 20, **more):
-    facts = {name: more.pop(name) for name in ("can_share_memory", "has_nccl", "table") if name in more}
+    facts = {}
+    for name in ("can_share_memory", "has_nccl", "table"):
+        if name in more:
+            facts[name] = more.pop(name)
     options = {name: more.pop(name) for name in ("is_ordered", "wire_dtype") if name in more}
     facts = GroupFacts(placement, **{"can_share_memory": True, "table": TABLE, **facts})
     buffer_arguments = {"op": SUM, "nbytes": nbytes, **more}
@@ -99,7 +102,11 @@ def test_an_algorithm_of_the_users_own(given):
 def test_auto_goes_by_the_measured_table(nbytes, expected):
     assert route(nbytes=nbytes).name == expected
     assert route(nbytes=nbytes, table=None).name == "SHARED_MEMORY"
-    assert route(TWO_HOSTS, nbytes=nbytes, table=None).name == ("HIERARCHICAL" if nbytes >= LANE_BYTES else "MPI")
+    if nbytes >= LANE_BYTES:
+        between_hosts = "HIERARCHICAL"
+    else:
+        between_hosts = "MPI"
+    assert route(TWO_HOSTS, nbytes=nbytes, table=None).name == between_hosts
     assert route(nbytes=nbytes, can_share_memory=False).name == "MPI"
     assert route(Placement(((0,),)), nbytes=nbytes).name == "MPI"
 
@@ -173,11 +180,19 @@ def test_device_buffers_go_by_nccl_where_it_can_carry_them(op, dtype):
 
     is_carried = op is not MEAN and dtype in NCCL_DTYPES
     assert on_device().is_on_device == is_carried
-    assert on_device().name == ("NCCL" if is_carried else "SHARED_MEMORY")
+    if is_carried:
+        expected = "NCCL"
+    else:
+        expected = "SHARED_MEMORY"
+    assert on_device().name == expected
     assert not on_device(has_nccl=False).is_on_device
     assert not on_device(has_nccl=None).is_on_device
     assert not on_device(implementation="RING").is_on_device
-    assert on_device(TWO_HOSTS, "HIERARCHICAL").name == ("NCCL" if is_carried and op is not SUM else "HIERARCHICAL")
+    if is_carried and op is not SUM:
+        ordered_route = "NCCL"
+    else:
+        ordered_route = "HIERARCHICAL"
+    assert on_device(TWO_HOSTS, "HIERARCHICAL").name == ordered_route
     assert on_device(UNEVEN, "HIERARCHICAL").name == ("NCCL" if is_carried else "HIERARCHICAL")
 
 

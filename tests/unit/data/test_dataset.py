@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -23,11 +25,11 @@ def parts(dataset, n_replicas, steps=None):
         *(DistributedDataset(dataset, range(replica, replica + 1), n_replicas) for replica in range(n_replicas)),
         strict=True,
     )
-    return [[part.tolist() for part in step] for step, _ in zip(rows, range(steps or 10**6), strict=False)]
+    return list(map(lists, itertools.islice(rows, steps)))
 
 
 def test_rows_and_batches_in_order():
-    assert [int(row) for row in slices(3)] == [0, 1, 2]
+    assert list(map(int, slices(3))) == [0, 1, 2]
     assert lists(slices(5).batch(2)) == [[0, 1], [2, 3], [4]]
     assert lists(slices(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
     assert lists(slices(3).batch(2).repeat(2)) == [[0, 1], [2], [0, 1], [2]]
@@ -45,9 +47,12 @@ def test_nests_keep_their_form():
 @pytest.mark.parametrize("n_epochs", [1, 2])
 def test_a_shuffled_dataset_has_a_new_order_in_each_pass_unless_told_not_to(is_stream, n_epochs):
     def passes(**options):
-        rows = Dataset.from_generator(lambda: iter(range(9))) if is_stream else Dataset.from_tensor_slices(np.arange(9))
+        if is_stream:
+            rows = Dataset.from_generator(lambda: iter(range(9)))
+        else:
+            rows = Dataset.from_tensor_slices(np.arange(9))
         dataset = rows.shuffle(9, seed=1, **options).repeat(n_epochs).batch(4)
-        return [[int(row) for batch in dataset for row in batch] for _ in range(3)]
+        return [list(map(int, itertools.chain.from_iterable(dataset))) for _ in range(3)]
 
     first, second, third = passes()
     assert sorted(first) == sorted(second) == sorted([*range(9)] * n_epochs)
@@ -133,9 +138,9 @@ def test_the_cursor_does_not_depend_on_batch_size_or_replicas():
     before = DistributedDataset(slices(12).shuffle(seed=1).batch(4), range(1, 2), 2)
     iterator = iter(before)
     next(iterator)
-    after = [
-        DistributedDataset(slices(12).shuffle(seed=1).batch(2), range(replica, replica + 1), 3) for replica in range(3)
-    ]
+    after = []
+    for replica in range(3):
+        after.append(DistributedDataset(slices(12).shuffle(seed=1).batch(2), range(replica, replica + 1), 3))
     rows = []
     for distributed in after:
         distributed.load_state_dict(before.state_dict())
@@ -187,7 +192,7 @@ def test_a_broken_off_pass_is_not_continued_by_the_next_one():
 def test_a_broken_off_pass_over_several_epochs_ends_with_its_run():
     distributed = DistributedDataset(slices(5).repeat(2).batch(4), range(1), 1)
     assert take(distributed, 1) == [[0, 1, 2, 3]]
-    assert [len(batch) for batch in lists(distributed)] == [4, 4, 2]
+    assert list(map(len, lists(distributed))) == [4, 4, 2]
 
 
 def test_reports_the_rows_it_hands_out():

@@ -1,5 +1,6 @@
 """Every replica's part of every global batch: uneven inputs, policies, options, and datasets from a function."""
 
+import itertools
 import random
 import time
 
@@ -39,7 +40,9 @@ def dataset_of(rows, rng):
         dataset = Dataset.from_generator(lambda: zip(*numbers, strict=True))
     else:
         dataset = Dataset.from_tensor_slices(numbers)
-    return dataset.shuffle(buffer_size=7, seed=rng.randint(0, 9)) if rng.random() < 0.5 else dataset
+    if rng.random() < 0.5:
+        return dataset.shuffle(buffer_size=7, seed=rng.randint(0, 9))
+    return dataset
 
 
 def on_ranks(dataset, n_replicas, n_ranks):
@@ -52,17 +55,24 @@ def on_ranks(dataset, n_replicas, n_ranks):
 def steps_of(distributed, n_steps=None):
     """Return, step by step, the parts of all replicas. Ranks that do not end together fail."""
     steps = []
-    iterators = [iter(rank_dataset) for rank_dataset in distributed]
+    iterators = list(map(iter, distributed))
     while n_steps is None or len(steps) < n_steps:
         elements = [iterator.get_next_as_optional() for iterator in iterators]
         if not any(element.has_value() for element in elements):
             return steps
-        steps.append([part for element in elements for part in element.get_value()])
+        steps.append(list(itertools.chain.from_iterable(element.get_value() for element in elements)))
     return steps
 
 
 def rows_in(steps):
-    return [row for step in steps for part in step for row in part[0].tolist()]
+    rows = []
+    for part in itertools.chain.from_iterable(steps):
+        rows += part[0].tolist()
+    return rows
+
+
+def lists(parts):
+    return [part.tolist() for part in parts]
 
 
 @pytest.mark.feature(
@@ -86,12 +96,16 @@ def test_uneven_inputs_every_sample_once_and_exact_metrics(first):
             n_retained = rows - rows % batch if is_dropping else rows
             assert len(set(seen)) == len(seen) == n_retained, number
             assert is_dropping or sorted(seen) == list(range(rows)), number
-            assert len(steps) == (rows // batch if is_dropping else -(-rows // batch)), number
+            if is_dropping:
+                n_steps = rows // batch
+            else:
+                n_steps = -(-rows // batch)
+            assert len(steps) == n_steps, number
             # a metric: sums and counts of the replicas, added up
-            sums = sum(int(part[1].sum()) for step in steps for part in step)
-            counts = sum(len(part[1]) for step in steps for part in step)
+            sums = sum(int(part[1].sum()) for part in itertools.chain.from_iterable(steps))
+            counts = sum(len(part[1]) for part in itertools.chain.from_iterable(steps))
             assert (sums, counts) == (sum(values_of(rows)[seen]), n_retained), number
-            assert all(len(part[0]) <= -(-batch // n_replicas) for step in steps for part in step), number
+            assert all(len(part[0]) <= -(-batch // n_replicas) for part in itertools.chain.from_iterable(steps)), number
 
 
 @pytest.mark.feature("input.data-cursor", "complaints.resume-on-another-count")
@@ -118,7 +132,7 @@ def test_a_pass_that_was_loaded_in_the_middle_can_be_left(is_shuffled):
     next(iter(unbroken))
     resumed.load_state_dict(unbroken.state_dict())
     resumed.leave_pass()
-    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in unbroken]
+    assert lists(resumed) == lists(unbroken)
 
 
 @pytest.mark.parametrize(("drop", "expected"), [(False, [4, 4, 2, 4, 4, 2]), (True, [4, 4, 4, 4])])
@@ -250,7 +264,7 @@ def test_shard_by_policy(files):
     rows = Dataset.from_hdf5(files, "x")
 
     def shards(dataset, n_shards=2):
-        return [[int(row) for row in dataset.shard(n_shards, index)] for index in range(n_shards)]
+        return [list(map(int, dataset.shard(n_shards, index))) for index in range(n_shards)]
 
     every_second = [list(range(0, 11, 2)), list(range(1, 11, 2))]
     assert shards(with_policy(rows, policy.FILE)) == shards(with_policy(rows, policy.AUTO)) == OWN_FILES
@@ -267,14 +281,17 @@ def test_shard_by_policy(files):
 
 def parts_of(dataset, n_replicas):
     whole = steps_of(on_ranks(dataset, n_replicas, n_replicas))
-    return [[part.tolist() for part in step] for step in whole]
+    return list(map(lists, whole))
 
 
 @pytest.mark.feature("tf.off-gives-everyone", "input.auto-shard-policy", "semantics.sharding-policies")
 @pytest.mark.parametrize("source", ["rows", "stream"])
 def test_policy_off_gives_every_replica_all_rows_in_parts_of_the_global_batch(source):
     """As TensorFlow does, so that a loss divided by the global batch is a mean."""
-    rows = Dataset.from_tensor_slices(np.arange(5)) if source == "rows" else Dataset.from_generator(lambda: range(5))
+    if source == "rows":
+        rows = Dataset.from_tensor_slices(np.arange(5))
+    else:
+        rows = Dataset.from_generator(lambda: range(5))
     dataset = with_policy(rows, hpcdist.AutoShardPolicy.OFF)
     assert parts_of(dataset.batch(4), 2) == [[[0, 1]] * 2, [[2, 3]] * 2, [[4]] * 2]
     assert parts_of(dataset.batch(4, drop_remainder=True), 2) == [[[0, 1]] * 2, [[2, 3]] * 2]
@@ -313,7 +330,7 @@ def test_policy_file_resumes_at_the_same_step(files, n_steps):
     after = on_ranks(dataset, 2, 1)
     after[0].load_state_dict(before[0].state_dict())
     resumed_steps = steps_of(after)
-    assert [[part.tolist() for part in step] for step in first + resumed_steps] == parts_of(dataset, 2)
+    assert list(map(lists, first + resumed_steps)) == parts_of(dataset, 2)
     with pytest.raises(DataError, match="file_shards.*2.*3"):
         on_ranks(dataset, 3, 1)[0].load_state_dict(before[0].state_dict())
 
@@ -332,7 +349,7 @@ def test_policy_hint_puts_the_real_shard_in_the_marked_place():
     assert parts_of(rows.batch(4), 1) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10]]]
     mixed = parts_of(rows.shuffle(seed=1).batch(4).repeat(2), 2)
     rows_by_replica = [sum((step[replica] for step in mixed), []) for replica in range(2)]
-    assert [sorted(replica_rows) for replica_rows in rows_by_replica] == [
+    assert list(map(sorted, rows_by_replica)) == [
         sorted([*range(0, 11, 2)] * 2),
         sorted([*range(1, 11, 2)] * 2),
     ]
@@ -347,7 +364,7 @@ def test_policy_hint_resumes_at_the_same_step(n_steps):
     first = steps_of(before, n_steps)
     after = on_ranks(dataset, 2, 1)
     after[0].load_state_dict(before[0].state_dict())
-    assert [[part.tolist() for part in step] for step in first + steps_of(after)] == parts_of(dataset, 2)
+    assert list(map(lists, first + steps_of(after))) == parts_of(dataset, 2)
     with pytest.raises(DataError, match="hint_shards.*2.*3"):
         on_ranks(dataset, 3, 1)[0].load_state_dict(before[0].state_dict())
     plain = Dataset.from_tensor_slices(np.arange(11)).shuffle(seed=1).batch(6)
@@ -386,9 +403,9 @@ def from_function(dataset_fn, n_ranks):
         outs.append(is_out)
         return is_out
 
-    rank_datasets = [
-        datasets_of(dataset_fn, contexts_of(None, range(r, r + 1), (r, n_ranks), n_ranks)) for r in range(n_ranks)
-    ]
+    rank_datasets = []
+    for r in range(n_ranks):
+        rank_datasets.append(datasets_of(dataset_fn, contexts_of(None, range(r, r + 1), (r, n_ranks), n_ranks)))
     return [
         DistributedFromFunction(datasets, range(1), n_ranks, Delivery(agree_end=agree)) for datasets in rank_datasets
     ], outs
@@ -403,8 +420,8 @@ def test_datasets_from_a_function_are_left_as_they_are():
         return rows.batch(context.get_per_replica_batch_size(4))
 
     (first, second), outs = from_function(dataset_fn, 2)
-    assert [part.tolist() for part in first] == [[0, 2], [4, 6]]
-    assert [part.tolist() for part in second] == [[1, 3], [5]]
+    assert lists(first) == [[0, 2], [4, 6]]
+    assert lists(second) == [[1, 3], [5]]
     assert outs == [False, False, True] * 2
 
 
@@ -433,7 +450,7 @@ def test_a_rank_without_any_row_needs_a_signature():
 def test_local_replicas_take_turns_at_the_batches_of_their_rank():
     rows = Dataset.from_tensor_slices(np.arange(5)).batch(1)
     distributed = DistributedFromFunction([rows], range(2), 2, Delivery(wrap=list))
-    assert [[part.tolist() for part in step] for step in distributed] == [[[0], [1]], [[2], [3]], [[4], []]]
+    assert list(map(lists, distributed)) == [[[0], [1]], [[2], [3]], [[4], []]]
 
 
 def test_ranks_tell_each_other_while_they_read_what_a_restart_drops(monkeypatch):
@@ -453,7 +470,7 @@ def test_ranks_tell_each_other_while_they_read_what_a_restart_drops(monkeypatch)
     rows = Dataset.from_generator(draw).batch(1)
     distributed = DistributedFromFunction([rows], range(1), 2, Delivery(agree_end=agree))
     distributed.load_state_dict({"n_replicas": 2, "seed": 1, "passes": 0, "steps": 10})
-    assert [part.tolist() for part in distributed] == [[10], [11]]
+    assert lists(distributed) == [[10], [11]]
     waits = [out for out in outs if out == (False, False)]
     assert len(waits) - 2 >= 2, "beside those of the two steps"
 
@@ -461,20 +478,23 @@ def test_ranks_tell_each_other_while_they_read_what_a_restart_drops(monkeypatch)
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_the_steps_of_a_function_resume(is_stream):
     def make():
-        rows = Dataset.from_generator(lambda: range(6)) if is_stream else Dataset.from_tensor_slices(np.arange(6))
+        if is_stream:
+            rows = Dataset.from_generator(lambda: range(6))
+        else:
+            rows = Dataset.from_tensor_slices(np.arange(6))
         return DistributedFromFunction([rows.shuffle(6, seed=1).batch(2)], range(1), 1)
 
     whole = make()
     unbroken = []
     for _ in range(2):
-        unbroken.append([part.tolist() for part in whole])
+        unbroken.append(lists(whole))
     assert unbroken[0] != unbroken[1]
     before = make()
     list(before)
     next(iter(before))
     after = make()
     after.load_state_dict(before.state_dict())
-    assert [part.tolist() for part in after] == unbroken[1][1:]
+    assert lists(after) == unbroken[1][1:]
     with pytest.raises(DataError, match="expected 1 replicas"):
         DistributedFromFunction([Dataset.from_tensor_slices(np.arange(2)).batch(1)], range(1), 2).load_state_dict(
             before.state_dict()
@@ -511,7 +531,7 @@ def test_a_function_must_return_a_batched_dataset():
 @pytest.mark.feature("tf.experimental-make-numpy", "strategies.numpy-dataset")
 def test_numpy_datasets():
     for make in (Strategy().experimental_make_numpy_dataset, Strategy().make_experimental_numpy_dataset):
-        assert [int(row) for row in make(np.arange(3))] == [0, 1, 2]
+        assert list(map(int, make(np.arange(3)))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -534,4 +554,4 @@ def test_of_two_iterators_the_older_one_raises(make):
     distributed.load_state_dict(state)
     with pytest.raises(DataError, match="cursor.*loaded"):
         next(opened)
-    assert [part.tolist() for part in distributed] == [[2, 3], [4, 5]], "the rest of the pass of the cursor"
+    assert lists(distributed) == [[2, 3], [4, 5]], "the rest of the pass of the cursor"

@@ -24,14 +24,14 @@ def drawn(stop=10):
 def plain(nest):
     """Return a nest of arrays as Python numbers, lists and tuples."""
     if isinstance(nest, tuple):
-        return tuple(plain(child) for child in nest)
+        return tuple(map(plain, nest))
     if isinstance(nest, dict):
         return {key: plain(child) for key, child in nest.items()}
     return nest.tolist()
 
 
 def passes(dataset, n_passes=1):
-    return [[plain(element) for element in dataset] for _ in range(n_passes)]
+    return [list(map(plain, dataset)) for _ in range(n_passes)]
 
 
 BOTH = pytest.mark.parametrize("make", [numbers, drawn], ids=["random access", "stream"])
@@ -52,7 +52,11 @@ def test_filter(make):
 def test_skip(make, count, left):
     assert passes(make().skip(count), 2) == [list(range(10 - left, 10))] * 2
     batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert passes(make().batch(4).skip(count)) == [batches[count:] if count >= 0 else []]
+    if count >= 0:
+        remaining = batches[count:]
+    else:
+        remaining = []
+    assert passes(make().batch(4).skip(count)) == [remaining]
 
 
 def test_skip_and_take_divide_rows_without_reading_them():
@@ -112,8 +116,7 @@ def test_interleave_takes_blocks_in_turn(make, cycle, block):
     rows = make(5).map(lambda row: np.array(lengths[int(row)]))
     interleaved = rows.interleave(lambda n: Dataset.range(10 * int(n), 11 * int(n)), cycle, block)
 
-    remaining = [[10 * n + i for i in range(n)] for n in lengths]
-    open_ = []
+    remaining = [list(range(10 * n, 11 * n)) for n in lengths]
     expected = []
     open_ = [remaining.pop(0) if remaining else None for _ in range(cycle)]
     while any(source_rows is not None for source_rows in open_):
@@ -182,13 +185,13 @@ def test_padded_rows_of_known_shapes_are_read_in_any_order():
 def test_shuffles_after_batch_and_repeat_mix_what_comes():
     batches = passes(numbers(12).batch(3).shuffle(4, seed=1), 3)
     assert sorted(batches[0]) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    assert len({str(batch) for batch in batches}) > 1
+    assert len(set(map(str, batches))) > 1
     assert passes(numbers(12).batch(3).shuffle(4, seed=1, reshuffle_each_iteration=False), 2)[0] in batches
     mixed = passes(numbers(6).repeat(2).shuffle(12, seed=1))[0]
     assert sorted(mixed) == sorted([*range(6)] * 2)
     assert sorted(mixed[:6]) != list(range(6))  # across the end of an epoch
     endless = numbers(4).repeat().shuffle(8, seed=2).batch(5)
-    assert [len(mixed_batch) for mixed_batch in itertools.islice(endless, 7)] == [5] * 7
+    assert list(map(len, itertools.islice(endless, 7))) == [5] * 7
     with pytest.raises(DataError, match="shuffle.*buffer_size"):
         numbers().batch(2).shuffle(seed=1)
 
@@ -359,16 +362,15 @@ def test_a_run_resumes_after_any_batch_with_what_would_have_come(make, n_replica
     """Two passes, interrupted after each batch: the parts of all replicas are those of an unbroken run."""
 
     def read(state, n_passes=2):
-        replicas = [
-            DistributedDataset(make(), range(replica_id, replica_id + 1), n_replicas)
-            for replica_id in range(n_replicas)
-        ]
+        replicas = []
+        for replica_id in range(n_replicas):
+            replicas.append(DistributedDataset(make(), range(replica_id, replica_id + 1), n_replicas))
         if state is not None:
             for replica, replica_state in zip(replicas, state, strict=True):
                 replica.load_state_dict(replica_state)
         for _ in range(n_passes):
             for parts in zip(*replicas, strict=True):
-                yield [plain(part) for part in parts], [replica.state_dict() for replica in replicas]
+                yield list(map(plain, parts)), [replica.state_dict() for replica in replicas]
 
     whole = list(read(None))
     assert len(whole) > 3
@@ -380,7 +382,7 @@ def test_a_run_resumes_after_any_batch_with_what_would_have_come(make, n_replica
 def test_batches_of_batches_are_divided_among_replicas():
     dataset = numbers(8).batch(4).shuffle(2, seed=1)
     replicas = [list(DistributedDataset(dataset, range(replica_id, replica_id + 1), 2)) for replica_id in range(2)]
-    whole = [plain(batch) for batch in dataset]
+    whole = list(map(plain, dataset))
     assert [[*first.tolist(), *second.tolist()] for first, second in zip(*replicas, strict=True)] == whole
 
 

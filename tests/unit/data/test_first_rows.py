@@ -74,5 +74,9 @@ def test_every_share_has_one_worker(is_sharded):
         in_job.append(shares[rank].number_in_job(worker))
     assert sorted(in_job) == list(range(6))
     assert sorted(set(numbers)) == list(range(shares[0].n_shares))
-    assert shares[0].n_shares == (2 if is_sharded else 6)
+    if is_sharded:
+        n_shares = 2
+    else:
+        n_shares = 6
+    assert shares[0].n_shares == n_shares
     assert [share.number_in_job(0) for share in shares] == [0, 1, 2], "few files are spread over ranks"

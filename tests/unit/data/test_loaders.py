@@ -71,7 +71,7 @@ def test_the_batches_of_a_sampler_depend_on_seed_and_pass_alone(name):
         order.draw(10)
         passes.append(order)
     first, second, repeated_pass = passes
-    assert [len(batch) for batch in first.batches] == [1, 3, 2]
+    assert list(map(len, first.batches)) == [1, 3, 2]
     assert first.is_whole
     assert first.batches == repeated_pass.batches
     assert first.digests == repeated_pass.digests

@@ -22,7 +22,9 @@ def raised_beside_the_loop(call):
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return errors[0] if errors else None
+    if errors:
+        return errors[0]
+    return None
 
 
 def seed_here():

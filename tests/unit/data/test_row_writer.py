@@ -29,8 +29,12 @@ def test_a_file_that_is_not_published_is_not_there(tmp_path):
 def test_rows_that_do_not_fit(tmp_path, rows):
     with RowFile(tmp_path / "rows.h5") as file:
         file.append({"a": np.ones((2, 4))})
+        if rows.ndim > 1:
+            name = "a"
+        else:
+            name = "b"
         with pytest.raises(DataError, match="numbers.*earlier"):
-            file.append({"a" if rows.ndim > 1 else "b": rows})
+            file.append({name: rows})
 
 
 def test_names_of_outputs():

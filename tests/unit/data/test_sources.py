@@ -1,5 +1,6 @@
 """Where rows come from, and what is done to them: HDF5, torch, generators; map, take, cache, prefetch."""
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -129,14 +130,17 @@ def compressed(tmp_path):
 def test_shuffled_chunks_are_read_once_in_an_epoch(compressed, monkeypatch):
     dataset = Dataset.from_hdf5(compressed, ("x", "y")).shuffle(30, seed=1).batch(7)
     read = count_rows_read(monkeypatch)
-    passes = [[row for batch in dataset for row in batch[1].tolist()] for _ in range(2)]
+    passes = []
+    for _ in range(2):
+        passes.append(list(itertools.chain.from_iterable(batch[1].tolist() for batch in dataset)))
     assert sum(read) == 2 * 2 * 140
     assert passes[0] != passes[1]
     for rows in passes:
         assert sorted(rows) == list(range(140))
         assert rows != sorted(rows)
-        n_mixed = [len({row // 10 for row in rows[start : start + 30]}) for start in range(0, 120, 30)]
-        assert n_mixed == [3, 3, 3, 3]
+        for start in range(0, 120, 30):
+            chunks = {row // 10 for row in rows[start : start + 30]}
+            assert len(chunks) == 3
     assert all((x == 2 * y).all() for x, y in dataset)
 
 
@@ -151,8 +155,8 @@ def test_shuffled_chunks_are_divided_and_resumed_at_any_sample(compressed):
         dataset = Dataset.from_hdf5(compressed, "y").shuffle(buffer_size, seed=1).batch(9).repeat(2).prefetch(2)
         return DistributedDataset(dataset, range(replica, replica + 1), n_replicas)
 
-    whole = [batch.tolist() for batch in distributed(0, 1)]
-    parts = zip(*([part.tolist() for part in distributed(replica, 3)] for replica in range(3)), strict=True)
+    whole = lists(distributed(0, 1))
+    parts = zip(*(lists(distributed(replica, 3)) for replica in range(3)), strict=True)
     assert [sum(part, []) for part in parts] == whole
     first = distributed(0, 1)
     resumed = distributed(0, 1)
@@ -160,7 +164,7 @@ def test_shuffled_chunks_are_divided_and_resumed_at_any_sample(compressed):
     for _ in range(5):
         next(iterator)
     resumed.load_state_dict(first.state_dict())
-    assert [batch.tolist() for batch in resumed] == whole[5:]
+    assert lists(resumed) == whole[5:]
     for mismatched in (distributed(0, 1, 50), distributed(0, 1, None)):
         with pytest.raises(DataError, match=r"dataset.*10.*2.*checkpoint"):
             mismatched.load_state_dict(first.state_dict())
@@ -294,7 +298,7 @@ def test_generators():
     assert lists(drawn(5).batch(2)) == [[0, 1], [2, 3], [4]]
     assert lists(drawn(5).batch(2, drop_remainder=True).repeat(2)) == [[0, 1], [2, 3]] * 2
     assert lists(drawn(3).repeat(2).batch(2)) == [[0, 1], [2, 0], [1, 2]]
-    assert [int(row) for row in Dataset.from_generator(range, args=(3,))] == [0, 1, 2]
+    assert list(map(int, Dataset.from_generator(range, args=(3,)))) == [0, 1, 2]
     for never in (drawn(0).batch(2).repeat(), drawn(0).repeat().batch(2), drawn(1).batch(2, True).repeat()):
         assert lists(never) == []
     with pytest.raises(DataError, match="expected a function"):
@@ -416,7 +420,7 @@ def test_every_epoch_of_every_run_has_an_order_of_its_own():
     assert runs.rows(0, 28).tolist() == plain.rows(0, 28).tolist()
     limited_order = SampleOrder(7, seed=1, inner_epochs=2, outer_epochs=2, run_limit=10)
     assert limited_order.rows(0, 20).tolist() == [*plain.rows(0, 10).tolist(), *plain.rows(14, 24).tolist()]
-    assert [limited_order.epoch_of(position) for position in (0, 7, 9, 10, 17)] == [0, 1, 1, 2, 3]
+    assert list(map(limited_order.epoch_of, (0, 7, 9, 10, 17))) == [0, 1, 1, 2, 3]
 
 
 def test_from_tensors():
@@ -435,7 +439,7 @@ def test_cached_rows_are_mapped_once(make, in_file, tmp_path):
         return torch.tensor([int(x), 1]), np.float32(x)
 
     dataset = make(5).map(mapped).cache(str(tmp_path / "cache") if in_file else "").shuffle(5, seed=1).batch(2)
-    first, second = ([number for _, y in dataset for number in y.tolist()] for _ in range(2))
+    first, second = (list(itertools.chain.from_iterable(y.tolist() for _, y in dataset)) for _ in range(2))
     assert first != second
     assert sorted(first) == sorted(second)
     assert sorted(calls) == list(range(5))

@@ -24,7 +24,7 @@ class FakeStream:
 @pytest.fixture
 def streams(monkeypatch):
     """Return three streams, and a function that makes one the current one."""
-    fake_streams = [FakeStream(name) for name in "abc"]
+    fake_streams = list(map(FakeStream, "abc"))
     current = threading.local()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current.stream)
     return fake_streams, lambda stream: setattr(current, "stream", stream)

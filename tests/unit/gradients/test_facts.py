@@ -21,10 +21,9 @@ PLAIN = Contribution(
 
 def sum_of(contributions, numbers, states):
     """Return the facts of replicas, added in float32 as they travel."""
-    rows = [
-        np.array(encode_facts(contribution, number, state), np.float32)
-        for contribution, number, state in zip(contributions, numbers, states, strict=True)
-    ]
+    rows = []
+    for contribution, number, state in zip(contributions, numbers, states, strict=True):
+        rows.append(np.array(encode_facts(contribution, number, state), np.float32))
     return Facts.decode(sum(rows[1:], rows[0]).tolist())
 
 

@@ -106,7 +106,10 @@ def test_replicas_have_the_modes_of_the_caller():
 
 def test_replicas_use_as_many_cores_as_their_caller():
     """Otherwise a matrix product has other bits than on a rank of one replica, which has no threads."""
-    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line]
+    mapped = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "omp" in line:
+            mapped.append(line.split()[-1])
     openmp = ctypes.CDLL(next(name for name in mapped if re.search(r"lib[gi]?omp", name)))
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -12,11 +12,9 @@ NEVER = 1 << 60
 @pytest.mark.parametrize("last_bytes", [0, 100, 100_000])
 @pytest.mark.parametrize("direct_bytes", [NEVER, 64])
 def test_every_tensor_has_a_slot_of_its_own(last_bytes, direct_bytes):
-    entries = [
-        Entry(n, dtype, is_direct)
-        for n in (0, 1, 15, 16, 17, 1000)
-        for dtype, is_direct in (("float32", True), ("float64", False))
-    ]
+    entries = []
+    for n_elements in (0, 1, 15, 16, 17, 1000):
+        entries += [Entry(n_elements, "float32", True), Entry(n_elements, "float64", False)]
     plan = plan_buckets(entries, Limits(2048, direct_bytes, last_bytes))
     occupied_places = set()
     for entry, slot in zip(entries, plan.slots, strict=True):
@@ -63,4 +61,4 @@ def test_bucket_size_is_the_best_of_all_numbers_of_buckets(total_bytes, latency_
         return n_buckets * latency_s + total_bytes * per_byte_s / n_buckets
 
     n_buckets = math.ceil(total_bytes / best_bucket_bytes(int(total_bytes), latency_s, per_byte_s))
-    assert cost(n_buckets) <= 1.2 * min(cost(k) for k in range(1, 2000))
+    assert cost(n_buckets) <= 1.2 * min(map(cost, range(1, 2000)))

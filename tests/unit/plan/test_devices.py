@@ -45,5 +45,6 @@ def test_counts_beyond_32_bits():
 def test_pieces_tile_the_whole():
     for n_elements, n_piece in itertools.product([0, 1, 5, 6, 7], [1, 2, 3, 100]):
         pieces = piece_bounds(n_elements, n_piece)
-        assert [i for start, stop in pieces for i in range(start, stop)] == list(range(n_elements))
+        elements = itertools.chain.from_iterable(range(start, stop) for start, stop in pieces)
+        assert list(elements) == list(range(n_elements))
         assert all(0 < stop - start <= n_piece for start, stop in pieces)

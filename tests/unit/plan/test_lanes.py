@@ -47,8 +47,8 @@ def lanes_sum(placement, is_ordered):
         sent.append([rows[place] for place in plan.retained_rows])
     results = []
     for plan in plans:
-        assert plan.arriving == tuple(len(rows) for rows in sent)
-        rows = [row for host in sent for row in host]
+        assert plan.arriving == tuple(map(len, sent))
+        rows = list(itertools.chain.from_iterable(sent))
         for into, row in plan.additions:
             rows[into] = text(rows[into], rows[row])
         results.append(rows[plan.root])
@@ -125,7 +125,9 @@ def test_the_plan_of_one_rank_among_65536_is_small():
         tracemalloc.stop()
         return peak
 
-    placements = [plan_placement([rank // n * n for rank in range(size)]) for n in (8, 6)]
+    lowest_of_8 = [rank // 8 * 8 for rank in range(size)]
+    lowest_of_6 = [rank // 6 * 6 for rank in range(size)]
+    placements = [plan_placement(lowest_of_8), plan_placement(lowest_of_6)]
     assert [placement.is_aligned for placement in placements] == [True, False]
     for placement, is_ordered in itertools.product(placements, (False, True)):
         assert peak_bytes(partial(plan_lanes, placement, 5, is_ordered)) < 200 * size  # a row of each host, at least

@@ -80,13 +80,13 @@ def test_nothing_is_joined_if_it_is_not_to_be():
 
 def test_a_run_without_elements_is_the_first_owners():
     (run,) = plan_runs(places_of([0], 2), joins=True)
-    assert [run.is_owner(owner) for owner in range(3)] == [True, False, False]
+    assert list(map(run.is_owner, range(3))) == [True, False, False]
 
 
 @pytest.mark.parametrize("addresses", [(4096, 1 << 20), (1 << 20, 4096), (4096, 4096 + 256)])
 def test_runs_are_the_same_wherever_pieces_of_memory_lie(addresses):
-    places = [
-        Place((0, "torch.float32", 0, window), address, 64, 4, ((0, 64),)) for window, address in enumerate(addresses)
-    ]
+    places = []
+    for window, address in enumerate(addresses):
+        places.append(Place((0, "torch.float32", 0, window), address, 64, 4, ((0, 64),)))
     foreign = [Place(None, address + 8192, 64, 4, ((0, 64),)) for address in addresses]
     assert [run.members for run in plan_runs([*places, *foreign], joins=True)] == [(2,), (3,), (0,), (1,)]

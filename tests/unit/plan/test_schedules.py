@@ -1,5 +1,7 @@
 """Every schedule, carried out by ranks that take turns in one process: right sums, in the promised order and cost."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -56,8 +58,8 @@ def carry_out(schedules, buffers):
                 turns[rank] = turns[rank] + 1
                 has_sent[rank] = False
                 is_moving = True
-    assert turns == [len(schedule) for schedule in schedules]
-    return [message for box in boxes.values() for message in box]
+    assert turns == list(map(len, schedules))
+    return list(itertools.chain.from_iterable(boxes.values()))
 
 
 def take(turn, rank, buffer, arrived):
@@ -77,7 +79,9 @@ def take(turn, rank, buffer, arrived):
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_rank_ends_with_the_sum(plan, size):
     for n_elements in counts(size):
-        buffers = [[(rank + 1) * (place + 1) for place in range(n_elements)] for rank in range(size)]
+        buffers = []
+        for rank in range(size):
+            buffers.append([(rank + 1) * (place + 1) for place in range(n_elements)])
         undelivered = carry_out([list(plan(size, rank, n_elements)) for rank in range(size)], buffers)
         assert undelivered == []
         expected = [size * (size + 1) // 2 * (place + 1) for place in range(n_elements)]
@@ -90,7 +94,7 @@ def test_the_order_of_a_sum_is_the_tree_over_ranks(size):
         buffers = [[Symbolic(f"{rank};")] * n_elements for rank in range(size)]
         assert carry_out([plan_halving(size, rank, n_elements) for rank in range(size)], buffers) == []
         expected = by_tree([Symbolic(f"{rank};") for rank in range(size)]).text
-        assert {value.text for buffer in buffers for value in buffer} <= {expected}
+        assert {value.text for value in itertools.chain.from_iterable(buffers)} <= {expected}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -118,21 +122,26 @@ def test_costs_of_halving(size):
     exchanged = 2 * (size - 1) * n_elements // size
     n_rounds = 2 * (size - 1).bit_length()
     schedules = [plan_halving(size, rank, n_elements) for rank in range(size)]
-    sent = [n_elements_sent(schedule) for schedule in schedules]
+    sent = list(map(n_elements_sent, schedules))
     if size & (size - 1) == 0:
         assert set(sent) == {exchanged}
-        assert all(len(turn.sends) == 1 for schedule in schedules for turn in schedule)
+        assert all(len(turn.sends) == 1 for turn in itertools.chain.from_iterable(schedules))
     assert sum(sent) == pytest.approx(size * exchanged, rel=0.01)
     assert max(sent) <= 1.5 * exchanged + size
-    assert max(len(schedule) for schedule in schedules) == n_rounds
+    assert max(map(len, schedules)) == n_rounds
 
 
 def test_bytes_of_a_ring_that_does_not_divide_evenly():
     for size in SIZES:
         for n_elements in counts(size):
-            chunks = [stop - start for start, stop in (block_bounds(n_elements, size, part) for part in range(size))]
+            chunks = []
+            for start, stop in (block_bounds(n_elements, size, part) for part in range(size)):
+                chunks.append(stop - start)
             for rank in range(size):
-                left_out = chunks[(rank + 1) % size] + chunks[(rank + 2) % size] if size > 1 else 2 * n_elements
+                if size > 1:
+                    left_out = chunks[(rank + 1) % size] + chunks[(rank + 2) % size]
+                else:
+                    left_out = 2 * n_elements
                 assert n_elements_sent(plan_ring(size, rank, n_elements)) == 2 * n_elements - left_out
 
 
@@ -147,5 +156,5 @@ def test_rows_are_added_once_each(n_rows):
 
 
 def test_the_tree_by_hand():
-    assert by_tree([Symbolic(letter) for letter in "abcde"]).text == "(((a+b)+(c+d))+e)"
+    assert by_tree(list(map(Symbolic, "abcde"))).text == "(((a+b)+(c+d))+e)"
     assert plan_additions([(4, 6), (0, 4)]) == [(1, 0)]

@@ -48,12 +48,15 @@ def test_any_element_is_compared_within_a_rotation(layout, name):
     model, _ = a_model(layout)
     digests = watched(model)
     n_sums = digests.n_sums_of_rotation
-    before = [digests.digest_at(number) for number in range(n_sums)]
-    assert before == [digests.digest_at(number) for number in range(n_sums)]
+    before = list(map(digests.digest_at, range(n_sums)))
+    assert before == list(map(digests.digest_at, range(n_sums)))
     with torch.no_grad():
         parameter = dict(model.named_parameters())[name]
         parameter[tuple(size - 1 for size in parameter.shape)] += 1
-    changed = [number for number in range(n_sums) if digests.digest_at(number) != before[number]]
+    changed = []
+    for number in range(n_sums):
+        if digests.digest_at(number) != before[number]:
+            changed.append(number)
     assert len(changed) == 1
     assert changed[0] % SUMS_PER_SLICE == 0
     assert name in digests.describe(changed[0]) or "to" in digests.describe(changed[0])
@@ -66,7 +69,7 @@ def test_settings_are_compared_often():
     before = digests.digest_at(4)
     optimizer.param_groups[0]["weight_decay"] = 0.5
     digests.note_step(optimizer)
-    assert [digests.digest_at(number) for number in (5, 6, 7)] == [0] * 3
+    assert list(map(digests.digest_at, (5, 6, 7))) == [0] * 3
     assert digests.digest_at(8) != before
 
 

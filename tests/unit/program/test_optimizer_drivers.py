@@ -18,7 +18,7 @@ def test_members_at_any_depth():
     inner = SequentialLR(optimizer, schedules[:2], milestones=[2])
     outer = SequentialLR(optimizer, [inner, schedules[2]], milestones=[4])
     members = members_of(outer)
-    assert {id(member) for member in members} == {id(member) for member in [inner, *schedules]}
+    assert set(map(id, members)) == set(map(id, [inner, *schedules]))
     assert len(members) == 4
 
 
@@ -30,14 +30,14 @@ def test_schedulers_that_hold_each_other():
     second.partner = first
     assert members_of(first) == [second]
     reported = schedulers_of([optimizer], is_thorough=False)
-    assert [id(scheduler) for scheduler in reported] == [id(first), id(second)]
+    assert list(map(id, reported)) == [id(first), id(second)]
 
 
 def test_the_oldest_is_reported_first():
     optimizer = make_optimizer()
     schedulers = [ConstantLR(optimizer) for _ in range(20)]
     reported = schedulers_of([optimizer], is_thorough=False)
-    assert [id(scheduler) for scheduler in reported] == [id(scheduler) for scheduler in schedulers]
+    assert list(map(id, reported)) == list(map(id, schedulers))
 
 
 def test_only_the_outermost_are_reported():

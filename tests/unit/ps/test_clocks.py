@@ -37,13 +37,13 @@ def test_all_workers_act_on_a_request_after_a_step_that_none_has_pushed_yet():
     requests = RequestClock()
     requests.ask(Request.STOP, clock=3, latest=7)
     requests.ask(Request.STOP, clock=4, latest=8)  # it asks until it has stopped
-    assert [requests.due(clock) for clock in (3, 7, 8, 9)] == [Request.NONE, Request.NONE, Request.STOP, Request.NONE]
+    assert list(map(requests.due, (3, 7, 8, 9))) == [Request.NONE, Request.NONE, Request.STOP, Request.NONE]
 
 
 def test_a_save_is_asked_for_again_only_once_it_was_made():
     requests = RequestClock()
     requests.ask(Request.SAVE, clock=2, latest=2)
     requests.ask(Request.SAVE, clock=3, latest=3)  # the chief asks with the push after which it saves
-    assert [requests.due(clock) for clock in (3, 4)] == [Request.SAVE, Request.NONE]
+    assert list(map(requests.due, (3, 4))) == [Request.SAVE, Request.NONE]
     requests.ask(Request.SAVE | Request.STOP, clock=9, latest=9)
     assert requests.due(10) == Request.SAVE | Request.STOP

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -60,7 +62,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def test_tensors_are_packed_and_read_again():
-    tensors = [(torch.arange(size) % 2).to(dtype) for dtype in DTYPES for size in (0, 1, 5)]
+    tensors = [(torch.arange(size) % 2).to(dtype) for dtype, size in itertools.product(DTYPES, (0, 1, 5))]
     tensors += [torch.tensor(2.5), torch.ones(3, 4).t(), torch.ones(4, 3)[1:3]]
     packer = Packer()
     for _ in range(2):
@@ -73,9 +75,10 @@ def test_specs_of_the_shards_of_each_server():
     variables = [VariableSpec("w", (5, 2), torch.float32), VariableSpec("b", (), torch.bfloat16)]
     shards = place(variables, 2, FixedShardsPartitioner(2))
     specs = specs_of(variables, shards, frozenset([0]))
-    placed_specs = [
-        (server, spec.name, spec.start, spec.stop, spec.shape, spec.dtype) for server in specs for spec in specs[server]
-    ]
+    placed_specs = []
+    for server in specs:
+        for spec in specs[server]:
+            placed_specs.append((server, spec.name, spec.start, spec.stop, spec.shape, spec.dtype))
     assert placed_specs == [
         (0, "w", 0, 3, (3, 2), "float32"),
         (0, "b", 0, 1, (), "bfloat16"),

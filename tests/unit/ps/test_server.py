@@ -31,7 +31,10 @@ class Serving:
         values = Packer().pack([torch.zeros(3, 2), torch.zeros(4, 2)])
         self.ask(0, Kind.ADOPT, text=specs_to_text(SPECS), payload=values)
         optimizer = kind([torch.zeros(1, requires_grad=True)], lr=1.0)
-        settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        settings = {}
+        for name, value in optimizer.param_groups[0].items():
+            if name != "params":
+                settings[name] = value
         pickle = pickles.dumps((kind, optimizer.defaults, [(settings, [0, 1])]))
         payload = Packer().pack([torch.from_numpy(pickle.copy())])
         self.ask(0, Kind.OPTIMIZER, numbers=np.array([0, len(pickle)], np.int64), text="[]", payload=payload)
@@ -47,7 +50,10 @@ class Serving:
         numbers = [0, 0, 1]
         parts = []
         numbers += [NOTHING if dense is None else WHOLE, 0, self.known[worker][0]]
-        parts += [] if dense is None else [torch.full((3, 2), float(dense))]
+        if dense is None:
+            parts += []
+        else:
+            parts += [torch.full((3, 2), float(dense))]
         numbers += [NOTHING if rows is None else ROWS, len(rows or ()), self.known[worker][1]]
         if rows is not None:
             parts += [torch.tensor(list(rows)), torch.tensor([[float(row)] * 2 for row in rows.values()])]
@@ -163,7 +169,7 @@ def test_the_sum_has_the_tree_of_an_all_reduce():
     values = [1e8, 1.0, -1e8]
     for worker, value in enumerate(values):
         serving.push(worker, dense=value)
-    first_summand, two, three = (np.float32(value) for value in values)
+    first_summand, two, three = map(np.float32, values)
     assert serving.values()[0] == -float((first_summand + two) + three)
 
 

@@ -76,7 +76,10 @@ def leave(root, tmp_path, clean_environ):
             timeout=20,
         )
         requeued = tmp_path / "bin" / "calls"
-        scontrol_calls = requeued.read_text() if requeued.exists() else ""
+        if requeued.exists():
+            scontrol_calls = requeued.read_text()
+        else:
+            scontrol_calls = ""
         requeued.unlink(missing_ok=True)
         return done.returncode, done.stdout + done.stderr + scontrol_calls
 
@@ -228,7 +231,11 @@ def test_the_end_of_the_job_that_submitted_this_one_is_not_its_own(leave):
 @pytest.mark.parametrize(("code", "decision", "expected"), [(75, STOPPED, 75), (137, STOP, 76)])
 def test_a_decision_that_says_what_stood_there_is_its_own(leave, code, decision, expected, is_last):
     """Whose checkpoints were removed begins with attempt 1 again."""
-    exit_code, output = leave(code, decision, before=decision if is_last else DIED, attempt=1)
+    if is_last:
+        before = decision
+    else:
+        before = DIED
+    exit_code, output = leave(code, decision, before=before, attempt=1)
     assert exit_code == expected
     assert "before it had begun" not in output
 

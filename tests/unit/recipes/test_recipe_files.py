@@ -107,7 +107,11 @@ def test_the_run_folder_is_no_option(run_recipe, tmp_path, recipe, options):
         add_program(tmp_path / "bin", name, SBATCH)
     code, output = run_recipe(recipe, *options, SLURM_ARRAY_TASK_ID="1", SUBMITTED="8", REFUSED="none")
     assert code == 2
-    assert f"got the option {options[-1] if len(options) > 2 else options[0]}; set RUN_DIR=FOLDER" in output
+    if len(options) > 2:
+        named_option = options[-1]
+    else:
+        named_option = options[0]
+    assert f"got the option {named_option}; set RUN_DIR=FOLDER" in output
     assert not (tmp_path / "run").exists()
     assert ("scancel 8\n" in output) == (recipe == "train-chain"), "its successor would end in the same way"
 

@@ -59,7 +59,11 @@ def test_what_holds_for_every_end_of_a_launch(caller):
         action = action_after(launch, situation)
         if launch.decision == "finished":
             assert action.verb == FINISHED
-            assert action.code == (0 if launch.is_signalled else launch.code)
+            if launch.is_signalled:
+                expected_code = 0
+            else:
+                expected_code = launch.code
+            assert action.code == expected_code
         elif launch.code in FINAL_CODES:
             assert (action.verb, action.code) == (STOP, launch.code), "the same command would end in the same way"
         elif launch.decision in ("stop", "another"):
@@ -160,7 +164,11 @@ def test_mpirun_s_codes_of_signals_and_of_file_systems_start_again(code):
     """A bus error is what a full /dev/shm gives."""
     is_signalled = is_of_signal(code, "/opt/bin/mpirun")
     assert is_signalled == (code < 70)
-    launch = Launch(code, earlier="none" if is_signalled else "requeue", is_signalled=is_signalled)
+    if is_signalled:
+        earlier = "none"
+    else:
+        earlier = "requeue"
+    launch = Launch(code, earlier=earlier, is_signalled=is_signalled)
     assert action_after(launch, Situation(RUN, may_restart=True)).verb == RESTART
     assert action_after(launch, Situation(JOB)).verb == HAND_BACK
 
@@ -172,7 +180,11 @@ def test_job_py_obeys_the_rule(monkeypatch, tmp_path):
         answering = ["n1"] if situation.has_lost_node else nodes
         if not situation.may_restart:
             answering = []
-        facts = Facts(is_preempted=situation.is_preempted, end_s=1.0 if situation.is_out_of_time else None)
+        if situation.is_out_of_time:
+            end_s = 1.0
+        else:
+            end_s = None
+        facts = Facts(is_preempted=situation.is_preempted, end_s=end_s)
         n_launches = run_job(monkeypatch, job, launch, facts, nodes, answering)
         expected = action_after(launch, situation)
         assert (n_launches > 1) == (expected.verb == RESTART), (launch, situation)
@@ -187,7 +199,11 @@ def run_job(monkeypatch, job, launch, facts, nodes, answering):
 
     def fake_launch(command):
         seen.append(command)
-        return (launch if len(seen) == 1 else Launch(2)), None
+        if len(seen) == 1:
+            next_launch = launch
+        else:
+            next_launch = Launch(2)
+        return next_launch, None
 
     def requeue():
         job.n_requeues += 1
@@ -219,7 +235,11 @@ def test_hpcdist_run_obeys_the_rule(monkeypatch, tmp_path, capfd):
     for launch, may_restart, is_interrupted in itertools.product(launches(), (False, True), (False, True)):
         if launch.decision == "another":  # there is no other job
             continue
-        launcher = SimpleNamespace(path="/opt/bin/mpirun" if launch.is_signalled else "/usr/bin/srun")
+        if launch.is_signalled:
+            path = "/opt/bin/mpirun"
+        else:
+            path = "/usr/bin/srun"
+        launcher = SimpleNamespace(path=path)
         seen = run_command(monkeypatch, launch, launcher, tmp_path, int(may_restart), is_interrupted)
         expected = action_after(launch, Situation(RUN, may_restart=may_restart and not is_interrupted))
         assert (len(seen.launches) > 1) == (expected.verb == RESTART), launch
@@ -238,7 +258,11 @@ def run_command(monkeypatch, launch, launcher, folder, n_restarts, is_interrupte
 
     def fake_launch(launcher, line, environ):
         launches_seen.append(line)
-        return (launch.code if len(launches_seen) == 1 else 2), is_interrupted
+        if len(launches_seen) == 1:
+            launch_code = launch.code
+        else:
+            launch_code = 2
+        return launch_code, is_interrupted
 
     def read(path):
         if launches_seen and launch.decision != "none":
@@ -258,7 +282,7 @@ def test_exit_codes_of_signals():
 
 def test_the_codes_are_those_of_the_package():
     final = {ExitCode.USAGE, ExitCode.DO_NOT_REQUEUE, ExitCode.BAD_CONFIGURATION}
-    assert {int(code) for code in final} == set(FINAL_CODES)
+    assert set(map(int, final)) == set(FINAL_CODES)
     rule = hpcdist.restart_rule
     codes = (rule.RUN_AGAIN, rule.INTERNAL, rule.CHECKPOINT_IO, rule.DO_NOT_REQUEUE)
     assert codes == (ExitCode.RUN_AGAIN, ExitCode.INTERNAL, ExitCode.CHECKPOINT_IO, ExitCode.DO_NOT_REQUEUE)

@@ -25,21 +25,24 @@ def calls(node):
 
 
 def distributed_names(tree):
-    return {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(name in DISTRIBUTING for _, name in calls(node.value))
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and any(name in DISTRIBUTING for _, name in calls(node.value)):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
 
 
 def polls(loop, distributed):
     if isinstance(loop, ast.While):
         sources = [loop.test]
     else:
-        sources = [loop.iter] if isinstance(loop, ast.For) else [part.iter for part in loop.generators]
-    used = {inner.id for source in sources for inner in ast.walk(source) if isinstance(inner, ast.Name)}
+        if isinstance(loop, ast.For):
+            sources = [loop.iter]
+        else:
+            sources = [part.iter for part in loop.generators]
+    used = set()
+    for source in sources:
+        used |= {inner.id for inner in ast.walk(source) if isinstance(inner, ast.Name)}
     polling = {("handler", "run"), ("coordinator", "join")}
     calls_handler = any(name in POLLING or (receiver, name) in polling for receiver, name in calls(loop))
     return bool(used & distributed) or calls_handler
@@ -47,11 +50,10 @@ def polls(loop, distributed):
 
 def scheduled_functions(tree):
     """Return the functions that are passed to `schedule`."""
-    schedules = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "schedule"
-    ]
+    schedules = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "schedule":
+            schedules.append(node)
     names = {node.args[0].id for node in schedules if isinstance(node.args[0], ast.Name)}
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
 
@@ -61,9 +63,14 @@ def loops_that_do_not_poll(text):
     tree = ast.parse(text)
     distributed = distributed_names(tree)
     line_numbers = []
-    of_workers = {id(node) for function in scheduled_functions(tree) for node in ast.walk(function)}
+    of_workers = set()
+    for function in scheduled_functions(tree):
+        of_workers |= set(map(id, ast.walk(function)))
     for loop in (node for node in ast.walk(tree) if isinstance(node, LOOPS) and id(node) not in of_workers):
-        inner = [node for node in ast.walk(loop) if isinstance(node, LOOPS) and node is not loop]
+        inner = []
+        for node in ast.walk(loop):
+            if isinstance(node, LOOPS) and node is not loop:
+                inner.append(node)
         is_working = any(name in WORKING for _, name in calls(loop))
         if (
             is_working

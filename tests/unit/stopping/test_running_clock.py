@@ -171,9 +171,16 @@ def test_slurm_is_asked_for_the_end(tmp_path, monkeypatch, environ, end, expecte
     program.write_text(SCONTROL)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    text = str(int(time.time()) + end) if isinstance(end, int) else end
+    if isinstance(end, int):
+        text = str(int(time.time()) + end)
+    else:
+        text = end
     left_s = time_left_s({**environ, "PATH": os.environ["PATH"], "END": text})
-    assert left_s == (None if expected_s is None else pytest.approx(expected_s, abs=20))
+    if expected_s is None:
+        expected = None
+    else:
+        expected = pytest.approx(expected_s, abs=20)
+    assert left_s == expected
 
 
 def test_without_slurm_there_is_no_answer(tmp_path, monkeypatch):

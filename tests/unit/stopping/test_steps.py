@@ -72,7 +72,12 @@ def test_values(events, values):
     ],
 )
 def test_a_program_that_is_cut_anywhere_has_the_values_of_one_that_is_not(loop):
-    events = [[event] if isinstance(event, str) else event for event in loop * 3]
+    events = []
+    for event in loop * 3:
+        if isinstance(event, str):
+            events.append([event])
+        else:
+            events.append(event)
     uncut = values_after(events)
     for cut in range(len(events) + 1):
         first = values_after(events[:cut])

@@ -130,7 +130,11 @@ def test_what_the_file_says(tmp_path, text, suffix):
 
 @pytest.mark.parametrize("is_ignored", [False, True], ids=["a terminal that is gone", "under nohup"])
 def test_the_end_of_a_terminal_is_a_request(is_ignored):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    if is_ignored:
+        action = signal.SIG_IGN
+    else:
+        action = signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, action)
     flag = StopFlag("rank 2")
     try:
         flag.watch_signals()

@@ -26,7 +26,7 @@ def filled(n, capacity=100):
 
 def test_closures_go_out_in_order_and_results_come_back():
     queue, queued_closures = filled(3)
-    assert [queue.take(worker) for worker in (0, 1, 0)] == queued_closures
+    assert list(map(queue.take, (0, 1, 0))) == queued_closures
     assert queue.take(1) is None
     queue.finish(0, pickles.dumps("first"))
     assert queued_closures[0].result.get() == "first"

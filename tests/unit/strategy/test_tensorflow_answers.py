@@ -35,12 +35,14 @@ def strategy_of(n_replicas: int) -> hpcdist.Strategy:
 def ours(value):
     """Return a recorded value as a user of hpcdist would have it: tensors, PerReplica of tensors."""
     if isinstance(value, PerReplica):
-        return hpcdist.PerReplica([ours(replica_value) for replica_value in value.values])
+        return hpcdist.PerReplica(list(map(ours, value.values)))
     if isinstance(value, dict):
         return {key: ours(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(ours(child) for child in value)
-    return torch.tensor(value) if isinstance(value, np.ndarray) else value
+        return type(value)(map(ours, value))
+    if isinstance(value, np.ndarray):
+        return torch.tensor(value)
+    return value
 
 
 def op_of(text):
@@ -49,7 +51,10 @@ def op_of(text):
 
 def check(actual, expected, is_exact):
     if isinstance(expected, PerReplica):
-        values = actual.values if isinstance(actual, hpcdist.DistributedValues) else [actual] * len(expected.values)
+        if isinstance(actual, hpcdist.DistributedValues):
+            values = actual.values
+        else:
+            values = [actual] * len(expected.values)
         for value, expected_value in zip(values, expected.values, strict=True):
             check(value, expected_value, is_exact)
     elif isinstance(expected, dict):
@@ -97,7 +102,10 @@ def all_gather(strategy, value, axis, one_device):
 def split(strategy, rows, batch_size, drop_remainder, repeat_rows, repeat_batches):
     dataset = hpcdist.Dataset.from_tensor_slices(np.arange(rows)).repeat(repeat_rows)
     dataset = dataset.batch(batch_size, drop_remainder=drop_remainder).repeat(repeat_batches)
-    return [[part.tolist() for part in batch.values] for batch in strategy.experimental_distribute_dataset(dataset)]
+    batches = []
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        batches.append([part.tolist() for part in batch.values])
+    return batches
 
 
 def per_replica_batch_size(strategy, global_batch_size):
@@ -129,7 +137,10 @@ CALLS = {
 def is_meant_otherwise(case: Case) -> bool:
     """Return whether hpcdist means to differ: the reasons, one by one."""
     arguments = case.arguments
-    values = [value for argument in arguments.values() if isinstance(argument, PerReplica) for value in argument.values]
+    values = []
+    for argument in arguments.values():
+        if isinstance(argument, PerReplica):
+            values += argument.values
     if case.kind == "reduce":  # a list as axis is refused outside tf.function only; the mean of nothing is 0, not NaN
         is_mean_of_nothing = case.error is None and bool(np.isnan(case.expected).any())
         return is_mean_of_nothing or (case.error is not None and "unhashable" in case.error.message)
@@ -195,8 +206,13 @@ def error_difference(error, recorded) -> str:
     if recorded is None:
         return f"{type(error).__name__}: {error}"
     is_of_dtypes = recorded.type == "TypeError" and "that don't all match" in recorded.message
-    expected = (UsageError,) if is_of_dtypes else ERRORS[recorded.type]
-    return "" if type(error) in expected else f"{type(error).__name__}: {error}; TensorFlow: {recorded}"
+    if is_of_dtypes:
+        expected = (UsageError,)
+    else:
+        expected = ERRORS[recorded.type]
+    if type(error) in expected:
+        return ""
+    return f"{type(error).__name__}: {error}; TensorFlow: {recorded}"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +244,11 @@ def make_variable(case: Case) -> hpcdist.Variable:
 def act(variable, action, value):
     if action["method"] == "read_value":
         return variable.read_value()
-    getattr(variable, action["method"])(value if action["indices"] is None else (action["indices"], value))
+    if action["indices"] is None:
+        argument = value
+    else:
+        argument = (action["indices"], value)
+    getattr(variable, action["method"])(argument)
     return None
 
 
