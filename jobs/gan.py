@@ -88,8 +88,7 @@ def main():
         generator_optimizer.step()
         return generator_loss.detach(), discriminator_loss.detach()
 
-    first_batches = itertools.islice(batches, args.steps)
-    for step, real in enumerate(first_batches, 1):
+    for step, real in enumerate(itertools.islice(batches, args.steps), 1):
         replica_losses = strategy.run(train_step, args=(real,))
         if step % 100 == 0 or step == args.steps:
             losses = []

@@ -69,8 +69,7 @@ def main():
         accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
     dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=1)
     dataset = dataset.batch(args.batch).repeat()
-    distributed = strategy.experimental_distribute_dataset(dataset)
-    batches = iter(distributed)
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
     stalls = random.Random(strategy.rank)
 
     def train_step(images, labels):
