@@ -124,7 +124,7 @@ class World:
         order = list(self.spec.tasks())
         key = order.index(self.task) * self.size + self.rank
         self.role_comm: MPI.Comm = self.comm.Split(self._role_color(), key)
-        self.hosts = Hosts(self.role_comm, self)
+        self.hosts = Hosts(self.role_comm, self.wait)
         self.node_comm = self.hosts.node_comm
         self.n_hosts = len(self.hosts.placement.hosts)
 

@@ -11,7 +11,7 @@ def group_on(hosts, comm, world, **options):
     """Return a group of `comm` on made-up hosts: a name of HOSTS, or how many ranks each one has. Collective."""
     sizes = HOSTS[hosts] if isinstance(hosts, str) else [hosts] * comm.size
     node_comm = comm.Split(host_numbers(sizes, comm.size)[comm.rank], comm.rank)
-    return Group(comm, world, hosts=Hosts(comm, world, node_comm), **options)
+    return Group(comm, world, hosts=Hosts(comm, world.wait, node_comm), **options)
 
 
 def host_numbers(sizes, size):
