@@ -15,7 +15,7 @@ class Hosts:
 
     Args:
         comm: communicator of the ranks; not kept.
-        wait: function that waits for a non-blocking collective, bounded.
+        wait: function of a non-blocking collective and its arrays that waits, bounded; see `World.wait`.
         node_comm: communicator of the ranks of `comm` that share a host, in their order; it belongs to this object from
             then on. Default: ranks that can share memory. Tests and simulations divide ranks in other ways.
 
@@ -30,12 +30,14 @@ class Hosts:
     def __init__(
         self,
         comm: MPI.Comm,
-        wait: Callable[[MPI.Request], None],
+        wait: Callable[..., None],
         node_comm: MPI.Comm | None = None,
     ) -> None:
         self.node_comm: MPI.Comm = node_comm or comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+        comm_rank = np.array([comm.rank], np.int64)
         lowest = np.empty(1, np.int64)
-        wait(self.node_comm.Iallreduce(np.array([comm.rank], np.int64), lowest, MPI.MIN))
+        request = self.node_comm.Iallreduce(comm_rank, lowest, MPI.MIN)
+        wait(request, comm_rank, lowest)
         all_lowest = np.empty(comm.size, np.int64)
         wait(comm.Iallgather(lowest, all_lowest))
         self.placement = plan_placement(all_lowest.tolist())

@@ -106,6 +106,7 @@ class World:
         self.step_flags = single_rank_flags if self.size == 1 else StepFlags()
         self._task: Task | None = None
         self._before_free: list[Callable[[], None]] = []
+        self._pending: list[object] = []
         self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
         self.roles_from = "the program"
@@ -192,7 +193,7 @@ class World:
         code = zlib.crc32(call.encode())
         send = np.array([comm.rank if error else comm.size, code, -code], np.int64)
         receive = np.empty(3, np.int64)
-        self.wait(comm.Iallreduce(send, receive, MPI.MIN))
+        self.wait(comm.Iallreduce(send, receive, MPI.MIN), send, receive)
         lowest, least_code, negative_code = receive.tolist()
         if least_code != -negative_code:
             self._raise_other_call(call, comm)
@@ -248,7 +249,7 @@ class World:
         """
         send = np.array([value], np.int64)
         receive = np.empty(1, np.int64)
-        self.wait(comm.Iallreduce(send, receive, op))
+        self.wait(comm.Iallreduce(send, receive, op), send, receive)
         return int(receive[0])
 
     def broadcast_text(self, text: str, root: int, comm: MPI.Comm) -> str:
@@ -295,8 +296,12 @@ class World:
             error = explain(roots_text)
         self.agree(error, comm)
 
-    def wait(self, request: MPI.Request) -> None:
+    def wait(self, request: MPI.Request, *buffers: object) -> None:
         """Wait for a non-blocking collective, at most `timeout_s`.
+
+        Args:
+            request: the collective.
+            buffers: its arrays, where `keep_pending` asks for them.
 
         Raises:
             CollectiveTimeoutError: on this rank; it ends the job, as others may be anywhere.
@@ -304,7 +309,17 @@ class World:
         with time_spent.timed("communication", "agreement"):
             is_in_time = wait_until(request.Test, self.timeout_s, max_sleep_s=MAX_SLEEP_S)
         if not is_in_time:
+            self.keep_pending(request, *buffers)
             raise late("world", self.timeout_s, "some", self)
+
+    def keep_pending(self, request: MPI.Request, *buffers: object) -> None:
+        """Keep the memory of a collective that this rank no longer waits for: MPI writes to it when the others come.
+
+        Args:
+            request: the collective.
+            buffers: its arrays. mpi4py's requests hold them, but for reductions and Iallgatherv.
+        """
+        self._pending.append((request, buffers))
 
     def _find_side_ranks(self) -> tuple[int, ...]:
         """Return the ranks that end when the chief does; see `side_ranks`."""
@@ -450,6 +465,7 @@ class World:
             len(program_ranks) == 1 and self.tasks[program_ranks[0]] == self.spec.chief
         )
         if not is_chiefs_program or serving_evaluators:
+            rule = self.broadcast_text(serving_rule, int(flags.argmax()), self.comm)
             raise agreed(
                 ConfigurationError(
                     f"{rule}, got the program on ranks {program_ranks} and evaluators {serving_evaluators} that serve; "
@@ -464,7 +480,6 @@ def _share_of_cores(node: MPI.Comm) -> tuple[int, bool]:
 
     The share is all of its cores if no other rank may use them, else an equal part. Collective over `node`.
     """
-            rule = self.broadcast_text(serving_rule, int(flags.argmax()), self.comm)
     cores = frozenset(os.sched_getaffinity(0))
     sets = node.allgather(cores)
 

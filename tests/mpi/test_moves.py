@@ -1,6 +1,7 @@
 """Rows and objects that move from rank to rank, barriers, and what strategies know of their ranks."""
 
 import contextlib
+import gc
 import time
 
 import numpy as np
@@ -274,6 +275,27 @@ def test_an_error_of_the_first_rank_is_known_to_all(comm):
 
     with pytest.raises(ZeroDivisionError if comm.rank == 0 else CollectiveError):
         fail_at_first()
+
+
+def test_a_block_that_ends_too_late_writes_to_no_memory_of_ranks_that_went_on(comm):
+    """MPI completes their wait when the first rank comes: by then the memory may be that of other arrays."""
+
+    def wait_too_briefly():
+        with hpcdist.rank_zero_first(timeout_s=0.1):
+            for rank in range(1, comm.size):
+                comm.recv(source=rank)
+
+    later_arrays = []
+    if comm.rank == 0:
+        wait_too_briefly()
+    else:
+        with pytest.raises(CollectiveTimeoutError):
+            wait_too_briefly()
+        gc.collect()
+        later_arrays = [np.array([-7]) for _ in range(100)]
+        comm.send(None, 0)
+    hpcdist.barrier()
+    assert [int(array[0]) for array in later_arrays] == [-7] * len(later_arrays)
 
 
 @pytest.mark.feature("launch.ranks-within-and-between-hosts")
