@@ -200,6 +200,7 @@ class NodeBarrier:
             raise late("barrier", self._timeout_s, ", ".join(missing), rank_name)
 
 
+#: Locks that exclude nothing: one pair is enough for all threads.
 _locks = make_lock(), make_lock()
 
 

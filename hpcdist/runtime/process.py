@@ -17,7 +17,9 @@ from hpcdist.runtime.mpi import MPI, start, start_timeout_s
 from hpcdist.runtime.waiting import late, wait_until
 from hpcdist.runtime.world import World
 
+#: World that all parts of this process share, as MPI gives a process one set of ranks.
 _process_world: World | None = None
+#: Hooks of this process, as it exits once.
 _hooks: ExitHooks | None = None
 
 
