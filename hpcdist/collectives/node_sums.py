@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.ops import OPS, Op, combine, divide
-from hpcdist.collectives.staging import Stage, add_rows, copy
+from hpcdist.collectives.staging import Stage, add_rows, copy, mark_of
 from hpcdist.errors import DesyncError
 from hpcdist.plan.replicas import plan_row_additions
 from hpcdist.runtime.node_memory import NodeBarrier
@@ -102,7 +102,7 @@ class NodeSums:
             chunk = flat[start : start + n_chunk]
             views = stage.next_views(flat.dtype, chunk.size)
             rows = stage.put(chunk, views)
-            mark = 0 if start else mark_of(flat, op)
+            mark = 0 if start else mark_of(flat.size, flat.dtype) | op.code
             marks = barrier.wait(mark)
             if marks is not None:
                 raise difference_of(marks, self._names)
@@ -122,12 +122,6 @@ def stage_bytes(n_local_ranks: int) -> int:
 def chunk_bytes(n_local_ranks: int) -> int:
     """Return the most bytes of a chunk on one rank of a host: a multiple of 32, for numbers of any dtype."""
     return max(LEAST_CHUNK_BYTES, CHUNKS_BYTES // n_local_ranks) & ~31
-
-
-def mark_of(array: npt.NDArray[Any], op: Op) -> int:
-    """Return a number of 63 bits that encodes op, dtype and number of elements."""
-    mark = array.size << 16 | array.dtype.num << 8 | op.code
-    return mark & (2**63 - 1)
 
 
 def difference_of(marks: list[int], names: Sequence[str]) -> DesyncError:

@@ -5,8 +5,9 @@ from typing import Any
 import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.node_sums import NodeSums, difference_of, mark_of, stage_bytes
+from hpcdist.collectives.node_sums import NodeSums, difference_of, stage_bytes
 from hpcdist.collectives.ops import SUM, Op, divide
+from hpcdist.collectives.staging import mark_of
 from hpcdist.errors import ConfigurationError
 from hpcdist.runtime.node_window import NodeWindow
 
@@ -67,7 +68,7 @@ def require_same(array: npt.NDArray[Any], op: Op, group: Group) -> None:
 
     Collective over the ranks of the host.
     """
-    marks = group.barrier.wait(mark_of(array, op))
+    marks = group.barrier.wait(mark_of(array.size, array.dtype) | op.code)
     if marks is not None:
         error = difference_of(marks, group.names)
         error.is_agreed = len(group.placement.hosts) == 1

@@ -196,7 +196,15 @@ class World:
         self.wait(comm.Iallreduce(send, receive, MPI.MIN), send, receive)
         lowest, least_code, negative_code = receive.tolist()
         if least_code != -negative_code:
-            self._raise_other_call(call, comm)
+            this_call = call or "another call"
+            self.require_same(
+                this_call,
+                comm,
+                lambda roots_call: DesyncError(
+                    f"{call or roots_call}: expected the same call on every rank, got {roots_call} on rank 0 and "
+                    f"{this_call} here; it is collective: make it on every rank, or on none."
+                ),
+            )
         if lowest == comm.size:
             return
         n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
@@ -214,16 +222,6 @@ class World:
         elif error is not None:
             agreed.is_reporter = error.is_reporter
         raise agreed from error
-
-    def _raise_other_call(self, call: str, comm: MPI.Comm) -> None:
-        """Raise DesyncError on every rank, as not all make the same call. Collective over `comm`."""
-        my_call = call or "another call"
-        firsts = self.broadcast_text(my_call, 0, comm)
-        error = DesyncError(
-            f"{call or firsts}: expected the same call on every rank, got {firsts} on rank 0 and {my_call} here; it is "
-            f"collective: make it on every rank, or on none."
-        )
-        self.agree(None if my_call == firsts else error, comm)
 
     @contextmanager
     def agreed(self, comm: MPI.Comm | None = None, call: str = "") -> Iterator[None]:
