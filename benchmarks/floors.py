@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.node_memory import CELLS, NodeBarrier, NodeWindow
+from hpcdist.runtime.node_memory import CELLS, NodeBarrier
+from hpcdist.runtime.node_window import NodeWindow
 from hpcdist.runtime.process import make_world
 
 _ALIGNED_ELEMENTS = 16

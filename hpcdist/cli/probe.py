@@ -24,7 +24,7 @@ from hpcdist.cli.findings import MARK, RankFacts
 from hpcdist.cluster.environment import read_environment, visible_gpus
 from hpcdist.errors import CollectiveError
 from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.node_memory import NodeWindow
+from hpcdist.runtime.node_window import NodeWindow
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.waiting import wait_until
 from hpcdist.runtime.world import World

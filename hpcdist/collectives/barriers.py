@@ -188,5 +188,6 @@ def _share_whether_failed(
     global_flag = np.empty(1, np.int64)
     request = ranks.Iallreduce(local_flag, global_flag, MPI.MAX)
     if not wait_until(request.Test, timeout_s, max_sleep_s=_MAX_SLEEP_S):
+        group.world.keep_pending(request, local_flag, global_flag)
         raise late("rank_zero_first", timeout_s, "some", group.world)
     return bool(global_flag[0])

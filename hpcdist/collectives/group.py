@@ -18,7 +18,8 @@ from hpcdist.plan.placement import LanePlan, plan_lanes
 from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.hosts import Hosts
 from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.node_memory import CELLS, NodeBarrier, NodeWindow
+from hpcdist.runtime.node_memory import CELLS, NodeBarrier
+from hpcdist.runtime.node_window import NodeWindow
 from hpcdist.runtime.process import call_on_failure, end_job, has_left, make_world
 from hpcdist.runtime.time_spent import time_spent
 from hpcdist.runtime.waiting import MAX_SLEEP_S, late, wait_until
@@ -85,7 +86,7 @@ class Group:
         is_of_role = comm == world.role_comm and not is_background
         self._own_hosts = hosts
         if hosts is None and not is_of_role:
-            self._own_hosts = Hosts(self.comm, world)
+            self._own_hosts = Hosts(self.comm, world.wait)
         self._hosts = self._own_hosts or world.hosts
         self.node_comm = self._hosts.node_comm
         self.lane_comm = self._hosts.lane_comm
@@ -325,7 +326,7 @@ class CommunicationThread:
     def __init__(self, group: Group) -> None:
         # making a communicator blocks: nobody may be missing then
         group.wait([group.comm.Ibarrier()])
-        hosts = Hosts(group.comm, group.world, group.node_comm.Dup())
+        hosts = Hosts(group.comm, group.world.wait, group.node_comm.Dup())
         self.group = Group(group.comm, group.world, True, group.timeout_s, group.watchdog, hosts)
         self._thread = BackgroundThread("hpcdist-communication")
 

@@ -17,7 +17,7 @@ from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.plan.placement import LanePlan
 from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.node_memory import NodeWindow
+from hpcdist.runtime.node_window import NodeWindow
 
 Array = npt.NDArray[Any]
 #: Most and fewest bytes of a chunk on one rank; three chunks are in flight at once.

@@ -27,6 +27,7 @@ class _Silence(threading.local):
         self.run: Callable[..., Any] = context.run
 
 
+#: Made once, as each thread's context takes longer to make than to use.
 _silence = _Silence()
 
 

@@ -14,16 +14,17 @@ import numpy.typing as npt
 from hpcdist.collectives import hierarchical
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.hierarchical import LaneExchange, run_pipeline, seconds_per_byte
+from hpcdist.collectives.node_sums import chunk_bytes
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.rounds import run_schedule
 from hpcdist.collectives.route import goes_by_halving
-from hpcdist.collectives.shared_memory import chunk_bytes, require_same
+from hpcdist.collectives.shared_memory import require_same
 from hpcdist.collectives.staging import add_rows_into, copy
 from hpcdist.collectives.wire import PLAIN
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.plan.replicas import plan_row_additions
 from hpcdist.plan.schedules import plan_halving
-from hpcdist.runtime.node_memory import NodeWindow
+from hpcdist.runtime.node_window import NodeWindow
 
 Array = npt.NDArray[Any]
 #: (start, stop) of each owner's share of a flat array, by local rank.

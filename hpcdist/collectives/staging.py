@@ -29,13 +29,18 @@ _PROBE_BYTES = 128 << 10
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
+def mark_of(n_elements: int, dtype: np.dtype[Any]) -> int:
+    """Return a number of 63 bits that encodes number and dtype of elements; the lowest 8 bits are free for an op."""
+    return n_elements << 16 | dtype.num << 8
+
+
 @dataclass(frozen=True)
 class Views:
     """Views of the slots of one chunk, for chunks of one size and dtype.
 
     Attributes:
         slots: whole slot of every local rank.
-        mark: a number that encodes dtype and number of elements; 8 more bits are free.
+        mark: mark of the chunk; see `mark_of`.
         owned_range: (start, stop) of this rank's slice.
         rows: this rank's slice in every local rank's slot.
         puts: (part of the chunk, the same part of this rank's slot): all but its slice.
@@ -125,7 +130,7 @@ class Stage:
                 takes.append((part, first_slot[part]))
         return Views(
             slots=slots,
-            mark=n_elements << 16 | dtype.num << 8,
+            mark=mark_of(n_elements, dtype),
             owned_range=slice(start, stop),
             rows=[slot[start:stop] for slot in slots],
             puts=puts,

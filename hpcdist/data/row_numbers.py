@@ -62,6 +62,7 @@ class _Thread(threading.local):
     is_beside_loop = False
 
 
+#: One for the process, as each thread has a state of its own in it.
 _thread = _Thread()
 
 
@@ -161,6 +162,7 @@ class _ProgramSeeds:
         return seed_of(self._n_taken, *origin)
 
 
+#: One for the process, as the program seeds the generators of the process.
 _program_seeds = _ProgramSeeds()
 
 

@@ -24,7 +24,7 @@ _TIMEOUT_SHARE = 0.8
 #: How long a worker whose connection has ended may take to end, too.
 _EXIT_S = 0.5
 _NUMBERS = re.compile(r"\d+")
-#: Readers of this process, whose workers may end at any time.
+#: Readers of this process, which has one handler for the end of a child: a worker may end at any time.
 _readers: "weakref.WeakSet[WorkerReader]" = weakref.WeakSet()
 
 

@@ -16,7 +16,7 @@ N_KEPT = 64
 _CARRY_NOTHING = ("barrier", "save")
 
 
-#: The number of each operation that this process has entered.
+#: The number of each operation that this process has entered, by any group: ranks see each other's numbers only.
 _codes: dict[str, int] = {}
 
 

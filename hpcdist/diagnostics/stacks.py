@@ -26,7 +26,7 @@ _STATES = {
     "D": "is in the kernel, in a wait that no signal ends: look at its disk or file system",
     "Z": "has died",
 }
-#: File that this process writes its stacks to.
+#: File that this process writes its stacks to, as a signal has one handler in a process.
 _answers: int | None = None
 
 

@@ -77,6 +77,7 @@ def _row(
     return f"{name:44}{calls:>9}{megabytes:>12}{seconds:>10}{rate:>9}"
 
 
+#: Totals of all groups of this process: the program asks for one table.
 _totals: CallTotals | None = None
 
 

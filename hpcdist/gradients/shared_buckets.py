@@ -28,7 +28,7 @@ from hpcdist.plan.blocks import block_bounds
 from hpcdist.plan.buckets import BucketShape, Entry, Limits, Slot, plan_buckets
 from hpcdist.plan.replicas import plan_row_additions
 from hpcdist.plan.shards import plan_shards
-from hpcdist.runtime.node_memory import NodeWindow
+from hpcdist.runtime.node_window import NodeWindow
 
 Array = npt.NDArray[Any]
 #: One array of each rank of the host, by local rank.

@@ -13,7 +13,7 @@ from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 
-#: The states that are compared at the end, for each world.
+#: The states that are compared at the end, for each world, which is of a lower layer and does not know them.
 _watched: "weakref.WeakKeyDictionary[World, weakref.WeakSet[StateDigests]]" = (
     weakref.WeakKeyDictionary()
 )

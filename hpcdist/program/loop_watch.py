@@ -27,7 +27,7 @@ from hpcdist.runtime.worker_start import prepare_workers
 
 #: Leaves of batches whose memory names a part.
 _WEAK = (Tensor, np.ndarray)
-#: The watch of each world, by its step flags.
+#: The watch of each world, by its step flags, which are of a lower layer and do not know it.
 _watches: "weakref.WeakKeyDictionary[StepFlags, LoopWatch]" = weakref.WeakKeyDictionary()
 
 

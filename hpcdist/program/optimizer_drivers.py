@@ -23,9 +23,9 @@ _N_SAMPLED = 256
 
 #: The schedulers of torch's classes in the order in which they were made, so that all ranks report the same first.
 _schedulers: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()
-#: The optimizers that each enabled scaler has stepped.
+#: The optimizers that each enabled scaler has stepped. torch's scaler forgets them at its update.
 _scaled: "weakref.WeakKeyDictionary[GradScaler, weakref.WeakSet[Any]]" = weakref.WeakKeyDictionary()
-#: The model that each average is of.
+#: The model that each average is of, which torch's average does not keep.
 _averaged: "weakref.WeakKeyDictionary[AveragedModel, weakref.ref[nn.Module]]" = (
     weakref.WeakKeyDictionary()
 )

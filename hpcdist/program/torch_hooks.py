@@ -163,7 +163,7 @@ def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
 
 #: A function that sees the call of a module: the module, and its positional arguments.
 SeeCall = Callable[[nn.Module, tuple[Any, ...]], None]
-#: Functions that see the calls of modules, by number.
+#: Functions that see the calls of modules, by number. torch has one function that calls modules.
 _watchers: dict[int, SeeCall] = {}
 _watcher_numbers = itertools.count()
 _module_call = nn.Module.__call__
@@ -276,8 +276,9 @@ class OuterWatcher(Protocol):
         """See the output of the module. `before` is the object that `before_call` has returned."""
 
 
+#: The call that a thread is in, for all watchers.
 _outer_call = _OuterCall()
-#: Watchers that see the outermost calls, by number.
+#: Watchers that see the outermost calls, by number. They show themselves in the same function of torch.
 _outer_watchers: "dict[int, weakref.ref[OuterWatcher]]" = {}
 
 
@@ -325,7 +326,7 @@ class BackwardWatcher(Protocol):
 
 
 #: Watchers that see backwards, by number. The first ones follow the program's loop; the others, nearer to the backward,
-#: sum gradients.
+#: sum gradients. torch has one function that all backwards go through.
 _loop_watchers: "dict[int, weakref.ref[BackwardWatcher]]" = {}
 _gradient_watchers: "dict[int, weakref.ref[BackwardWatcher]]" = {}
 #: Name, in torch.autograd, of the function that all calls of autograd from Python go through.

@@ -1,14 +1,11 @@
 """The hosts of a communicator's ranks, and the communicators that follow from them."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from hpcdist.plan.placement import plan_placement
 from hpcdist.runtime.mpi import MPI
-
-if TYPE_CHECKING:
-    from hpcdist.runtime.world import World
 
 
 class Hosts:
@@ -18,7 +15,7 @@ class Hosts:
 
     Args:
         comm: communicator of the ranks; not kept.
-        world: bounds waits.
+        wait: function of a non-blocking collective and its arrays that waits, bounded; see `World.wait`.
         node_comm: communicator of the ranks of `comm` that share a host, in their order; it belongs to this object from
             then on. Default: ranks that can share memory. Tests and simulations divide ranks in other ways.
 
@@ -30,11 +27,19 @@ class Hosts:
         host: number of this rank's host.
     """
 
-    def __init__(self, comm: MPI.Comm, world: "World", node_comm: MPI.Comm | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        wait: Callable[..., None],
+        node_comm: MPI.Comm | None = None,
+    ) -> None:
         self.node_comm: MPI.Comm = node_comm or comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
-        lowest = world.all_reduce_int(comm.rank, MPI.MIN, self.node_comm)
+        comm_rank = np.array([comm.rank], np.int64)
+        lowest = np.empty(1, np.int64)
+        request = self.node_comm.Iallreduce(comm_rank, lowest, MPI.MIN)
+        wait(request, comm_rank, lowest)
         all_lowest = np.empty(comm.size, np.int64)
-        world.wait(comm.Iallgather(np.array([lowest], np.int64), all_lowest))
+        wait(comm.Iallgather(lowest, all_lowest))
         self.placement = plan_placement(all_lowest.tolist())
         self.host = self.placement.host_of(comm.rank)
         local_rank = self.node_comm.rank

@@ -202,8 +202,10 @@ class ExitHooks:
             self._finish(code)
             return
         self.is_leaving = True
+        # the request of a reduction does not hold its arrays
+        local_code = np.array([code], np.int32)
         worst = np.zeros(1, np.int32)
-        request = self._comm.Iallreduce(np.array([code], np.int32), worst, MPI.MAX)
+        request = self._comm.Iallreduce(local_code, worst, MPI.MAX)
         limit_s = self._wait_limit_s(code)
         started = time.monotonic()
         is_logged = False

@@ -229,6 +229,7 @@ def _noting(library: Library, function: Callable[..., Any]) -> Callable[..., Any
     return seed
 
 
+#: One for each library, as Python and numpy have one generator for the process.
 PYTHON: Library = _PythonNumbers()
 NUMPY: Library = _NumpyNumbers()
 LIBRARIES: Sequence[Library] = (PYTHON, NUMPY)

@@ -30,6 +30,7 @@ _MPICH_WHEEL = "/p/mpich/"
 MIN_START_S = 60.0
 #: The limit where HPCDIST_TIMEOUT_S is not a number.
 START_S = 600.0
+#: Whether `start` is done, as MPI starts once in a process. The program may have started MPI itself.
 _is_started = False
 
 

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share, and a barrier in it. Bytes only: no torch, no MPI once it is set up.
+"""Memory that the processes of a node share, and a barrier in it. Bytes only: no torch, no MPI.
 
 The memory has no name, so that nothing is left behind, however the job ends.
 """
@@ -8,15 +8,10 @@ import os
 import platform
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hpcdist.errors import CollectiveFailed
 from hpcdist.forks import make_lock
 from hpcdist.runtime.waiting import YIELDS, late, wait_until
-
-if TYPE_CHECKING:
-    from hpcdist.runtime.mpi import MPI
-    from hpcdist.runtime.world import World
 
 #: Number of int64 cells of one rank on a board: a whole cache line, so that ranks do not slow each other's writes.
 CELLS = 8
@@ -24,41 +19,6 @@ CELLS = 8
 #: the core is yielded at once.
 SPINS = 600
 _IS_ORDERED_BY_HARDWARE = platform.machine() in ("x86_64", "AMD64")
-
-
-class NodeWindow:
-    """One piece of memory for each rank of a node, mapped by all of them, zero at first.
-
-    Collective over `node_comm`. Each rank allocates the pages of its piece, so that they lie in its NUMA domain, and so
-    that missing memory is an error here and not a bus error later.
-
-    Args:
-        node_comm: communicator of ranks that can share memory.
-        nbytes: size of each rank's piece; rounded up to whole pages.
-        world: agrees on errors.
-
-    Attributes:
-        pieces: memory of each rank, by local rank.
-
-    Raises:
-        CollectiveFailed: when the node has too little memory, or forbids sharing it; on every rank of the node.
-    """
-
-    def __init__(self, node_comm: "MPI.Comm", nbytes: int, world: "World") -> None:
-        nbytes = whole_pages(nbytes)
-        fd = -1
-        with world.agreed(node_comm):
-            if node_comm.rank == 0:
-                fd = create_memory(node_comm.size * nbytes)
-        path = world.broadcast_text(path_of(fd), 0, node_comm)
-        try:
-            with world.agreed(node_comm):
-                if fd < 0:
-                    fd = open_memory(path)
-                self.pieces = map_pieces(fd, node_comm.size, nbytes, node_comm.rank)
-        finally:
-            if fd >= 0:
-                os.close(fd)
 
 
 def whole_pages(nbytes: int) -> int:
@@ -240,6 +200,7 @@ class NodeBarrier:
             raise late("barrier", self._timeout_s, ", ".join(missing), rank_name)
 
 
+#: Locks that exclude nothing: one pair is enough for all threads.
 _locks = make_lock(), make_lock()
 
 

@@ -17,15 +17,17 @@ from hpcdist.runtime.mpi import MPI, start, start_timeout_s
 from hpcdist.runtime.waiting import late, wait_until
 from hpcdist.runtime.world import World
 
+#: World that all parts of this process share, as MPI gives a process one set of ranks.
 _process_world: World | None = None
+#: Hooks of this process, as it exits once.
 _hooks: ExitHooks | None = None
 
 
-def make_world(resolver: ClusterResolver | None = None, serves: bool = False) -> World:
+def make_world(resolver: ClusterResolver | None = None, serving_rule: str = "") -> World:
     """Return the process-wide world, making it at first use.
 
     An explicit resolver after the first call, or one of fewer ranks than were started, makes a separate world; so does
-    a rank that serves.
+    a rank that serves, with the sentence `serving_rule`.
 
     Collective where a world is made: over all ranks at the first call in a program, later over the resolver's ranks.
 
@@ -42,11 +44,11 @@ def make_world(resolver: ClusterResolver | None = None, serves: bool = False) ->
     _install_hooks()
     comm = getattr(resolver, "comm", None)
     if _process_world is None and (comm is None or comm.size == MPI.COMM_WORLD.size):
-        _process_world = World(resolver, serves=serves)
+        _process_world = World(resolver, serving_rule=serving_rule)
         return _process_world
-    if _process_world is not None and resolver is None and not serves:
+    if _process_world is not None and resolver is None and not serving_rule:
         return _process_world
-    return World(resolver, serves=serves)
+    return World(resolver, serving_rule=serving_rule)
 
 
 def end_job(report: str, code: int) -> NoReturn:

@@ -166,7 +166,7 @@ def _spans_of(journal: Recorded, since_s: float) -> list[Span]:
     ]
 
 
-#: The waits of this process.
+#: The waits of this process, as a run reports one account for each rank.
 time_spent = TimeSpent()
 
 

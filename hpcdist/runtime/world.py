@@ -69,7 +69,8 @@ class World:
     Args:
         resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank is a worker.
         comm: communicator of the ranks that take part; default: all ranks. It is cloned and left alone.
-        serves: whether this rank serves another rank, in place of running the program: see `coordinator`.
+        serving_rule: sentence that says which ranks serve, for the error where they do not; empty on a rank that runs
+            the program. See `coordinator`.
 
     Attributes:
         rank: number of this rank in `comm`. size: number of ranks in `comm`.
@@ -96,7 +97,7 @@ class World:
         self,
         resolver: ClusterResolver | None = None,
         comm: MPI.Comm | None = None,
-        serves: bool = False,
+        serving_rule: str = "",
     ) -> None:
         parent_comm = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
         self.rank = parent_comm.rank
@@ -105,6 +106,7 @@ class World:
         self.step_flags = single_rank_flags if self.size == 1 else StepFlags()
         self._task: Task | None = None
         self._before_free: list[Callable[[], None]] = []
+        self._pending: list[object] = []
         self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
         self.roles_from = "the program"
@@ -117,14 +119,14 @@ class World:
         self.tasks = tuple(tasks)
         self.task = tasks[self.rank]
         self._task = self.task
-        self.coordinator = self._agreed_coordinator(serves)
+        self.coordinator = self._agreed_coordinator(serving_rule)
         self.side_ranks = self._find_side_ranks()
         self.cores_per_rank, self.is_crowded = _share_of_cores(node)
         node.Free()
         order = list(self.spec.tasks())
         key = order.index(self.task) * self.size + self.rank
         self.role_comm: MPI.Comm = self.comm.Split(self._role_color(), key)
-        self.hosts = Hosts(self.role_comm, self)
+        self.hosts = Hosts(self.role_comm, self.wait)
         self.node_comm = self.hosts.node_comm
         self.n_hosts = len(self.hosts.placement.hosts)
 
@@ -191,10 +193,18 @@ class World:
         code = zlib.crc32(call.encode())
         send = np.array([comm.rank if error else comm.size, code, -code], np.int64)
         receive = np.empty(3, np.int64)
-        self.wait(comm.Iallreduce(send, receive, MPI.MIN))
+        self.wait(comm.Iallreduce(send, receive, MPI.MIN), send, receive)
         lowest, least_code, negative_code = receive.tolist()
         if least_code != -negative_code:
-            self._raise_other_call(call, comm)
+            this_call = call or "another call"
+            self.require_same(
+                this_call,
+                comm,
+                lambda roots_call: DesyncError(
+                    f"{call or roots_call}: expected the same call on every rank, got {roots_call} on rank 0 and "
+                    f"{this_call} here; it is collective: make it on every rank, or on none."
+                ),
+            )
         if lowest == comm.size:
             return
         n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
@@ -212,16 +222,6 @@ class World:
         elif error is not None:
             agreed.is_reporter = error.is_reporter
         raise agreed from error
-
-    def _raise_other_call(self, call: str, comm: MPI.Comm) -> None:
-        """Raise DesyncError on every rank, as not all make the same call. Collective over `comm`."""
-        my_call = call or "another call"
-        firsts = self.broadcast_text(my_call, 0, comm)
-        error = DesyncError(
-            f"{call or firsts}: expected the same call on every rank, got {firsts} on rank 0 and {my_call} here; it is "
-            f"collective: make it on every rank, or on none."
-        )
-        self.agree(None if my_call == firsts else error, comm)
 
     @contextmanager
     def agreed(self, comm: MPI.Comm | None = None, call: str = "") -> Iterator[None]:
@@ -247,7 +247,7 @@ class World:
         """
         send = np.array([value], np.int64)
         receive = np.empty(1, np.int64)
-        self.wait(comm.Iallreduce(send, receive, op))
+        self.wait(comm.Iallreduce(send, receive, op), send, receive)
         return int(receive[0])
 
     def broadcast_text(self, text: str, root: int, comm: MPI.Comm) -> str:
@@ -294,8 +294,12 @@ class World:
             error = explain(roots_text)
         self.agree(error, comm)
 
-    def wait(self, request: MPI.Request) -> None:
+    def wait(self, request: MPI.Request, *buffers: object) -> None:
         """Wait for a non-blocking collective, at most `timeout_s`.
+
+        Args:
+            request: the collective.
+            buffers: its arrays, where `keep_pending` asks for them.
 
         Raises:
             CollectiveTimeoutError: on this rank; it ends the job, as others may be anywhere.
@@ -303,7 +307,17 @@ class World:
         with time_spent.timed("communication", "agreement"):
             is_in_time = wait_until(request.Test, self.timeout_s, max_sleep_s=MAX_SLEEP_S)
         if not is_in_time:
+            self.keep_pending(request, *buffers)
             raise late("world", self.timeout_s, "some", self)
+
+    def keep_pending(self, request: MPI.Request, *buffers: object) -> None:
+        """Keep the memory of a collective that this rank no longer waits for: MPI writes to it when the others come.
+
+        Args:
+            request: the collective.
+            buffers: its arrays. mpi4py's requests hold them, but for reductions and Iallgatherv.
+        """
+        self._pending.append((request, buffers))
 
     def _find_side_ranks(self) -> tuple[int, ...]:
         """Return the ranks that end when the chief does; see `side_ranks`."""
@@ -426,13 +440,13 @@ class World:
         self.wait(self.comm.Iallgather(np.array(local_facts, np.int32), facts))
         return [RankFacts(*row) for row in facts.tolist()]
 
-    def _agreed_coordinator(self, serves: bool) -> int | None:
+    def _agreed_coordinator(self, serving_rule: str) -> int | None:
         """Return the rank that runs the program, if the workers serve; None if all workers run it.
 
         Collective over all ranks.
         """
         flags = np.empty(self.size, np.int32)
-        self.wait(self.comm.Iallgather(np.array([serves], np.int32), flags))
+        self.wait(self.comm.Iallgather(np.array([bool(serving_rule)], np.int32), flags))
         serving_workers: list[int] = []
         serving_evaluators: list[int] = []
         program_ranks: list[int] = []
@@ -449,11 +463,11 @@ class World:
             len(program_ranks) == 1 and self.tasks[program_ranks[0]] == self.spec.chief
         )
         if not is_chiefs_program or serving_evaluators:
+            rule = self.broadcast_text(serving_rule, int(flags.argmax()), self.comm)
             raise agreed(
                 ConfigurationError(
-                    f"Server: expected every worker and ps to call join(), and the chief alone to run the program, got "
-                    f"the program on ranks {program_ranks} and evaluators {serving_evaluators} that serve; see "
-                    f"resolver.task_type."
+                    f"{rule}, got the program on ranks {program_ranks} and evaluators {serving_evaluators} that serve; "
+                    f"see resolver.task_type."
                 )
             )
         return program_ranks[0]

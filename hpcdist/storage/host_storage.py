@@ -21,7 +21,7 @@ from hpcdist.program.hidden import hide_gradients, restore_gradients
 from hpcdist.program.model_plan import IdentitySet, NamedParameter
 from hpcdist.program.owners import Stepper
 from hpcdist.program.tensors import is_dense
-from hpcdist.runtime.node_memory import NodeWindow
+from hpcdist.runtime.node_window import NodeWindow
 
 #: Tensors start at multiples of this number of bytes, so that no two share a cache line.
 _ALIGNMENT = 64

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from hpcdist.collectives.buffers import host_array, shared_array
+from hpcdist.collectives.node_sums import NodeSums, stage_bytes
 from hpcdist.collectives.ops import MEAN, Op
-from hpcdist.collectives.shared_memory import NodeSums, stage_bytes
 from hpcdist.collectives.staging import add_rows
 from hpcdist.errors import CollectiveError, CollectiveFailed, CollectiveTimeoutError, agreed
 from hpcdist.plan.replicas import plan_row_additions

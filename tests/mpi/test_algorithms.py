@@ -9,7 +9,7 @@ import pytest
 from made_up_hosts import HOSTS
 
 import hpcdist
-from hpcdist.collectives import algorithms, hierarchical, rounds, route, shared_memory, slices, staging
+from hpcdist.collectives import algorithms, hierarchical, node_sums, rounds, route, shared_memory, slices, staging
 from hpcdist.collectives.algorithms import ALGORITHMS, measurements_of
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS, SUM
@@ -31,9 +31,9 @@ DTYPES_AND_OPS = [
 @pytest.fixture
 def tiny(monkeypatch):
     """Shrink chunks and segments, so that small buffers take many."""
-    monkeypatch.setattr(shared_memory, "chunk_bytes", lambda n_local_ranks: 512)
+    monkeypatch.setattr(node_sums, "chunk_bytes", lambda n_local_ranks: 512)
     monkeypatch.setattr(slices, "chunk_bytes", lambda n_local_ranks: 512)
-    monkeypatch.setattr(shared_memory, "WHOLE_BYTES", 256)
+    monkeypatch.setattr(node_sums, "WHOLE_BYTES", 256)
     monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 512)
     monkeypatch.setattr(rounds, "SEGMENT_BYTES", 64)
 
@@ -292,7 +292,7 @@ def test_copy_copies_bits(monkeypatch, dtype, is_slow, shift):
 def test_chunks_hold_whole_numbers_of_any_dtype():
     sizes = {np.dtype(code).itemsize for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]}
     for n_ranks in range(1, 129):
-        assert all(shared_memory.chunk_bytes(n_ranks) % size == 0 for size in sizes)
+        assert all(node_sums.chunk_bytes(n_ranks) % size == 0 for size in sizes)
 
 
 @pytest.mark.feature("launch.process-sets")

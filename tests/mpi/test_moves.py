@@ -1,6 +1,7 @@
 """Rows and objects that move from rank to rank, barriers, and what strategies know of their ranks."""
 
 import contextlib
+import gc
 import itertools
 import time
 
@@ -302,6 +303,27 @@ def test_an_error_of_the_first_rank_is_known_to_all(comm):
         error_type = CollectiveError
     with pytest.raises(error_type):
         fail_at_first()
+
+
+def test_a_block_that_ends_too_late_writes_to_no_memory_of_ranks_that_went_on(comm):
+    """MPI completes their wait when the first rank comes: by then the memory may be that of other arrays."""
+
+    def wait_too_briefly():
+        with hpcdist.rank_zero_first(timeout_s=0.1):
+            for rank in range(1, comm.size):
+                comm.recv(source=rank)
+
+    later_arrays = []
+    if comm.rank == 0:
+        wait_too_briefly()
+    else:
+        with pytest.raises(CollectiveTimeoutError):
+            wait_too_briefly()
+        gc.collect()
+        later_arrays = [np.array([-7]) for _ in range(100)]
+        comm.send(None, 0)
+    hpcdist.barrier()
+    assert [int(array[0]) for array in later_arrays] == [-7] * len(later_arrays)
 
 
 @pytest.mark.feature("launch.ranks-within-and-between-hosts")

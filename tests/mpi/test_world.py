@@ -1,8 +1,10 @@
 import contextlib
+import gc
 import json
 import mmap
 import os
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -205,6 +207,23 @@ def test_a_rank_that_does_not_come_is_waited_for_only_so_long(world, comm):
     comm.Barrier()
     new_world.timeout_s = 30
     new_world.wait(request or new_world.comm.Ibarrier())
+
+
+def test_a_rank_that_comes_too_late_writes_to_no_memory_of_ranks_that_went_on(world, comm):
+    new_world = world()
+    later_arrays = []
+    if comm.size > 1 and comm.rank == 0:
+        new_world.timeout_s = 0.1
+        with pytest.raises(CollectiveTimeoutError):
+            new_world.all_reduce_int(3, MPI.MAX, new_world.comm)
+        gc.collect()
+        later_arrays = [np.array([-7]) for _ in range(100)]
+    comm.Barrier()
+    if comm.rank > 0:
+        new_world.all_reduce_int(4, MPI.MAX, new_world.comm)
+    new_world.timeout_s = 30
+    new_world.wait(new_world.comm.Ibarrier())
+    assert [int(array[0]) for array in later_arrays] == [-7] * len(later_arrays)
 
 
 def test_the_process_wide_world_is_made_once():

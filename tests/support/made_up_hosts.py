@@ -14,7 +14,7 @@ def group_on(hosts, comm, world, **options):
     else:
         sizes = [hosts] * comm.size
     node_comm = comm.Split(host_numbers(sizes, comm.size)[comm.rank], comm.rank)
-    return Group(comm, world, hosts=Hosts(comm, world, node_comm), **options)
+    return Group(comm, world, hosts=Hosts(comm, world.wait, node_comm), **options)
 
 
 def host_numbers(sizes, size):

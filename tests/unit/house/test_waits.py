@@ -24,6 +24,7 @@ BOUNDS = {
     r": (self\._?)?(group|_group|world|_world|self)\.wait\(\[?.*\b(I[a-z]+|request|sends|_requests)": (
         "HPCDIST_TIMEOUT_S, then the job ends: Group.wait and World.wait"
     ),
+    r"hosts\.py __init__: wait\(": "HPCDIST_TIMEOUT_S: it is World.wait",
     r"\b(barrier|_barrier|node)\.wait\(": "HPCDIST_TIMEOUT_S: the barrier in shared memory",
     r"(shares|_shares|_memory|self)\.wait\(\)": "HPCDIST_TIMEOUT_S: a barrier, or the saver's agreements",
     r"(manager|_manager|saver|_saver)\.wait\(": "HPCDIST_TIMEOUT_S without a block written: Saver.wait",
