@@ -51,11 +51,11 @@ class FollowedFile:
             os.close(descriptor)
             self._restart(0)
             return True, iter(())
-        has_other_inode = status.st_ino != self._inode
+        inode = status.st_ino
         is_shorter = status.st_size < self._offset
-        is_other = has_other_inode or is_shorter
+        is_other = is_shorter or inode != self._inode
         if is_other:
-            self._restart(status.st_ino)
+            self._restart(inode)
         return is_other, self._lines(descriptor)
 
     def _restart(self, inode: int) -> None:

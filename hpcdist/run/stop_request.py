@@ -21,7 +21,9 @@ class StopRequest:
     @property
     def reason(self) -> str:
         """The reason of the stop, for people."""
-        return f"{self.source}, for good" if self.is_for_good else self.source
+        if self.is_for_good:
+            return f"{self.source}, for good"
+        return self.source
 
     @property
     def may_be_preemption(self) -> bool:

@@ -23,11 +23,11 @@ _process_world: World | None = None
 _hooks: ExitHooks | None = None
 
 
-def make_world(resolver: ClusterResolver | None = None, serving_rule: str = "") -> World:
+def make_world(resolver: ClusterResolver | None = None, serves: bool = False) -> World:
     """Return the process-wide world, making it at first use.
 
     An explicit resolver after the first call, or one of fewer ranks than were started, makes a separate world; so does
-    a rank that serves, with the sentence `serving_rule`.
+    a rank that serves.
 
     Collective where a world is made: over all ranks at the first call in a program, later over the resolver's ranks.
 
@@ -44,11 +44,11 @@ def make_world(resolver: ClusterResolver | None = None, serving_rule: str = "") 
     _install_hooks()
     comm = getattr(resolver, "comm", None)
     if _process_world is None and (comm is None or comm.size == MPI.COMM_WORLD.size):
-        _process_world = World(resolver, serving_rule=serving_rule)
+        _process_world = World(resolver, serves=serves)
         return _process_world
-    if _process_world is not None and resolver is None and not serving_rule:
+    if _process_world is not None and resolver is None and not serves:
         return _process_world
-    return World(resolver, serving_rule=serving_rule)
+    return World(resolver, serves=serves)
 
 
 def end_job(report: str, code: int) -> NoReturn:

@@ -69,8 +69,7 @@ class World:
     Args:
         resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank is a worker.
         comm: communicator of the ranks that take part; default: all ranks. It is cloned and left alone.
-        serving_rule: sentence that says which ranks serve, for the error where they do not; empty on a rank that runs
-            the program. See `coordinator`.
+        serves: whether this rank serves another rank, in place of running the program: see `coordinator`.
 
     Attributes:
         rank: number of this rank in `comm`. size: number of ranks in `comm`.
@@ -97,7 +96,7 @@ class World:
         self,
         resolver: ClusterResolver | None = None,
         comm: MPI.Comm | None = None,
-        serving_rule: str = "",
+        serves: bool = False,
     ) -> None:
         parent_comm = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
         self.rank = parent_comm.rank
@@ -119,7 +118,7 @@ class World:
         self.tasks = tuple(tasks)
         self.task = tasks[self.rank]
         self._task = self.task
-        self.coordinator = self._agreed_coordinator(serving_rule)
+        self.coordinator = self._agreed_coordinator(serves)
         self.side_ranks = self._find_side_ranks()
         self.cores_per_rank, self.is_crowded = _share_of_cores(node)
         node.Free()
@@ -440,13 +439,13 @@ class World:
         self.wait(self.comm.Iallgather(np.array(local_facts, np.int32), facts))
         return [RankFacts(*row) for row in facts.tolist()]
 
-    def _agreed_coordinator(self, serving_rule: str) -> int | None:
+    def _agreed_coordinator(self, serves: bool) -> int | None:
         """Return the rank that runs the program, if the workers serve; None if all workers run it.
 
         Collective over all ranks.
         """
         flags = np.empty(self.size, np.int32)
-        self.wait(self.comm.Iallgather(np.array([bool(serving_rule)], np.int32), flags))
+        self.wait(self.comm.Iallgather(np.array([serves], np.int32), flags))
         serving_workers: list[int] = []
         serving_evaluators: list[int] = []
         program_ranks: list[int] = []
@@ -463,11 +462,11 @@ class World:
             len(program_ranks) == 1 and self.tasks[program_ranks[0]] == self.spec.chief
         )
         if not is_chiefs_program or serving_evaluators:
-            rule = self.broadcast_text(serving_rule, int(flags.argmax()), self.comm)
             raise agreed(
                 ConfigurationError(
-                    f"{rule}, got the program on ranks {program_ranks} and evaluators {serving_evaluators} that serve; "
-                    f"see resolver.task_type."
+                    f"roles: expected the chief alone to run the program while every worker and ps serves, got the "
+                    f"program on ranks {program_ranks} and evaluators {serving_evaluators} that serve; choose by "
+                    f"resolver.task_type which ranks serve."
                 )
             )
         return program_ranks[0]

@@ -103,11 +103,14 @@ class Agreement:
     def first_request(self, local_request: StopRequest | None) -> StopRequest | None:
         """Return, on all ranks, the request of the lowest rank that has one. Collective over the ranks of the role."""
         comm = self._world.role_comm
-        candidate = comm.size if local_request is None else comm.rank
+        candidate = comm.size
+        text = ""
+        if local_request is not None:
+            candidate = comm.rank
+            text = local_request.to_text()
         lowest = self._world.all_reduce_int(candidate, MPI.MIN, comm)
         if lowest == comm.size:
             return None
-        text = "" if local_request is None else local_request.to_text()
         return StopRequest.from_text(self._world.broadcast_text(text, lowest, comm))
 
     def any_rank(self, is_true: bool) -> bool:

@@ -537,9 +537,11 @@ class PreemptionCheckpointHandler:
         if self._stop_seen_at is None:
             self._stop_seen_at = self._loop.n_steps
         n_steps = self._loop.n_steps - self._stop_seen_at
-        is_chief = self._world.is_chief
-        least_steps = _MIN_STOP_STEPS if is_chief else _MIN_STOP_STEPS + _STEPS_AFTER_CHIEF
-        wait_s = 0.0 if is_chief else _RECORD_S
+        least_steps = _MIN_STOP_STEPS
+        wait_s = 0.0
+        if not self._world.is_chief:
+            least_steps += _STEPS_AFTER_CHIEF
+            wait_s = _RECORD_S
         if n_steps >= least_steps and self._is_overdue(request, wait_s):
             self.leave_at_once(request)
 

@@ -11,10 +11,6 @@ from hpcdist.runtime.world import World
 from hpcdist.strategy.coordination.worker import serve_closures
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 
-_SERVING_RULE = (
-    "Server: expected every worker and ps to call join(), and the chief alone to run the program"
-)
-
 
 class Server:
     """Serves a coordinator, as tf.distribute.Server: a worker runs functions, a ps holds variables.
@@ -80,4 +76,4 @@ class _Serving(ParameterServerStrategy):
     """The strategy of a rank that serves, in which functions run."""
 
     def _make_world(self, resolver: ClusterResolver | None) -> World:
-        return make_world(resolver, _SERVING_RULE)
+        return make_world(resolver, serves=True)

@@ -88,18 +88,6 @@ DOORS = {
     "pickle": {"ps.pickles"},
     "cloudpickle": {"ps.pickles"},
 }
-#: Circles of imports that are still open, in the order of their first modules. None may come; one that is cut goes.
-OPEN_CIRCLES = [
-    {"runtime.hosts", "runtime.world"},
-    {
-        "training.backup",
-        "training.callbacks",
-        "training.description",
-        "training.loop",
-        "training.model",
-        "training.progress",
-    },
-]
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 
 
@@ -175,10 +163,8 @@ def test_no_imports_go_in_a_circle():
     paths = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
     imports_of = {name: module_imports(path) & set(paths) for name, path in paths.items()}
     assert imports_of["strategy.base"] >= {"strategy.context", "strategy.extended"}
-    found = circles(imports_of)
-    new = [sorted(circle) for circle in found if circle not in OPEN_CIRCLES]
-    assert not new, f"expected imports without circles, got {new}; move what both sides need below them"
-    assert found == OPEN_CIRCLES, "a circle has been cut: take it from OPEN_CIRCLES"
+    found = [sorted(circle) for circle in circles(imports_of)]
+    assert found == [], "move what both sides need below them"
 
 
 @pytest.mark.parametrize("dependency", sorted(DOORS))
