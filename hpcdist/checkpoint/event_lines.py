@@ -44,19 +44,22 @@ class FollowedFile:
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(self._path, flags)
         except FileNotFoundError:
-            self._restart(0)
-            return True, iter(())
+            return self._no_file()
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
-            self._restart(0)
-            return True, iter(())
+            return self._no_file()
         inode = status.st_ino
         is_shorter = status.st_size < self._offset
         is_other = is_shorter or inode != self._inode
         if is_other:
             self._restart(inode)
         return is_other, self._lines(descriptor)
+
+    def _no_file(self) -> tuple[bool, Iterator[str]]:
+        """Return no lines, of another file than before."""
+        self._restart(0)
+        return True, iter(())
 
     def _restart(self, inode: int) -> None:
         """Begin at the start of a file."""
@@ -101,7 +104,11 @@ def with_last_commit(lines: Sequence[str]) -> list[str]:
 def _without(lines: Sequence[str], positions: Sequence[int]) -> list[str]:
     """Return the lines but those at some positions."""
     dropped = set(positions)
-    return [line for position, line in enumerate(lines) if position not in dropped]
+    retained_lines: list[str] = []
+    for position, line in enumerate(lines):
+        if position not in dropped:
+            retained_lines.append(line)
+    return retained_lines
 
 
 def _commits_in(lines: Sequence[str]) -> list[int]:

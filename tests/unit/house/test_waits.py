@@ -45,7 +45,9 @@ BOUNDS = {
     r"cli/probe\.py": "the limit of `hpcdist doctor`, which ends the job that it has started",
     r"(cli/run|notebook)\.py _launch: process\.wait\(\)": "with the user's own job, which signals end",
     r"notebook\.py _launch: process\.communicate\(timeout=_END_S\)": "its argument",
-    r"(look|called|answer|done|durable|recording|appending)\.result\(\)": "at once: it was done, or was waited for with a limit",
+    r"(look|called|answer|done|durable|recording|appending)\.result\(\)": (
+        "at once: it was done, or was waited for with a limit"
+    ),
     r"\.result\(timeout_s\)": "its argument",
     r"image\.py put_all: future\.result\(\)": "with copies in memory, of threads that wait for nothing",
     r"runtime/handle\.py wait: self\._future\.result\(\)": "with a sum in the background, which Group.wait bounds",
