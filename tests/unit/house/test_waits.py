@@ -28,7 +28,9 @@ BOUNDS = {
     r"\b(barrier|_barrier|node)\.wait\(": "HPCDIST_TIMEOUT_S: the barrier in shared memory",
     r"(shares|_shares|_memory|self)\.wait\(\)": "HPCDIST_TIMEOUT_S: a barrier, or the saver's agreements",
     r"(manager|_manager|saver|_saver)\.wait\(": "HPCDIST_TIMEOUT_S without a block written: Saver.wait",
-    r"\.wait\((for_s|timeout_s|limit_s|pause_s|self\._interval_s|.*, ?[a-z_.]*_s|max\(.*|0|1\.0|.*_S)\)": "its argument",
+    r"\.wait\((for_s|timeout_s|limit_s|pause_s|self\._interval_s|.*, ?[a-z_.]*_s|max\(.*|0|1\.0|.*_S)\)": (
+        "its argument"
+    ),
     r": wait\(.*(_S|_s|_s\)|0|1\.0)\)": "its argument",
     r"\.join\((timeout_s|_WRITE_S|[A-Z_]+_S)\)": "its argument",
     r"communicator\.wait\(\)": "NCCL's own timeout, which the group sets",
