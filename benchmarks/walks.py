@@ -1,4 +1,4 @@
-"""Count the Python frames of hpcdist that a gradient, a batch and a save pass through.
+"""Count the Python frames of hpcdist that a gradient, a batch, a save and an epoch of fit pass through.
 
 mpirun -n 2 python benchmarks/walks.py             (rank 0 prints)
 mpirun -n 2 python benchmarks/walks.py --names     (also each function entered, with how often)
@@ -157,6 +157,21 @@ def walk_a_save():
     return save, restore
 
 
+def walk_an_epoch():
+    """Return the walk of an epoch of fit, after another one."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = hpcdist.Model(mlp(1))
+        model.compile("adam", nn.CrossEntropyLoss(), metrics=["accuracy"])
+    rows = np.zeros((32 * N_STEPS, 784), np.float32)
+    labels = np.zeros(len(rows), np.int64)
+    model.fit(rows, labels, batch_size=32, verbose=0)
+    walk = Walk()
+    with walk.recording():
+        model.fit(rows, labels, batch_size=32, verbose=0)
+    return walk
+
+
 def report(title, walk, per, with_names):
     """Print one walk.
 
@@ -186,6 +201,7 @@ def main():
     gradient, per_parameter, total, n_parameters = walk_a_gradient()
     batch = walk_a_batch()
     save, restore = walk_a_save()
+    epoch = walk_an_epoch()
     if MPI.COMM_WORLD.rank == 0:
         print(f"a gradient: {per_parameter:.1f} frames for each further parameter and step")
         each = round(total / n_parameters, 1)
@@ -195,6 +211,7 @@ def main():
         report(f"a batch ({n_iterators} nested iterators)", batch, N_STEPS, args.names)
         report("a save", save, 1, args.names)
         report("a restore", restore, 1, args.names)
+        report(f"an epoch of fit ({N_STEPS} steps)", epoch, 1, args.names)
 
 
 if __name__ == "__main__":
