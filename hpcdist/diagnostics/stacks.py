@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcdist.runtime.processes import stat_fields
+
 #: The signal that asks for stacks. Batch systems do not send it; the first real-time signals belong to C libraries.
 SIGNAL = signal.SIGRTMAX - 2
 _FILE_NAME = "hpcdist-stacks"
@@ -76,11 +78,9 @@ def own_stacks() -> str:
 def state_of(peer: Peer) -> str | None:
     """Return why a rank cannot answer: stopped, dead or stuck in the kernel; None when it can."""
     try:
-        status = Path(f"/proc/{peer.pid}/stat").read_text()
+        state = stat_fields(peer.pid)[0]
     except OSError:
         return _STATES["Z"]
-    _, _, behind_name = status.rpartition(")")
-    state = behind_name.split()[0]
     return _STATES.get(state)
 
 

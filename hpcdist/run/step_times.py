@@ -6,8 +6,6 @@ file of a day is hardly larger than that of an hour.
 """
 
 import atexit
-import functools
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from hpcdist.cluster.environment import read_environment, trace_mode
 from hpcdist.run.trace_file import TraceFile
 from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.processes import process_began
 from hpcdist.runtime.time_spent import Span, TimeSpent, time_spent
 from hpcdist.runtime.world import World
 
@@ -313,19 +312,6 @@ def begin_step_times(world: World, run_folder: Path, attempt: int, step: int) ->
 def trace_folder(run_folder: Path, attempt: int) -> Path:
     """Return where the ranks of an attempt record their steps."""
     return run_folder / "trace" / f"{attempt:04d}"
-
-
-@functools.cache  # readers tell the records of one process by it
-def process_began() -> float:
-    """Return when this process was started, in seconds since 1970; now, where Linux does not tell."""
-    try:
-        # the name of the program, in parentheses, may have spaces
-        _, after_name = Path("/proc/self/stat").read_text().rsplit(")", 1)
-        ticks = int(after_name.split()[19])
-    except (OSError, ValueError, IndexError):  # as in a container without /proc
-        return time.time()
-    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return booted_s + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _short(seconds: float) -> float:

@@ -21,6 +21,7 @@ from hpcdist.child_processes import STOP_SIGNALS, obey_only
 from hpcdist.errors import UsageError
 from hpcdist.forks import make_lock
 from hpcdist.run.stop_request import StopRequest
+from hpcdist.runtime.processes import stat_fields
 
 logger = logging.getLogger("hpcdist")
 
@@ -56,9 +57,7 @@ _WRAPPERS = (
 def wrapper_of(pid: int) -> str | None:
     """Return the program that started a process, if it is one that may keep signals from it; None otherwise."""
     try:
-        # the name of a program, in parentheses, may have spaces
-        _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-        parent = after_name.split()[1]
+        parent = stat_fields(pid)[1]
         name = Path(f"/proc/{parent}/comm").read_text().strip()
     except OSError:  # the parent has just ended, or is another user's
         return None
