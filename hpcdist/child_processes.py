@@ -18,8 +18,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, s
 def signals_held_back() -> Iterator[None]:
     """Hold back stop signals from this thread, and from processes that are started inside the block, until its end.
 
-    A process that is being started does not ignore them yet, and Python's helpers for it, which live on, never do. The
-    price: later processes of a fork server that is started here hold them back too, unless they call `obey_only`.
+    A process that is starting does not ignore them yet, and the helper processes that Python starts with it, which
+    live on, never do. The price: later processes of a fork server that is started here hold them back too, unless
+    they call `obey_only`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -31,7 +32,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def obey_only(owner: int) -> None:
-    """End this process on a stop signal from process `owner`, and ignore stop signals from further processes.
+    """End this process on a stop signal from process `owner`, and ignore those from other processes.
 
     For the main thread of a child process.
     """

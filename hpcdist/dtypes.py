@@ -1,4 +1,4 @@
-"""Names of dtypes, the same for numpy, torch and cupy, and in which of them values are summed. It imports none."""
+"""Names of dtypes, the same for numpy, torch and cupy, none of which it imports; and the dtypes of sums."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""For tests of programs that use hpcdist: every strategy by name.
+"""For tests of programs that use hpcdist: strategies by name.
 
 import hpcdist.testing
 
@@ -19,8 +19,9 @@ from hpcdist.strategy.mirrored import MirroredStrategy
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.one_device import OneDeviceStrategy
 
-#: Makes a new strategy, for each one that runs on CPUs; as tf.distribute's strategy_combinations. Those with a mirror
-#: on each rank need losses scaled by `compute_average_loss`. `central_storage` and `mirrored` need one host.
+#: Name -> function that makes a new strategy; all run on CPUs, without servers. As tf.distribute's
+#: strategy_combinations. Those with a mirror on each rank need losses scaled by `compute_average_loss`.
+#: `central_storage` and `mirrored` need one host.
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = MappingProxyType(
     {
         "default": Strategy,

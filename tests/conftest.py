@@ -27,6 +27,8 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # a shell starts what runs in the background so, and programs of tests would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # likewise, under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     times_path = os.environ.get("TEST_TIMES")
     is_first_rank = all(os.environ.get(name, "0") == "0" for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
     if times_path and is_first_rank and not hasattr(config, "workerinput"):

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: finding the newest that verifies; and, for the attempt that writes, commit and prune.
+"""A folder of checkpoints: finds the newest that verifies; commits and prunes for the attempt that writes.
 
     step-00000300-0007.h5     step 300, as attempt 7 saved it
     latest.h5, best.h5        links to two of them, for people
@@ -192,14 +192,20 @@ class Store:
     ) -> _Result | None:
         """Return the result of `use` for the latest checkpoint for which it does not raise CheckpointDamaged.
 
-        `use` may be called again for a checkpoint that cannot be read at once. A listing that names files that are gone
-        is an old one, of a network file system: a newer one comes within a minute. Otherwise like `read_latest`.
+        `use` may be called again for a checkpoint that cannot be read at once. A network file system may list files
+        that are gone, for up to a minute: then the folder is listed again. Otherwise like `read_latest`.
+
+        Args:
+            use: function of a checkpoint's name and its open file.
+            but: steps to skip too, unless there is no other checkpoint.
+            n_looks: number of listings so far. Only this method gives it, when it calls itself.
+            since: time of the first listing. Only this method gives it.
         """
         if since is None:
             since = time.monotonic()
         candidates = self.saved()[::-1]
         self.damaged = []
-        # stable: else the newest comes first
+        # the sort is stable: among the others, and among these, the newest stays first
         for saved in sorted(candidates, key=lambda saved: saved.step in but):
             try:
                 return self._use(saved, use)
@@ -249,7 +255,7 @@ class Store:
         if not self.damaged:
             return CheckpointError(
                 f"restore: expected a checkpoint in {self.path} that stays until it is read, got each one pruned "
-                f"before that, in {_MAX_LOOKS} listings; keep more checkpoints, or save less often."
+                f"before that, however often the folder was listed; keep more checkpoints, or save less often."
             )
         return CheckpointError(
             f"restore: expected a checkpoint that verifies in {self.path}, got {len(self.damaged)} damaged; restore "
@@ -328,7 +334,7 @@ class Store:
         if number is None:
             number = self._take_number()
         else:
-            # made by another node, which shares this memory
+            # the file exists where another node, which shares this memory, has made it
             with contextlib.suppress(FileExistsError):
                 self._disk.make_new(self.ledger_of(number))
         self._disk.sync_folder(self.path / "attempts")
@@ -346,7 +352,7 @@ class Store:
         number = max(attempts, default=0)
         while True:
             number += 1
-            # a number of another attempt; or ours, and the answer was lost: skip it
+            # taken by another attempt, or by us in a request whose answer was lost: skip it
             with contextlib.suppress(FileExistsError):
                 self._disk.make_new(self.ledger_of(number))
                 return number
@@ -399,7 +405,7 @@ class Store:
         """Raise AttemptReplaced if a later attempt of the job has begun, so that two never write.
 
         Args:
-            has_time: whether to refresh the listing first, which changes the folder.
+            has_time: whether there is time to refresh the listing first, by a change of the folder.
         """
         with self.explained("save", "a folder that can be read"):
             if has_time:
@@ -460,8 +466,8 @@ class Store:
         last = max(self._last_saved, self._last_before)
         if step < last:
             raise CheckpointError(
-                f"save: expected a step after {last}, the last one in {self.path}, got {step}; restore first, or "
-                f"choose another folder."
+                f"save: expected step {last}, the last one in {self.path}, or a later one, got {step}; restore first, "
+                f"or choose another folder."
             )
         saved = Saved(self.attempt, step)
         return self.path / str(saved)
@@ -545,7 +551,8 @@ class Store:
             survivors = retention.retained(list(readable.values()))
             for saved, facts in readable.items():
                 if not any(facts is survivor for survivor in survivors):
-                    with contextlib.suppress(FileNotFoundError):  # two nodes may share one memory
+                    # copies in memory: another node, which shares it, may be quicker
+                    with contextlib.suppress(FileNotFoundError):
                         self._disk.remove(self.path / str(saved))
             self._link("latest.h5", newest)
             best = retention.best(survivors)
@@ -598,12 +605,12 @@ class Store:
                 raise
 
     @contextmanager
-    def _tolerated(self, what_stays: str) -> Iterator[None]:
-        """Log why something cannot be removed, and continue."""
+    def _tolerated(self, consequence: str) -> Iterator[None]:
+        """Log the consequence of an error in the block, and the error, and continue."""
         try:
             yield
         except (OSError, CheckpointError) as error:
-            logger.warning("%s in %s: %s", what_stays, self.path, error)
+            logger.warning("%s in %s: %s", consequence, self.path, error)
 
     def resume_from(self, used: Saved) -> None:
         """Expect steps after the restored checkpoint; rename those that `read_latest` found damaged to *.bad.

@@ -2,7 +2,8 @@
 
 A process id is no identity: each container counts its own processes, and two hosts may write in one folder. So names
 are random, and a writer holds a lock on its file for as long as it lives. Locks are sound among the processes of one
-kernel, whose boot the name tells. Whether a writer on another host lives, only the age of its file tells.
+kernel, and the name holds the identifier of its boot. Whether a writer on another host lives, only the age of its
+file tells.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ def hold(descriptor: int) -> bool:
 def _lock(descriptor: int) -> bool | None:
     """Lock an open file; return False if another one has locked it, None if the file system has no locks.
 
-    It is a lock of the open file (F_OFD_SETLK): HDF5's readers take flock, which it does not keep away.
+    It is a lock of the open file (F_OFD_SETLK), which does not exclude the flock that HDF5's readers take.
     """
     request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
@@ -85,10 +86,10 @@ def _is_abandoned(path: Path, descriptor: int) -> bool:
     age_s = time.time() - os.fstat(descriptor).st_mtime
     is_old = age_s > ABANDONED_AFTER_S
     is_of_this_boot = _is_of_this_boot(path.name)
-    is_locked = _lock(descriptor)
-    if is_locked is None:
+    has_lock = _lock(descriptor)
+    if has_lock is None:
         return is_old
-    return is_locked and (is_of_this_boot or is_old)
+    return has_lock and (is_of_this_boot or is_old)
 
 
 def _is_of_this_boot(name: str) -> bool:

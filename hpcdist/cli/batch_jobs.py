@@ -124,7 +124,7 @@ def _output_of(*command: str) -> str:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
         )
     except (OSError, ValueError, subprocess.TimeoutExpired):
-        # a job's id may be any text of a run folder
+        # ValueError: a run folder's ledger may hold any text as the id of the job
         return ""
     if done.returncode:
         return ""

@@ -14,8 +14,11 @@ from hpcdist.errors import ConfigurationError
 
 logger = logging.getLogger("hpcdist")
 
-#: Valid keys of TF_CONFIG; the last two are TensorFlow's and are ignored.
+#: Valid keys of TF_CONFIG; the last two matter to TensorFlow alone, and are ignored.
 KEYS = ("cluster", "task", "rpc_layer", "environment")
+
+#: A longer text is no index of a task.
+_MAX_DIGITS = 10
 
 
 def parse_tf_config(text: str) -> tuple[ClusterSpec, Task | None]:
@@ -51,7 +54,7 @@ def _parse_object(text: str) -> dict[str, Any]:
     """
     try:
         config = json.loads(text or "{}", object_pairs_hook=_object_without_repeats)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also for thousands of digits
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigurationError(
             f"TF_CONFIG: expected a JSON object, got {text[:60]!r} ({why}); check quotes and commas."
@@ -88,9 +91,11 @@ def _check_keys(section: dict[str, Any], valid: tuple[str, ...], where: str) -> 
         near = difflib.get_close_matches(key, missing, 1, 0.7)
         if near:
             raise ConfigurationError(
-                f"{where}: expected keys of {valid_keys}, got {key!r}; write {near[0]!r}."
+                f"{where}: expected only the keys {valid_keys}, got {key!r}; write {near[0]!r}."
             )
-        logger.warning("%s: expected keys of %s, got %r, which is ignored.", where, valid_keys, key)
+        logger.warning(
+            "%s: expected only the keys %s, got %r, which is ignored.", where, valid_keys, key
+        )
 
 
 def _parse_task(task: Any, spec: ClusterSpec) -> Task:
@@ -106,7 +111,7 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
     _check_keys(task, ("type", "index"), "TF_CONFIG.task")
     type_: Any = task.get("type")
     index: Any = task.get("index")
-    if type(index) is str and index.isdecimal():
+    if type(index) is str and index.isdecimal() and len(index) < _MAX_DIGITS:
         # scripts write an index as text, and TensorFlow accepts that
         index = int(index)
     expected_types = (("type", type_, str, "text"), ("index", index, int, "a whole number"))
@@ -154,7 +159,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer
 
     def _read(self) -> tuple[ClusterSpec, Task | None]:
-        """Return the cluster and this process's task; None if it follows from the rank."""
+        """Return the cluster and this process's task, which is None if it follows from the rank."""
         source = read_environment() if self._environ is None else self._environ
         spec, task = parse_tf_config(source.get("TF_CONFIG", ""))
         type_, index = self._explicit_task

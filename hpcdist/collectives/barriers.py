@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ def barrier(comm: MPI.Comm | None = None) -> None:
 
 
 def barrier_async(comm: MPI.Comm | None = None) -> Handle:
-    """Start a `barrier` in a background thread; `wait` of the handle returns when all have. Collective over `comm`."""
+    """Start a `barrier` in a background thread; `wait` of the handle returns with it. Collective over `comm`."""
     thread = thread_of(group_of(comm))
     return thread.submit(lambda: meet(thread.group))
 
@@ -67,7 +67,7 @@ def meet_or_name_absent(group: Group, timeout_s: float) -> None:
     """Do what `monitored_barrier` does, in a given group. Collective over `group.comm`."""
     meetings = group.keep("monitored barriers", _Meetings)
     meetings.number += 1
-    absent = _absent(group, meetings.number, timeout_s)
+    absent = _absent(group, meetings, timeout_s)
     if absent:
         absent_ranks = ", ".join(map(str, absent))
         raise CollectiveTimeoutError(
@@ -79,26 +79,34 @@ def meet_or_name_absent(group: Group, timeout_s: float) -> None:
 
 @dataclass
 class _Meetings:
-    """Number of monitored barriers that this rank has come to: messages of an earlier barrier may arrive late."""
+    """The monitored barriers of a group.
+
+    Attributes:
+        number: number of barriers that this rank has come to: messages of an earlier one may arrive late.
+        early: messages of later barriers, by (number, tag, source): a rank whose time is over may be ahead.
+    """
 
     number: int = 0
+    early: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
 
-def _absent(group: Group, number: int, timeout_s: float) -> list[int]:
+def _absent(group: Group, meetings: _Meetings, timeout_s: float) -> list[int]:
     """Return which ranks did not come, as rank 0 sees it; rank 0 alone if it did not come itself."""
     comm = group.comm
+    number = meetings.number
     if group.rank > 0:
         absent = [0]
         sent = [comm.isend((number, None), 0, _HERE)]
-        if _receive(group, {0}, _ROOT_HERE, number, timeout_s):
-            verdicts = _receive(group, {0}, _ABSENT, number, timeout_s + _LATE_S)
+        if _receive(group, {0}, _ROOT_HERE, meetings, timeout_s):
+            verdicts = _receive(group, {0}, _ABSENT, meetings, timeout_s + _LATE_S)
             absent = verdicts.get(0, absent)
     else:
         other_ranks = set(range(1, group.size))
         sent = [comm.isend((number, None), rank, _ROOT_HERE) for rank in other_ranks]
-        arrivals = _receive(group, other_ranks, _HERE, number, timeout_s)
+        arrivals = _receive(group, other_ranks, _HERE, meetings, timeout_s)
         absent = sorted(other_ranks - set(arrivals))
-        sent += [comm.isend((number, absent), rank, _ABSENT) for rank in arrivals]
+        # a rank that comes later reads that it was absent
+        sent += [comm.isend((number, absent), rank, _ABSENT) for rank in other_ranks]
     wait_until(lambda: all(request.Test() for request in sent), _LATE_S)
     return absent
 
@@ -107,18 +115,24 @@ def _receive(
     group: Group,
     sources: set[int],
     tag: int,
-    number: int,
+    meetings: _Meetings,
     timeout_s: float,
 ) -> dict[int, Any]:
-    """Return the values received for a meeting, by source, once all sources have sent or the time is over."""
+    """Return the values received for this barrier, by source, once all sources have sent or the time is over."""
     values: dict[int, Any] = {}
+    for source in sources:
+        key = (meetings.number, tag, source)
+        if key in meetings.early:
+            values[source] = meetings.early.pop(key)
 
     def look() -> bool:
         status = MPI.Status()
         while group.comm.Iprobe(MPI.ANY_SOURCE, tag, status):
             sent_for, value = group.comm.recv(source=status.source, tag=tag)
-            if sent_for == number:
+            if sent_for == meetings.number:
                 values[status.source] = value
+            elif sent_for > meetings.number:
+                meetings.early[sent_for, tag, status.source] = value
         return values.keys() >= sources
 
     wait_until(look, timeout_s, max_sleep_s=_MAX_SLEEP_S)
@@ -146,7 +160,7 @@ def rank_zero_first(
 
     Raises:
         CollectiveError: on the other ranks, when the block raised on the first rank.
-        CollectiveTimeoutError: on the other ranks, when the block takes too long.
+        CollectiveTimeoutError: on the other ranks, when the block takes too long; on the first, when they do not come.
 
     Cost: one all-reduce of 8 bytes.
     """
@@ -189,5 +203,5 @@ def _share_whether_failed(
     request = ranks.Iallreduce(local_flag, global_flag, MPI.MAX)
     if not wait_until(request.Test, timeout_s, max_sleep_s=_MAX_SLEEP_S):
         group.world.keep_pending(request, local_flag, global_flag)
-        raise late("rank_zero_first", timeout_s, "some", group.world)
+        raise late("rank_zero_first", timeout_s, "some ranks", group.world)
     return bool(global_flag[0])

@@ -63,13 +63,13 @@ def all_reduce(
     ordered = group.placement.is_aligned if is_ordered is None else is_ordered
     if group.node_comm.size > 1:
         require_same(flat, op, group)
-    # a wire rounds by chunks: their size must not depend on a time
-    nbytes = CHUNK_BYTES
+    # a wire rounds by chunks: if their size followed a measured time, so would the bits
+    size_bytes = CHUNK_BYTES
     if wire is PLAIN:
-        nbytes = chunk_bytes(flat.nbytes, seconds_per_byte(group))
-    n_chunk = nbytes // flat.itemsize
-    starts = range(0, flat.size, n_chunk)
-    chunks = [_Chunk(group, flat[start : start + n_chunk], start) for start in starts]
+        size_bytes = chunk_bytes(flat.nbytes, seconds_per_byte(group))
+    chunk_size = size_bytes // flat.itemsize
+    starts = range(0, flat.size, chunk_size)
+    chunks = [_Chunk(group, flat[start : start + chunk_size], start) for start in starts]
     plan = group.lane_plan(ordered)
     begins = [functools.partial(chunk.begin, op, plan, wire, key) for chunk in chunks]
     run_pipeline(begins, chunks)
@@ -133,7 +133,7 @@ def seconds_per_byte(group: Group) -> float:
 
 
 def _time_bytes(group: Group) -> float:
-    """Return the seconds that a byte takes: the times of a large and a small sum differ by those of its bytes."""
+    """Return the seconds that a byte takes: what a large sum takes longer than a small one, for each byte more."""
     small_bytes, large_bytes = _PROBE_BYTES
     small_s = _fastest_sum_s(group, small_bytes)
     large_s = _fastest_sum_s(group, large_bytes)
@@ -270,7 +270,7 @@ class LaneExchange:
             for local_rank in self._plan.retained_rows:
                 part = self._rows[local_rank][self._parts[peer]]
                 encoded = self._wire.encode(part, (*self._key, 0, local_rank, peer))
-                self.send(encoded, peer)
+                self._send(encoded, peer)
 
     def combine(self) -> None:
         """Combine what arrived for this rank's part, and send the result to the others."""
@@ -290,7 +290,7 @@ class LaneExchange:
             self._arriving_results.append((part, buffer))
             self._receive(buffer, peer)
         for peer in self._peers:
-            self.send(encoded, peer)
+            self._send(encoded, peer)
 
     def finish(self) -> None:
         """Wait for the other hosts' results."""
@@ -313,8 +313,8 @@ class LaneExchange:
             addends.append(addend)
         return addends
 
-    def send(self, array: Array, peer: int) -> None:
-        """Start to send an array, which is kept until it has arrived."""
+    def _send(self, array: Array, peer: int) -> None:
+        """Start to send an array, which is kept until `_wait` returns."""
         self._sent.append(array)
         self._requests.append(self._lane.Isend(array.view("u1"), peer))
 

@@ -87,7 +87,7 @@ CollectiveCommunication = Implementation = CommunicationImplementation
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """Choices for the all-reduce of gradients, as `tf.distribute.experimental.CommunicationOptions` and two of ours.
+    """Choices for the all-reduce of gradients, as `tf.distribute.experimental.CommunicationOptions` and four of ours.
 
     Attributes:
         bytes_per_pack: bytes of the largest bucket of gradients; 0 chooses it from the measured latency and bandwidth
@@ -99,9 +99,10 @@ class CommunicationOptions:
         wire_dtype: dtype in which gradients travel between hosts. "bfloat16" or "float16" halves their bytes, except in
             the bucket that is complete last, which holds exact counts; sums stay float32. The rounding error is added
             at the next step, and lost at a restart. None for the gradients' own dtype.
-        local_steps: number N of steps between averages. Above 1, replicas step on their own gradients (local SGD), and
-            weights, buffers and the state of optimizers are averaged every N steps. Saves and stops wait for the
-            average; a save by the program itself ends the round. Not for GradScaler and LBFGS.
+        local_steps: number N of steps between averages, of all optimizers of the strategy together: a multiple of the
+            steps of one iteration. Above 1, replicas step on their own gradients (local SGD), and weights, buffers and
+            the state of optimizers are averaged every N steps. Saves and stops wait for the average; a save by the
+            program itself and the end of an epoch of fit end the round. Not for GradScaler, mixed_float16 and LBFGS.
         first_local_step: number of the first local step (post-local SGD); gradients are summed before it.
 
     Raises:

@@ -4,6 +4,7 @@ A rank answers a signal by writing its stacks to an anonymous file, which the as
 fault handler needs no interpreter lock for that, so a rank that hangs while holding the lock answers too.
 """
 
+import contextlib
 import faulthandler
 import fcntl
 import os
@@ -28,7 +29,7 @@ _STATES = {
     "D": "is in the kernel, in a wait that no signal ends: look at its disk or file system",
     "Z": "has died",
 }
-#: File that this process writes its stacks to, as a signal has one handler in a process.
+#: Descriptor of the file that this process writes its stacks to: one for all, as a signal has one handler.
 _answers: int | None = None
 
 
@@ -67,11 +68,11 @@ def own_stacks() -> str:
             continue
         thread_name = names.get(ident, ident)
         lines.append(f"thread {thread_name}, innermost call first:")
-        inner = frame
-        while inner is not None:
-            code = inner.f_code
-            lines.append(f"  {code.co_filename}:{inner.f_lineno} in {code.co_name}")
-            inner = inner.f_back  # type: ignore[assignment]
+        caller = frame
+        while caller is not None:
+            code = caller.f_code
+            lines.append(f"  {code.co_filename}:{caller.f_lineno} in {code.co_name}")
+            caller = caller.f_back  # type: ignore[assignment]
     return "\n".join(lines)
 
 
@@ -96,12 +97,14 @@ def stacks_of(peer: Peer) -> str | None:
     path = _answers_of(peer.pid)
     if path is None or not _is_caught(peer.pid):
         return f"{name}, cannot be asked for its stacks; try py-spy dump --pid {peer.pid}"
-    answers = os.open(path, os.O_RDONLY)  # stays open, and so locked, until this process ends
     try:
+        answers = os.open(path, os.O_RDONLY)  # stays open, and so locked, until this process ends
         fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.kill(peer.pid, SIGNAL)
     except BlockingIOError:
         return None
-    os.kill(peer.pid, SIGNAL)
+    except OSError:  # it has ended meanwhile
+        return f"{name}, {_STATES['Z']}"
     text = _read_when_written(answers) or "it did not answer"
     return f"{name}, is here:\n{text}"
 
@@ -123,12 +126,14 @@ def _answers_of(pid: int) -> str | None:
     """Return the path of the file that a process writes its stacks to. None if there is no such file."""
     folder = f"/proc/{pid}/fd"
     try:
-        for name in os.listdir(folder):
-            path = f"{folder}/{name}"
-            if _FILE_NAME in os.readlink(path):
-                return path
+        names = os.listdir(folder)
     except OSError:  # it has ended, or it is not ours to look at
         return None
+    for name in names:
+        path = f"{folder}/{name}"
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if _FILE_NAME in os.readlink(path):
+                return path
     return None
 
 

@@ -1,6 +1,6 @@
-"""Backwards, from the gradients that parameters hold before one to the sums that it leaves in them.
+"""Backwards: what becomes of the gradients of parameters between the start of `loss.backward()` and its sums.
 
-`torch_hooks.around_gradients` shows the begin and the end of a backward. At its begin the gradients that parameters
+`torch_hooks.around_gradients` shows the start and the end of a backward. At its start the gradients that parameters
 hold are put away, so that autograd leaves only the gradients of this backward. At its end these are taken to the slots,
 and, once all replicas of the process have ended theirs, summed over all ranks. Where sums overlap with the backward, a
 parameter's hook takes its gradient at once.
@@ -52,7 +52,7 @@ class _Pass:
             another replica's parameters are weighted by the rows of that other replica.
         is_nested: whether it runs inside another backward, or one inside it has made gradients of the same parameters.
         depth: number of backwards that run, 1 for this one alone.
-        inner: marks of the gradients when a backward inside it began; None outside of an inner backward.
+        inner_marks: marks of the gradients when the last backward inside it began; None before the first.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class _Pass:
         self.is_scaled = False
         self.has_crossed = False
         self.is_nested = is_nested
-        self.inner: list[tuple[int, int]] | None = None
+        self.inner_marks: list[tuple[int, int]] | None = None
         self.depth = 1
 
     def local_replica(self) -> int:
@@ -163,7 +163,7 @@ class Backward:
         torch_hooks.after_accumulation(parameter, arrive)
 
     def require_seen(self) -> None:
-        """Raise GradientError for gradients of a backward whose begin was not seen; on this rank only."""
+        """Raise GradientError for gradients of a backward whose start was not seen; on this rank only."""
         if self._arrivals and not self._passes:
             self._arrivals.clear()
             raise GradientError(
@@ -225,7 +225,7 @@ class Backward:
         return self._scheduler.replica if self._has_several else self._scheduler.replicas[0]
 
     def take_scaled_loss(self, loss: Tensor) -> None:
-        """Sum gradients from the first backward that reaches this loss, unless they are averaged."""
+        """Settle that gradients are summed, once a backward reaches this loss, unless the program chose a mean."""
         self._sums.op.take_scaled_loss(loss)
 
     def mark_scaled(self, loss: Tensor) -> None:
@@ -257,7 +257,7 @@ class Backward:
         if running is not None and is_inside:
             running.depth += 1
             if running.depth == 2:
-                running.inner = running.marks()
+                running.inner_marks = running.marks()
             return
         self._drop_failed()
         parameters = [slot.reference() for slot in self._sums.slots]
@@ -270,12 +270,12 @@ class Backward:
         self._arrivals.append(parameter)
         running = self._passes.get(self._key)
         gradient = parameter.grad
-        if running is None:
+        if running is None or gradient is None:
             return
-        is_plain = gradient is not None and not running.creates_graph and running.depth == 1
+        is_plain = not running.creates_graph and running.depth == 1
         if not is_plain or not self._is_summing or not self._sums.op.is_settled(running.is_scaled):
             return  # taken at the end of the backward
-        if running.stashed or self._looks_for_infinity or gradient is None:
+        if running.stashed or self._looks_for_infinity:
             return
         slot.require_kind(gradient)
         if running.weight is None:
@@ -291,14 +291,18 @@ class Backward:
     # -- a backward ends --------------------------------------------------------------------------------------------
 
     def end_backward(self, is_whole: bool) -> None:
-        """Sum the gradients that the backward has made, or accumulate them."""
+        """Sum the gradients that the backward has made, or accumulate them.
+
+        Args:
+            is_whole: whether the backward has returned, and has not raised.
+        """
         running = self._passes.get(self._key)
         if running is None:
             return
         if running.depth > 1:
             running.depth -= 1
             if running.depth == 1:
-                running.is_nested = running.is_nested or running.inner != running.marks()
+                running.is_nested = running.is_nested or running.inner_marks != running.marks()
             return
         has_gradients = bool(self._arrivals)
         if self._has_several:  # other backwards may run, too
@@ -359,7 +363,7 @@ class Backward:
             )
         if self._sums.is_broken:
             raise GradientError(
-                "backward: expected earlier backwards to end, got one that failed when sums had begun on others; "
+                "backward: expected earlier backwards to end, got one that failed when sums had begun on other ranks; "
                 "let the error end the job, and start it again."
             )
         if running.creates_graph:

@@ -1,6 +1,6 @@
 """The gradient engine: models start identical, and `loss.backward()` leaves the sum over all replicas in `.grad`.
 
-Each strategy has one engine, made of four parts. The planner makes models equal at their first use and plans their
+Each strategy has one engine, made of these parts. The planner makes models equal at their first use and plans their
 sums. `Backward` takes the gradients of each backward, `GradientSums` sums and publishes them, and `StepChecks` checks
 that optimizers step on sums. Every replica joins every bucket of every synchronized backward, and a count per parameter
 distinguishes a gradient of zero from no gradient at all.
@@ -95,7 +95,7 @@ class GradientEngine:
         return writes.merging()
 
     def make_local_steps(self, n_steps: int, first_step: int) -> None:
-        """Let replicas step on their own gradients, and average every `n_steps` steps, from a step on. Not collective.
+        """Let replicas step on their own gradients from `first_step` on, and average every `n_steps`. Not collective.
 
         Raises:
             ConfigurationError: where a rank has several replicas, or the ranks share one copy; on all ranks alike.

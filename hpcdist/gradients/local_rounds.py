@@ -73,6 +73,12 @@ class LocalRounds:
             self._world.step_flags.begin_round()
         return is_over
 
+    def forget(self) -> None:
+        """End the round without an average: all ranks have loaded the same values."""
+        self._n_made = 0
+        self._steppers = []
+        self._world.step_flags.end_round()
+
     @torch.no_grad()
     def average(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Replace tensors, and tensors in the state of the round's optimizers, by means over replicas; end the round.
@@ -108,9 +114,7 @@ class LocalRounds:
             tensors_by_dtype.setdefault(dtype, []).append(tensor)
         for dtype in sorted(tensors_by_dtype):
             self._average(tensors_by_dtype[dtype], dtype)
-        self._n_made = 0
-        self._steppers = []
-        self._world.step_flags.end_round()
+        self.forget()
 
     def _average(self, tensors: list[Tensor], dtype: str) -> None:
         """Replace tensors by their means over all replicas, summed in a dtype."""

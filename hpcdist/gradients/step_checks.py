@@ -319,12 +319,12 @@ class StepChecks:
             self._managed.storage.end_step(parameters)
         if any(parameter in self._managed.trained for parameter in parameters):
             self._generators.advance()
+            if is_local:
+                # before anybody notes what the step has left
+                self._sums.count_local_step(optimizer)
             self._sums.states.note_step(optimizer)
             self._group.world.note_step(self._generators.step)
             self._group.world.step_flags.count_step(optimizer, self._sums.number)
-            rounds = self._sums.rounds
-            if is_local and rounds is not None and rounds.count_step(optimizer):
-                self._sums.average_round()
         elif self._n_replicas > 1 and optimizer not in self._foreign_optimizers:
             self._note_other(optimizer, parameters)
         if self._scheduler.replica is not None and self._managed.is_ours(optimizer, parameters):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hpcdist.collectives.options import CommunicationImplementation
 from hpcdist.errors import DesyncError, GradientError, agreed
@@ -308,6 +309,7 @@ class GradientSums:
         n_touched: Sequence[float],
         earlier: Mapping[Slot, Tensor],
     ) -> None:
+        """Put each new sum, plus an earlier one, into `parameter.grad`; without a new sum, the earlier one or None."""
         is_plain = not earlier and not self._has_several
         for slot, parameter, n_replicas in zip(self.slots, parameters, n_touched, strict=True):
             if parameter is None or not n_replicas:
@@ -425,13 +427,16 @@ class GradientSums:
         if self.n_replicas * total_of_squares == total**2:
             return
         expected = "for a backward after a pass whose parts no backward used"
-        advice = "each part before the next, torch.no_grad() to evaluate, drop_remainder=True"
+        advice = (
+            "train on each part before the next is drawn, evaluate under torch.no_grad(), "
+            "use drop_remainder=True"
+        )
         if any(contribution.has_crossed for contribution in contributions):
             expected = "for a backward through all_reduce, all_gather or SyncBatchNorm"
-            advice = "drop_remainder=True"
+            advice = "use drop_remainder=True"
         raise GradientError(
             f"backward: expected parts of as many rows on all replicas {expected}, with ReduceOp.MEAN, got "
-            f"{row_counts[-1]} rows here and other numbers elsewhere; use {advice}, or compute_average_loss with "
+            f"{row_counts[-1]} rows here and other numbers elsewhere; {advice}, or use compute_average_loss with "
             f"ReduceOp.SUM."
         )
 
@@ -454,6 +459,11 @@ class GradientSums:
             if divisor is not None and slot.total is not None:
                 slot.total.div_(divisor)
 
+    def count_local_step(self, optimizer: Optimizer) -> None:
+        """Count a local step. Collective over all replicas at the last step of a round, which ends it."""
+        if self.rounds is not None and self.rounds.count_step(optimizer):
+            self.average_round()
+
     def average_round(self) -> None:
         """Average the tensors that local steps have made differ, and end the round.
 
@@ -475,7 +485,8 @@ class GradientSums:
     def drop(self) -> None:
         """Forget sums that have begun and will not end, because of an error."""
         if self._contributions and self._has_several and not self.buckets.is_started:
-            # begun here, but not summed: ranks with one replica have not counted it
+            # one replica had begun before another raised: ranks whose only replica raised
+            # have not counted the sum
             self.n_sums -= 1
         self._contributions = []
         if self._local_sums is not None:
@@ -487,8 +498,8 @@ class GradientSums:
 
 _OTHER_BATCHES = (
     "backward: expected parts of the same global batch on all replicas, got other batches elsewhere; let all ranks "
-    "draw the same batches: what one rank alone needs, as for a plot, it reads from the dataset itself, or it takes "
-    "one batch and begins again."
+    "draw the same batches: a rank that needs rows alone, as for a plot, reads them from the dataset itself, or looks "
+    "at the first batch by next(iter(batches)), which consumes none."
 )
 _OTHER_ROWS = (
     "backward: expected as many rows on all replicas with ReduceOp.MEAN, for batches that no distributed dataset has "

@@ -44,7 +44,7 @@ def _is_old(segment: str) -> bool:
 def _open_in(process: str) -> set[str]:
     """Return the names of the segments that a process has open; none for processes of other users."""
     try:
-        with open(f"/proc/{process}/maps") as maps:
+        with open(f"/proc/{process}/maps", errors="surrogateescape") as maps:
             return set(_PATTERN.findall(maps.read()))
     except OSError:
         return set()

@@ -209,7 +209,7 @@ class Checkpoint:
         owners.publish(list(self._objects.values()))
 
     def make_equal(self) -> None:
-        """Make models that have not been used yet equal on all ranks: a save is a use.
+        """Make models equal on all ranks that have not been used yet, as a save is a use; end a round of local steps.
 
         Collective over chief and workers if there are such models.
         """

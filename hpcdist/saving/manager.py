@@ -433,6 +433,7 @@ class CheckpointManager:
         self._begin_to_save()
         if not self._agree_to_copy():
             return
+        self.checkpoint.make_equal()
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._saver.keeps_copies:
@@ -496,6 +497,7 @@ class CheckpointManager:
 
         Cost: every rank reads its models and optimizers once; two all-reduces of 8 bytes.
         """
+        self.checkpoint.make_equal()
         self.checkpoint.refresh()
         with self._forgetting_copies():
             nodes, arrays = self.checkpoint.collect_equal()

@@ -32,13 +32,13 @@ class CentralStorageStrategy(MirroredStrategy):
     Args:
         compute_devices: one name for each rank, such as "/gpu:1", where modules and tensors of the scope and of `run`
             are; default: see `device` of `MultiWorkerMirroredStrategy`.
-        parameter_device: device of the parameters: "cpu" (default); with one rank, its compute device (default).
+        parameter_device: device of parameters, which must be the default: "cpu"; with one rank, its compute device.
         num_replicas: number of replicas, as for `MultiWorkerMirroredStrategy`.
         gradient_op: SUM or MEAN, as for `MultiWorkerMirroredStrategy`.
 
     Raises:
-        ConfigurationError: on every rank alike, when ranks are on several hosts or cannot share memory, are not as many
-            as the devices, torch cannot use a device, or parameters cannot be on parameter_device.
+        ConfigurationError: on every rank alike, when ranks are on several hosts or cannot share memory, when there are
+            not as many as devices, when torch cannot use a device, or when parameters cannot be on parameter_device.
     """
 
     def __init__(

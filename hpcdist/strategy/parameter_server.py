@@ -30,7 +30,7 @@ from hpcdist.strategy.own_gradients import GradientsAndParameters
 #: How much longer a worker waits for an answer than servers let it wait for other workers: servers name the late ones.
 _LATE_S = 30.0
 #: Between nodes a push goes to a server in parts of about this many bytes: each is applied, and its new values sent,
-#: while the next ones come. Nothing comes beside the answers to the last part.
+#: while the next ones come. Only the answer to the last part comes beside nothing else.
 CHUNK_BYTES = 1 << 19
 #: Advice for a cluster without servers or workers.
 _SET_ROLES = "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
@@ -45,7 +45,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     Every worker runs the program; or workers serve, and the chief schedules functions on them, by a
     `ClusterCoordinator`. `backward` leaves a worker's own gradients in `parameter.grad`; `optimizer.step()` pushes
     them, servers update the variables, and the worker gets the new values. ps ranks serve inside this constructor, and
-    exit there with the chief's code when all workers have ended.
+    exit there with the chief's exit code when all workers have ended.
 
     Asynchronous (default): each push is applied as it comes, so that runs differ in their bits. Losses may be scaled in
     any way: divided by the rows of all workers, the pushes of a round together are one step of SGD; divided by a
@@ -149,21 +149,21 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         world = self.world
         rules = self._rules
         local_rules = json.dumps([rules.max_staleness, rules.is_synchronous, self._non_finite])
-        chiefs = world.broadcast_text(local_rules, self.client_ranks[0], world.comm)
+        chief_rules = world.broadcast_text(local_rules, self.client_ranks[0], world.comm)
         with world.agreed():
-            if local_rules != chiefs and world.task.is_training and world.coordinator is None:
+            if local_rules != chief_rules and world.task.is_training and world.coordinator is None:
                 raise ConfigurationError(
                     f"ParameterServerStrategy: expected max_staleness, synchronous and non_finite as on the chief, "
-                    f"{chiefs}, got {local_rules}; give every worker the same."
+                    f"{chief_rules}, got {local_rules}; give every worker the same."
                 )
-        max_staleness, is_synchronous, self._non_finite = json.loads(chiefs)
+        max_staleness, is_synchronous, self._non_finite = json.loads(chief_rules)
         self._rules = Rules(max_staleness, is_synchronous)
         if world.coordinator is not None and self._rules != Rules():
             raise agreed(
                 ConfigurationError(
                     f"ParameterServerStrategy: expected neither max_staleness nor synchronous with workers that serve: "
-                    f"one without a function would be waited for, got {chiefs}; leave them out, or let every worker "
-                    f"run the program."
+                    f"all would wait for one without a function, got {chief_rules}; leave them out, or let every "
+                    f"worker run the program."
                 )
             )
 
@@ -269,7 +269,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     def _describe_steps(self) -> str:
         n_servers = sum(task.type == "ps" for task in self.world.tasks)
-        return f"gradients go to {n_servers} parameter server{'s'[: n_servers > 1]}"
+        plural = "s" if n_servers > 1 else ""
+        return f"gradients go to {n_servers} parameter server{plural}"
 
     @property
     def num_replicas_in_sync(self) -> int:

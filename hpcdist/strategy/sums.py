@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives import algorithms
@@ -252,8 +252,17 @@ class EngineSums:
         self._engine.managed.storage.collect(objects)
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Send the loaded values to servers."""
-        self._engine.managed.storage.publish(objects)
+        """Send the loaded values to servers; a round of local steps of models among the objects is over."""
+        loaded_objects = list(objects)
+        self._engine.managed.storage.publish(loaded_objects)
+        rounds = self._engine.sums.rounds
+        modules = [item for item in loaded_objects if isinstance(item, nn.Module)]
+        if rounds is not None and any(map(self._is_ours, modules)):
+            rounds.forget()
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        """Return whether a module has a parameter of the scope."""
+        return any(map(self.owns, module.parameters()))
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""

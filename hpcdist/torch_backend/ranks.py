@@ -24,9 +24,10 @@ ANY_RANK = -1
 
 
 class Ranks(abc.ABC):
-    """The ranks of one process group. All methods but `send` and `recv` are collective, and block.
+    """The ranks of one process group.
 
-    Arrays are flat, contiguous and on the host; arrays that move are bytes.
+    All methods but `send`, `recv` and `start` block; all but `send` and `recv` are collective. Arrays are flat,
+    contiguous and on the host; arrays that move are bytes.
 
     Attributes:
         rank: rank of this process, in the group's order.
@@ -216,7 +217,7 @@ class Message(Work):
         limit_s = min(timeout.total_seconds() or self._timeout_s, self._timeout_s)
         has_ended = wait_until(self.is_completed, limit_s, yields=0)
         if not has_ended and (self._tensor is None or self._give_up()):
-            raise late(self._title, limit_s, "it", self._rank)
+            raise late(self._title, limit_s, "the other rank", self._rank)
         if self._error is not None:
             raise self._error
         return True
@@ -226,7 +227,7 @@ class Message(Work):
         if self._tensor is not None:
             self._give_up()
         elif not wait_until(self.is_completed, self._timeout_s, yields=0):
-            raise late(self._title, self._timeout_s, "it", self._rank)
+            raise late(self._title, self._timeout_s, "the other rank", self._rank)
 
     def _source_rank(self) -> int:
         return self._source
@@ -302,5 +303,5 @@ def deal(joined: Array, tensors: Sequence[Tensor]) -> None:
 
 
 def no_bytes(n_bytes: int = 0) -> Array:
-    """Return memory for bytes."""
+    """Return memory for a number of bytes; by default for none."""
     return np.empty(n_bytes, np.uint8)

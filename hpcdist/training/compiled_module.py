@@ -206,6 +206,11 @@ class CompiledModule(nn.Module):
                 f"compile: expected no {option} with parameter servers, where no worker knows the sums of gradients, "
                 f"got it; {cure}."
             )
+        if options.scales_losses and self.strategy.describe_sums().get("local_steps"):
+            raise UsageError(
+                "compile: expected no mixed_float16 with local_steps, where a rank that skips a step would miss one of "
+                "its round, got it; take mixed_bfloat16."
+            )
         has_pieces = options.gradient_accumulation_steps > 1
         if has_pieces and self.strategy.is_averaging:
             raise UsageError(

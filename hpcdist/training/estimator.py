@@ -105,7 +105,7 @@ class _TrainCall:
         batches: DistributedInput,
         end: int | None,
     ) -> bool:
-        """Begin a call, or resume at its next batch the one that was loaded; return whether it is new."""
+        """Begin a call, or resume the one that was loaded, at its next batch; return whether the call is new."""
         self._batches = batches
         if self.is_running and self.number == number and self._cursor is not None:
             batches.load_state_dict(self._cursor)
@@ -143,7 +143,7 @@ class Estimator:
     there. A call of `train` that was stopped or killed resumes at its next batch when the program runs again, and the
     calls before it are left out. Where a job may be stopped between calls of `train`, give `max_steps`.
 
-    An input function returns an `hpcdist.Dataset` of (features, labels) with `batch`. It is called on every worker, and
+    An input function returns a batched `hpcdist.Dataset` of (features, labels). It is called on every worker, and
     its rows are neither split nor sharded: a batch is for one replica. It may take `input_context`, and `params` and
     `config` as model_fn.
 
@@ -210,7 +210,7 @@ class Estimator:
         return self._call.global_step
 
     @property
-    def _n_apart(self) -> int:
+    def _n_separate(self) -> int:
         """Number of workers that make separate steps; 1 where all workers make each step together."""
         return self.strategy.n_replicas // self.strategy.num_replicas_in_sync
 
@@ -334,7 +334,7 @@ class Estimator:
         if global_steps is None:
             schedule = SaveSchedule(every_s=self.config.save_checkpoints_secs)
         else:
-            schedule = SaveSchedule(every_steps=max(1, global_steps // self._n_apart))
+            schedule = SaveSchedule(every_steps=max(1, global_steps // self._n_separate))
         with contextlib.ExitStack() as stack:
             handler = PreemptionCheckpointHandler(None, manager, schedule=schedule)
             stack.push(handler)  # records how the run ends, if that is not well
@@ -355,11 +355,11 @@ class Estimator:
         """Make the remaining steps of the call."""
         call = self._call
         config = self.config
-        n_apart = self._n_apart
+        n_separate = self._n_separate
         first = self._call.global_step
         n_remaining = None
         if call.end is not None:
-            n_remaining = max(0, math.ceil((call.end - first) / n_apart))
+            n_remaining = max(0, math.ceil((call.end - first) / n_separate))
         began_at = time.monotonic()
         model.train()
         with self.strategy.scope():
@@ -368,9 +368,9 @@ class Estimator:
                 itertools.islice(rows_of_batches(batches), n_remaining)
             ):
                 model.run_step(model.train_step, batch, n_rows, must_check=not number)
-                call.global_step += n_apart
-                is_printed = _is_due(config.log_step_count_steps, call.global_step, n_apart)
-                is_written = _is_due(config.save_summary_steps, call.global_step, n_apart)
+                call.global_step += n_separate
+                is_printed = _is_due(config.log_step_count_steps, call.global_step, n_separate)
+                is_written = _is_due(config.save_summary_steps, call.global_step, n_separate)
                 if is_printed or is_written:
                     loss = model.local_result("loss")  # of this rank: reading it sends nothing
                     self.strategy.run(model.reset_local_metrics)
@@ -397,15 +397,15 @@ class Estimator:
 
     def _write(
         self,
-        kind: str,
+        folder: str,
         values: dict[str, Any],
         step: int,
     ) -> None:
         """Write values for TensorBoard, where that is installed, on the chief alone."""
         if self.strategy.is_chief:
-            if kind not in self._writers:
-                self._writers[kind] = open_writer(self.model_dir / kind, step, is_needed=False)
-            writer = self._writers[kind]
+            if folder not in self._writers:
+                self._writers[folder] = open_writer(self.model_dir / folder, step, is_needed=False)
+            writer = self._writers[folder]
             if writer is not None:
                 for name, value in values.items():
                     writer.add_scalar(name, value, step)
@@ -492,7 +492,7 @@ class EvalSpec:
 
     Attributes:
         input_fn: input function; see `Estimator`.
-        steps: number of batches. None until the data ends.
+        steps: number of batches. None: until the data ends.
         name: end of the name of the folder of event files; see `Estimator.evaluate`.
         start_delay_secs: accepted: an evaluator begins with the first checkpoint.
         throttle_secs: accepted: it takes the newest checkpoint as soon as it is free.
@@ -516,7 +516,7 @@ def train_and_evaluate(
 
     Returns:
         Result of `Estimator.evaluate`, and an empty list, for the exports of TensorFlow. None where an evaluator of
-        the cluster evaluates, whose results are in `eval/`.
+        the cluster evaluates, whose results are in `eval/`, or in `eval_NAME/` for an EvalSpec with a name.
 
     Raises:
         SystemExit: on an evaluator, when the job ends; on a stop request, with code 75.
@@ -538,7 +538,7 @@ def _evaluate_beside(estimator: Estimator, spec: EvalSpec) -> NoReturn:
     folder = estimator.model_dir / _evaluation_folder(spec.name)
     evaluator = SidecarEvaluator(model, batches, checkpoints, spec.steps, log_dir=folder)
     evaluator.start()
-    raise SystemExit(0)  # as a separate job, whose run is finished
+    raise SystemExit(0)  # as an evaluator in a job of its own ends: its work is done
 
 
 def model_to_estimator(
@@ -554,7 +554,8 @@ def model_to_estimator(
         config: options of the run; see `Estimator`.
 
     Raises:
-        UsageError: for a subclass without a module: its own code makes it, `Estimator(lambda: MyModel())`.
+        UsageError: for a model that is not compiled, or a subclass without a module, whose own code can make it for an
+            `Estimator(function)`; for several groups of parameters, add_loss, and regularizers of other parameters.
     """
     if not isinstance(keras_model, Model) or keras_model.net is keras_model:
         raise UsageError(
@@ -574,14 +575,19 @@ def model_to_estimator(
             "model_to_estimator: expected one group of parameters, and regularizers of parameters of the module, got "
             "more groups, add_loss or others; write Estimator(function) with a function that makes the model."
         )
-    options = {name: groups[0][name] for name in source_model.optimizer.defaults}
+    optimizer_class: Any = type(source_model.optimizer)
+    arguments = inspect.signature(optimizer_class).parameters
+    options = {
+        name: groups[0][name] for name in source_model.optimizer.defaults if name in arguments
+    }
+    make_optimizer = functools.partial(optimizer_class, **options)
+    compile_arguments = dict(source_model.compiled_with)
+    compile_options = compile_arguments.pop("options")
+    net = copy.deepcopy(source_model.net)  # with the weights that it has now
+    model_name = source_model.name
 
     def copy_model() -> Model:
-        model = Model(copy.deepcopy(source_model.net), source_model.name)
-        optimizer_class: Any = type(source_model.optimizer)
-        make_optimizer = functools.partial(optimizer_class, **options)
-        compile_arguments = dict(source_model.compiled_with)
-        compile_options = compile_arguments.pop("options")
+        model = Model(copy.deepcopy(net), model_name)
         model.compile(make_optimizer, **compile_arguments, **compile_options)
         for make, name in regularizers:
             model.add_regularizer(make, model.net.get_parameter(str(name)))

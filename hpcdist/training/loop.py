@@ -319,6 +319,9 @@ class Fit:
             raise DataError(
                 f"fit: expected batches in epoch {epoch + 1}, got none; give data with rows."
             )
+        model.strategy.prepare(
+            [model.net]
+        )  # a validation and callbacks need equal ranks after local steps
 
     def _batches(self, n_batches: int | None) -> Iterator[tuple[Any, int | None]]:
         """Yield the batches of one pass. With `n_batches`, yield this number, and continue there in the next epoch."""

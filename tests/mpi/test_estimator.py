@@ -188,6 +188,8 @@ def test_a_model_becomes_an_estimator(config, shared_path):
     model = linear()
     model.set_weights([np.zeros((1, 3), np.float32), np.ones(1, np.float32)])
     converted = estimator.model_to_estimator(keras_model=model, config=config)
+    later_weights = [np.ones((1, 3), np.float32), np.ones(1, np.float32)]
+    model.set_weights(later_weights)
     close(converted, (torch.zeros(1, 3), torch.ones(1)))
     converted.train(endless, steps=2)
     assert model.get_weights()[1] == 1.0, "a copy is trained"
@@ -198,6 +200,10 @@ def test_a_model_becomes_an_estimator(config, shared_path):
     assert [weight.shape for _, weight in copied.regularizers] == [(1, 3)]
     assert copied.regularizers[0][1] is copied.net.weight
     assert copied.learning_rate == 0.03
+    model.compile("adamw", "mse")
+    adamw_config = RunConfig(shared_path / "adamw", train_distribute=config.train_distribute)
+    copied = estimator.model_to_estimator(keras_model=model, config=adamw_config).model
+    assert type(copied.optimizer) is type(model.optimizer)
     model.add_loss(lambda: torch.zeros(()))
     with pytest.raises(UsageError, match="add_loss"):
         estimator.model_to_estimator(model)

@@ -400,3 +400,17 @@ def test_options_that_do_not_go_together(comm):
         model.compile("sgd", "mse", gradient_accumulation_steps=2)
     with pytest.raises(UsageError, match="sparse=True"):
         hpcdist.Model(nn.Embedding(3, 2, sparse=True)).compile("sgd", "mse", global_clipnorm=1.0)
+
+
+def test_local_steps_refuse_mixed_float16_and_leave_ranks_equal(comm):
+    options = hpcdist.CommunicationOptions(local_steps=4)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(communication_options=options)
+    with strategy.scope():
+        model = hpcdist.Model(nn.Linear(3, 1))
+        with pytest.raises(ValueError, match=r"mixed_float16 with local_steps"):
+            model.compile("sgd", "mse", dtype_policy="mixed_float16")
+        model.compile("sgd", "mse")
+    x = torch.randn(24 * 3, 3, generator=torch.Generator().manual_seed(1))
+    model.fit(x, x.sum(1, keepdim=True), batch_size=24, verbose=0)  # three steps: a round is open
+    assert not strategy.world.step_flags.is_in_round
+    assert len(set(comm.allgather(model.net.weight.detach().numpy().tobytes()))) == 1

@@ -151,6 +151,52 @@ def test_a_save_of_the_programs_own_ends_the_round(comm, shared_path):
     manager.wait()
 
 
+def make_manager(trained, folder, **options):
+    checkpoint = hpcdist.Checkpoint(model=trained.model, optimizer=trained.optimizer)
+    return hpcdist.CheckpointManager(checkpoint, folder, **options)
+
+
+@pytest.mark.parametrize("call", ["save_fast", "check_equal"])
+def test_copies_and_comparisons_end_the_round(comm, shared_path, tmp_path, call):
+    trained = Trained(4)
+    manager = make_manager(trained, shared_path, fast_directory=tmp_path)
+    trained.step()
+    if call == "save_fast":
+        manager.save_fast(1)
+    else:
+        manager.check_equal()
+    assert len(set(comm.allgather(trained.weights().numpy().tobytes()))) == 1
+    manager.wait()
+    manager.forget_copies()
+
+
+def test_a_restore_ends_the_round(comm, shared_path):
+    """All ranks have the same values then, and the next round begins with the next step."""
+    trained = Trained(2)
+    manager = make_manager(trained, shared_path)
+    path = manager.save(0)
+    trained.step()
+    assert trained.strategy.world.step_flags.is_in_round
+    manager.checkpoint.restore(path)
+    assert not trained.strategy.world.step_flags.is_in_round
+    trained.step()
+    assert trained.strategy.world.step_flags.is_in_round
+    trained.step()
+    assert len(set(comm.allgather(trained.weights().numpy().tobytes()))) == 1
+    manager.wait()
+
+
+def test_the_average_at_the_end_of_a_round_belongs_to_its_last_step(comm, shared_path):
+    """A program that ends there is saved, as nothing has changed since."""
+    trained = Trained(2)
+    handler = hpcdist.PreemptionCheckpointHandler(None, make_manager(trained, shared_path))
+    with handler:
+        for _ in range(2):
+            trained.step()
+            handler.poll()
+        assert not handler._last_values.have_changed()
+
+
 def test_accumulation_before_a_local_step(comm):
     """Two halves of a batch, the first under no_sync, give the step of the whole."""
     whole = Trained(2)

@@ -41,12 +41,12 @@ def all_reduce(
         buffer: as `nccl.all_reduce`; overwritten.
         op: the sum; lanes carry no other reduction.
         group: any size >= 1, with the same number of ranks on every host.
-        lane_all_reduce: function that sums a (n_piece,) numpy array over `group.lane_comm` in place; default: MPI's
-            sum.
+        lane_all_reduce: function that sums a numpy array, a piece of this rank's part, over `group.lane_comm` in
+            place; default: MPI's sum.
 
     Raises:
-        CollectiveError: for a buffer that NCCL cannot carry; on this rank only. For hosts with different numbers of
-            ranks; on every rank alike.
+        CollectiveError: for a buffer that NCCL cannot carry, or another op; on this rank only. For hosts with
+            different numbers of ranks; on every rank alike.
         ConfigurationError: as `nccl.communicator_of`; on every rank alike.
 
     Cost: with p ranks on each of m hosts: 2(p-1)/p * n elements sent per rank inside the host, 2(m-1)/m * n/p between
@@ -96,7 +96,7 @@ def _sum_over_lane(group: Group, host: HostArray) -> None:
 
 
 def _uneven(group: Group) -> CollectiveError:
-    """Return the error of hosts with different numbers of ranks: their parts would not match. All ranks know."""
+    """Return the error of hosts with different numbers of ranks: their parts would not match. All ranks raise it."""
     sizes = [len(ranks) for ranks in group.placement.hosts]
     error = CollectiveError(
         f"hierarchical: expected the same number of ranks on every host, got {min(sizes)} to {max(sizes)}; start as "

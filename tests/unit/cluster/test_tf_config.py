@@ -111,6 +111,11 @@ def test_host_names_that_tell_tasks_apart():
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": true}}', "got True"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "indx": 0}}', "got 'indx'; write 'index'"),
         ("[" * 20_000, "nested too deeply"),
+        ('{"cluster": ' + "1" * 5000 + "}", "JSON object"),
+        (
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "' + "1" * 5000 + '"}}',
+            "'index' as a whole number",
+        ),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "from 0 to 0, got 1"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}', "got 'worker' -1"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}', "got 'ps'"),
