@@ -32,11 +32,9 @@ class Trained:
     def backward(self, rows, is_first):
         context = hpcdist.get_replica_context()
         replica_rows = rows[context.replica_id_in_sync_group :: context.num_replicas_in_sync]
+        y = self.model(replica_rows)
         if is_first:
-            first_outputs = self.first(replica_rows)
-        else:
-            first_outputs = 0
-        y = self.model(replica_rows) + first_outputs
+            y = y + self.first(replica_rows)
         (y.square().sum() / ROWS if self.strategy.is_summing else y.square().sum(1).mean()).backward()
 
     def step_in_one_run(self):
