@@ -531,7 +531,7 @@ def test_a_restart_that_cuts_otherwise_is_refused(strategy, name, settings, othe
 
 
 def test_batches_of_the_dataset_itself_are_refused(strategy):
-    with pytest.raises(DataError, match="expected a DataLoader with a batch_size over Plain, got none"):
+    with pytest.raises(DataError, match="expected a batch_size of the DataLoader over Plain, got none"):
         strategy.experimental_distribute_dataset(DataLoader(Plain(), None, num_workers=2))
 
 
