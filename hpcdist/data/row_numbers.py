@@ -62,7 +62,7 @@ class _Thread(threading.local):
     is_beside_loop = False
 
 
-#: One for the process, as each thread has a state of its own in it.
+#: One for the process, as each thread has a state in it.
 _thread = _Thread()
 
 

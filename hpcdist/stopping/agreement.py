@@ -51,7 +51,7 @@ class Agreement:
     def poll(self, at_once: bool = False, may_ask: bool = True) -> Request:
         """Return the requests of all ranks; equal on all ranks. Collective over the ranks of the role.
 
-        Those that came with gradients are complete. Of an all-reduce of its own it knows the strongest one.
+        Those that came with gradients are complete; of an explicit all-reduce the strongest one is known.
 
         Args:
             at_once: all-reduce now unless gradients have carried the requests; must be equal on all ranks.

@@ -35,7 +35,7 @@ class Entry:
     updated: int | None = None
 
 
-#: The blocks around the caller. A context variable, as each replica runs in a thread of its own.
+#: The blocks around the caller. A context variable, as each replica runs in a separate thread.
 _entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar(
     "hpcdist_entries", default=()
 )

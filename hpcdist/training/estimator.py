@@ -538,7 +538,7 @@ def _evaluate_beside(estimator: Estimator, spec: EvalSpec) -> NoReturn:
     folder = estimator.model_dir / _evaluation_folder(spec.name)
     evaluator = SidecarEvaluator(model, batches, checkpoints, spec.steps, log_dir=folder)
     evaluator.start()
-    raise SystemExit(0)  # as an evaluator in a job of its own ends: its work is done
+    raise SystemExit(0)  # as a separate job that evaluates ends
 
 
 def model_to_estimator(
