@@ -14,7 +14,13 @@ import click
 from hpcdist.cli.findings import MARK, Finding, RankFacts, findings_of
 from hpcdist.cli.launcher import as_text, find_launcher, launch_command, mpi_library, request_here
 from hpcdist.cli.output import echo
-from hpcdist.cluster.environment import check_names, launcher_of, read_environment, visible_gpus
+from hpcdist.cluster.environment import (
+    check_names,
+    launcher_of,
+    read_environment,
+    slurm_tasks,
+    visible_gpus,
+)
 from hpcdist.errors import ConfigurationError, ExitCode
 
 #: Longest time for the ranks to start, to measure and to end.
@@ -133,9 +139,8 @@ def _look_at_new_ranks(
         yield Finding("fail", "MPI", str(error))
         return
     yield Finding("ok", "MPI", f"{launcher.kind}, started by {launcher.path}")
-    tasks = environ.get("SLURM_NTASKS", "")
     if n_ranks is None:
-        n_ranks = int(tasks) if tasks.isdecimal() else 2
+        n_ranks = slurm_tasks(environ) or 2
     request = request_here(n_ranks, (), environ, hosts or "")
     line, added = launch_command(launcher, request, environ)
     code, printed = _run([*line, *_probe("facts", run_dir)], {**environ, **added})

@@ -28,7 +28,7 @@ from hpcdist.cli.launcher import (
 )
 from hpcdist.cli.output import echo, printable
 from hpcdist.cli.site import site_defaults
-from hpcdist.cluster.environment import check_names, read_environment
+from hpcdist.cluster.environment import check_names, read_environment, slurm_tasks
 from hpcdist.cluster.slurm import node_names
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
 from hpcdist.restart_rule import RESTART, RUN, Launch, Situation, action_after, is_of_signal
@@ -104,9 +104,8 @@ def command(
     n_on_hosts = n_ranks_on(hosts or "")
     if ranks is None:
         ranks = n_on_hosts
-        tasks = environ.get("SLURM_NTASKS", "")
-        if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal():
-            ranks = int(tasks)
+        if "SLURM_JOB_ID" in environ and not hosts:
+            ranks = slurm_tasks(environ) or n_on_hosts
     request = request_here(ranks, command_of(program, is_module), environ, hosts or "", bind)
     launcher = find_launcher(mpi_library(), environ)
     added = {**_rendezvous(hosts, environ), **_settings(roles, environ)}

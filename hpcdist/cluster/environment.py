@@ -134,6 +134,8 @@ def _names_launch(name: str) -> bool:
 
 #: Three years: longer than any job, and short enough for the timers of the operating system.
 _LONGEST_S = 1e8
+#: A longer number is no number of tasks.
+_MAX_DIGITS = 9
 #: Name of a connection to the launcher that the variables name, but that does not exist.
 _CLOSED = "closed"
 
@@ -232,8 +234,15 @@ def unused_tasks(environ: Mapping[str, str]) -> int:
     """Return how many tasks the Slurm allocation has, if the program runs in it without any launcher; else 0."""
     if launcher_of(environ) is not None or not environ.get("SLURM_JOB_ID"):
         return 0
+    return slurm_tasks(environ)
+
+
+def slurm_tasks(environ: Mapping[str, str]) -> int:
+    """Return how many tasks SLURM_NTASKS asks for; 0 if it does not say."""
     tasks = environ.get("SLURM_NTASKS", "")
-    return int(tasks) if tasks.isdecimal() else 0
+    if not tasks.isdecimal() or len(tasks) > _MAX_DIGITS:
+        return 0
+    return int(tasks)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:

@@ -12,6 +12,7 @@ from hpcdist.cluster.environment import (
     job_id,
     launcher_of,
     mark_rank,
+    slurm_tasks,
     timeout_s,
     unused_tasks,
     visible_gpus,
@@ -43,6 +44,14 @@ def test_tasks_of_an_allocation_that_nobody_started():
     assert unused_tasks({**job, "SLURM_STEP_NUM_TASKS": "1"}) == 0, "one process on purpose"
     assert unused_tasks({**job, "PMI_SIZE": "1", "PMI_RANK": "0"}) == 0
     assert unused_tasks({"SLURM_NTASKS": "4"}) == 0, "a variable that is left over"
+
+
+@pytest.mark.parametrize(
+    ("text", "n_tasks"),
+    [("4", 4), ("0", 0), ("", 0), ("-1", 0), ("many", 0), ("1" * 5000, 0), ("99999", 99999)],
+)
+def test_tasks_of_slurm(text, n_tasks):
+    assert slurm_tasks({"SLURM_NTASKS": text}) == n_tasks
 
 
 def test_gpus_that_may_be_used():
