@@ -464,7 +464,7 @@ class World:
         if not is_chiefs_program or serving_evaluators:
             raise agreed(
                 ConfigurationError(
-                    f"roles: expected the chief alone to run the program while every worker and ps serves, got the "
+                    f"roles: expected every worker and ps to serve, and the chief alone to run the program, got the "
                     f"program on ranks {program_ranks} and evaluators {serving_evaluators} that serve; choose by "
                     f"resolver.task_type which ranks serve."
                 )
