@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.cluster.environment import launcher_of
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError, UsageError
 
 #: Launcher -> the variables that it gives its processes: rank, size, rank on the host.
@@ -254,9 +255,8 @@ def request_here(
     if not hosts and not is_in_allocation:
         n_usable_cores = n_cores()
     cpus_per_task = 0
-    cpus = environ.get("SLURM_CPUS_PER_TASK", "")
-    if is_in_allocation and cpus.isdecimal():
-        cpus_per_task = int(cpus)
+    if is_in_allocation:
+        cpus_per_task = whole_number(environ.get("SLURM_CPUS_PER_TASK", "")) or 0
     return Request(
         n_ranks=n_ranks,
         program=tuple(program),

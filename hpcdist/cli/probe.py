@@ -22,6 +22,7 @@ import numpy as np
 from hpcdist.checkpoint import durable
 from hpcdist.cli.findings import MARK, RankFacts
 from hpcdist.cluster.environment import read_environment, visible_gpus
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import CollectiveError
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_window import NodeWindow
@@ -68,7 +69,6 @@ def _facts_of(world: World, folder: str) -> RankFacts:
     """
     environ = read_environment()
     shm = os.statvfs("/dev/shm")
-    threads = environ.get("OMP_NUM_THREADS", "")
     latency_s, link_bytes_s, skew_s = _measure_links(world)
     copy_bytes_s = _measure_copies(world)
     can_share = _can_share(world)
@@ -81,7 +81,7 @@ def _facts_of(world: World, folder: str) -> RankFacts:
         task=str(world.task),
         cores=tuple(sorted(os.sched_getaffinity(0))),
         n_host_cores=os.cpu_count() or 1,
-        omp_threads=int(threads) if threads.isdecimal() else 0,
+        omp_threads=whole_number(environ.get("OMP_NUM_THREADS", "")) or 0,
         n_gpus=visible_gpus(environ),
         copy_bytes_s=copy_bytes_s,
         shm_bytes=shm.f_bavail * shm.f_frsize,

@@ -30,6 +30,7 @@ from hpcdist.cli.output import echo, printable
 from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import check_names, read_environment, slurm_tasks
 from hpcdist.cluster.slurm import node_names
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
 from hpcdist.restart_rule import RESTART, RUN, Launch, Situation, action_after, is_of_signal
 
@@ -132,12 +133,12 @@ def n_ranks_on(hosts: str) -> int:
     n_ranks = 0
     for entry in hosts.split(","):
         name, _, count = entry.partition(":")
-        count = count or "1"
-        if not name or not count.isdecimal() or int(count) < 1:
+        n_ranks_here = whole_number(count or "1")
+        if not name or not n_ranks_here:
             raise UsageError(
                 f"hpcdist run: expected --hosts as n1:4,n2:4, got {hosts!r}; name hosts and their ranks."
             )
-        n_ranks += int(count)
+        n_ranks += n_ranks_here
     return n_ranks
 
 

@@ -26,6 +26,7 @@ from hpcdist.cli.run import command_of, run_dir_of
 from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import read_environment
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
 
 
@@ -237,9 +238,9 @@ def _count(explicit_count: int | None, sbatch_value: str | None) -> int:
     """
     if explicit_count is not None:
         return explicit_count
-    if sbatch_value is not None and sbatch_value.isdecimal():
-        return max(1, int(sbatch_value))
-    return 1
+    if sbatch_value is None:
+        return 1
+    return whole_number(sbatch_value) or 1
 
 
 def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError
 
 #: Every variable that hpcdist itself defines, with its meaning.
@@ -134,8 +135,6 @@ def _names_launch(name: str) -> bool:
 
 #: Three years: longer than any job, and short enough for the timers of the operating system.
 _LONGEST_S = 1e8
-#: A longer number is no number of tasks.
-_MAX_DIGITS = 9
 #: Name of a connection to the launcher that the variables name, but that does not exist.
 _CLOSED = "closed"
 
@@ -200,10 +199,10 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     """Return the launcher's variables for this process, or None if no launcher has started it."""
     first_launcher = None
     for size_name, rank_name, name in LAUNCHER_VARIABLES:
-        size = environ.get(size_name, "")
-        rank = environ.get(rank_name, "")
-        if size.isdecimal() and rank.isdecimal():
-            launcher = Launcher(name, int(size), int(rank), size_name, rank_name)
+        size = whole_number(environ.get(size_name, ""))
+        rank = whole_number(environ.get(rank_name, ""))
+        if size is not None and rank is not None:
+            launcher = Launcher(name, size, rank, size_name, rank_name)
             first_launcher = first_launcher or launcher
             if launcher.size > 1:
                 return launcher
@@ -216,10 +215,9 @@ def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     srun or mpirun may have started torchrun, once on each host; its processes inherit their variables. A process of
     torchrun may start mpirun, whose ranks are MPI's, not torchrun's.
     """
-    size = environ.get("WORLD_SIZE", "")
-    n_local = environ.get("LOCAL_WORLD_SIZE", "")
-    is_torchrun = "TORCHELASTIC_RUN_ID" in environ and size.isdecimal() and n_local.isdecimal()
-    if not is_torchrun:
+    size = whole_number(environ.get("WORLD_SIZE", ""))
+    n_local = whole_number(environ.get("LOCAL_WORLD_SIZE", ""))
+    if "TORCHELASTIC_RUN_ID" not in environ or size is None or n_local is None:
         return None
     mpi_environ = dict(environ)
     mpi_environ.pop("WORLD_SIZE", None)
@@ -227,7 +225,7 @@ def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     mpi_launcher = launcher_of(mpi_environ)
     if mpi_launcher is not None and mpi_launcher.size > 1 and size == n_local:
         return None
-    return int(size), int(n_local)
+    return size, n_local
 
 
 def unused_tasks(environ: Mapping[str, str]) -> int:
@@ -239,10 +237,7 @@ def unused_tasks(environ: Mapping[str, str]) -> int:
 
 def slurm_tasks(environ: Mapping[str, str]) -> int:
     """Return how many tasks SLURM_NTASKS asks for; 0 if it does not say."""
-    tasks = environ.get("SLURM_NTASKS", "")
-    if not tasks.isdecimal() or len(tasks) > _MAX_DIGITS:
-        return 0
-    return int(tasks)
+    return whole_number(environ.get("SLURM_NTASKS", "")) or 0
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:

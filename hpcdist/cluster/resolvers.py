@@ -12,6 +12,7 @@ from typing import Protocol
 
 from hpcdist.cluster.environment import launcher_of, read_environment, visible_gpus
 from hpcdist.cluster.spec import SINGLE_TASK_TYPES, TASK_TYPES, Addresses, ClusterSpec, Task
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError, UsageError
 
 logger = logging.getLogger("hpcdist")
@@ -259,11 +260,12 @@ def parse_roles(text: str) -> dict[str, int | None]:
 def _parse_count(count: str, part: str, text: str) -> int | None:
     if count == "*":
         return None
-    if not count.isdecimal() or int(count) < 1:
+    n_ranks = whole_number(count)
+    if not n_ranks:
         raise ConfigurationError(
             f"roles: expected a count above 0 or *, got {part!r} in {text!r}; {_EXAMPLE}."
         )
-    return int(count)
+    return n_ranks
 
 
 def tasks_of_roles(counts: Mapping[str, int | None], size: int) -> list[Task]:

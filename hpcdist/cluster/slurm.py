@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError
 
 #: Longest wait for an answer of Slurm's controller.
@@ -94,13 +95,14 @@ def _range(piece: str) -> list[str]:
     first, dash, last = piece.partition("-")
     if not dash:
         last = first
-    are_numbers = first.isdecimal() and last.isdecimal()
-    if not are_numbers or int(first) > int(last):
+    first_number = whole_number(first)
+    last_number = whole_number(last)
+    if first_number is None or last_number is None or first_number > last_number:
         raise ConfigurationError(
             f"slurm: expected a range such as 01-03, got {piece!r}; check SLURM_STEP_NODELIST."
         )
     n_digits = len(first)
-    numbers = range(int(first), int(last) + 1)
+    numbers = range(first_number, last_number + 1)
     return [str(number).zfill(n_digits) for number in numbers]
 
 
@@ -112,7 +114,7 @@ def parse_tasks_per_node(text: str) -> list[int]:
     """
     counts: list[int] = []
     for piece in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", piece)
         if not match:
             raise ConfigurationError(
                 f"slurm: expected counts such as 3(x2),2, got {text!r}; check SLURM_STEP_TASKS_PER_NODE."
@@ -244,11 +246,12 @@ def _whole_number(environ: Mapping[str, str], name: str) -> int:
         ConfigurationError: if it is not set, or no whole number.
     """
     text = _variable(environ, name)
-    if not text.isdecimal():
+    number = whole_number(text)
+    if number is None:
         raise ConfigurationError(
             f"slurm: expected {name} as a whole number, got {text!r}; start the program by srun."
         )
-    return int(text)
+    return number
 
 
 def _counts_per_node(

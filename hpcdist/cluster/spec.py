@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError
 
 #: The task types, in the order in which entries are counted.
@@ -208,7 +210,9 @@ def _numbered(type_: str, addresses: Addresses) -> _Tasks:
     indices = []
     tasks = []
     for index, address in addresses.items():
-        if not str(index).isdecimal() or isinstance(index, bool):
+        # a cluster that was read from JSON has texts as indices
+        number = _index_number(index)
+        if number is None:
             raise ConfigurationError(
                 f"cluster: expected indices from 0 in cluster.{type_}, got {index!r}; number the tasks."
             )
@@ -216,15 +220,21 @@ def _numbered(type_: str, addresses: Addresses) -> _Tasks:
             raise ConfigurationError(
                 f"cluster: expected addresses as text in cluster.{type_}, got {address!r}; name a host or a label."
             )
-        # a cluster that was read from JSON has texts as indices
-        tasks.append((int(index), address))
-        indices.append(int(index))
+        tasks.append((number, address))
+        indices.append(number)
     for index, n_tasks in Counter(indices).items():
         if n_tasks > 1:
             raise ConfigurationError(
                 f"cluster: expected every index once in cluster.{type_}, got {index} {n_tasks} times; number the tasks."
             )
     return tuple(sorted(tasks))
+
+
+def _index_number(index: Any) -> int | None:
+    """Return the index of a task as a number; None if it is no whole number from 0."""
+    if isinstance(index, bool) or not isinstance(index, (str, Integral)):
+        return None
+    return whole_number(str(index))
 
 
 def _check_distinct(addresses: list[str]) -> None:

@@ -10,15 +10,13 @@ from typing import Any
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
+from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError
 
 logger = logging.getLogger("hpcdist")
 
 #: Valid keys of TF_CONFIG; the last two matter to TensorFlow alone, and are ignored.
 KEYS = ("cluster", "task", "rpc_layer", "environment")
-
-#: A longer text is no index of a task.
-_MAX_DIGITS = 10
 
 
 def parse_tf_config(text: str) -> tuple[ClusterSpec, Task | None]:
@@ -54,6 +52,8 @@ def _parse_object(text: str) -> dict[str, Any]:
     """
     try:
         config = json.loads(text or "{}", object_pairs_hook=_object_without_repeats)
+    except ConfigurationError:  # a ValueError, too
+        raise
     except (ValueError, RecursionError) as error:  # ValueError: also for thousands of digits
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigurationError(
@@ -111,9 +111,11 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
     _check_keys(task, ("type", "index"), "TF_CONFIG.task")
     type_: Any = task.get("type")
     index: Any = task.get("index")
-    if type(index) is str and index.isdecimal() and len(index) < _MAX_DIGITS:
+    if type(index) is str:
         # scripts write an index as text, and TensorFlow accepts that
-        index = int(index)
+        number = whole_number(index)
+        if number is not None:
+            index = number
     expected_types = (("type", type_, str, "text"), ("index", index, int, "a whole number"))
     for key, value, expected_type, type_name in expected_types:
         if type(value) is not expected_type:

@@ -108,6 +108,9 @@ def _absent(group: Group, meetings: _Meetings, timeout_s: float) -> list[int]:
         # a rank that comes later reads that it was absent
         sent += [comm.isend((number, absent), rank, _ABSENT) for rank in other_ranks]
     wait_until(lambda: all(request.Test() for request in sent), _LATE_S)
+    for request in sent:
+        if not request.Test():
+            group.world.keep_pending(request)
     return absent
 
 

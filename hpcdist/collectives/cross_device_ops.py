@@ -131,7 +131,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 class BuiltInOps(CrossDeviceOps):
-    """The name of a built-in implementation, `stands_for`, in tf.distribute.
+    """A built-in implementation, `stands_for`, under its name in tf.distribute.
 
     Args:
         num_packs: accepted for compatibility; bucket sizes are `CommunicationOptions.bytes_per_pack`.

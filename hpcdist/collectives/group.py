@@ -293,16 +293,29 @@ class Group:
 
         self.world.require_same(details, self.comm, error_for)
 
-    def wait(self, requests: Sequence[MPI.Request], max_sleep_s: float = MAX_SLEEP_S) -> None:
+    def wait(
+        self,
+        requests: Sequence[MPI.Request],
+        max_sleep_s: float = MAX_SLEEP_S,
+        buffers: Sequence[object] = (),
+    ) -> None:
         """Wait for messages of this group, bounded. They take long enough to sleep meanwhile.
+
+        Args:
+            requests: messages and collectives.
+            max_sleep_s: longest sleep between two looks at them.
+            buffers: arrays of reductions and of Iallgatherv, which mpi4py's requests do not hold.
 
         Raises:
             CollectiveTimeoutError: on this rank.
         """
         limit_s = self.timeout_s + LATE_S
-        if not wait_until(
+        is_in_time = wait_until(
             lambda: MPI.Request.Testall(requests), limit_s, yields=0, max_sleep_s=max_sleep_s
-        ):
+        )
+        if not is_in_time:
+            for request in requests:
+                self.world.keep_pending(request, *buffers)
             raise late("all_reduce", self.timeout_s, f"{len(requests)} messages", self.world)
 
     def lane_plan(self, is_ordered: bool) -> LanePlan:

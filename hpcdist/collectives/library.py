@@ -124,7 +124,7 @@ def all_gather(
     sizes = [count * local_array.itemsize for count in counts]
     if joined_bytes.size < PIECE_BYTES:
         request = group.comm.Iallgatherv(local_bytes, [joined_bytes, sizes])
-        group.wait([request])
+        group.wait([request], buffers=[local_bytes, joined_bytes])
         return
     start = 0
     for rank, size in enumerate(sizes):

@@ -59,23 +59,25 @@ class CommunicationImplementation(enum.Enum):
     HALVING = "HALVING"
 
     @classmethod
-    def parse(cls, given: Any) -> "CommunicationImplementation | AllReduceAlgorithm":
+    def parse(cls, value: Any) -> "CommunicationImplementation | AllReduceAlgorithm":
         """Return the member for a member, its name in any case, or None (AUTO); an AllReduceAlgorithm as it is.
 
         Raises:
             ConfigurationError: for anything else.
         """
-        if given is None:
+        if value is None:
             return _AUTO
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, AllReduceAlgorithm):
-            return _named_by(given) or given
-        text = str(given.value if isinstance(given, enum.Enum) else given).upper()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, AllReduceAlgorithm):
+            return _named_by(value) or value
+        if isinstance(value, enum.Enum):
+            value = value.value
+        text = str(value).upper()
         if text not in cls.__members__:
             raise ConfigurationError(
                 f"all_reduce: expected an implementation of {', '.join(cls.__members__)}, or an AllReduceAlgorithm, "
-                f"got {given!r}; name one."
+                f"got {value!r}; name one."
             )
         return cls[text]
 

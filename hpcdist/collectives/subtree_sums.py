@@ -59,4 +59,4 @@ def all_reduce(
         if divisor is not None:
             divide(block_sum, divisor)
         request = group.comm.Iallgatherv(block_sum, [chunk, sizes])
-        group.wait([request], SLEEP_S)
+        group.wait([request], SLEEP_S, buffers=[block_sum, chunk])

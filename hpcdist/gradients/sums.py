@@ -394,7 +394,7 @@ class GradientSums:
         parameters = states.hold()
         are_alive = are_there(parameters)
         request = group.comm.Iallreduce(MPI.IN_PLACE, are_alive, MPI.MIN)
-        group.wait([request])
+        group.wait([request], buffers=[are_alive])
         if are_alive.all():
             return False
         states.keep(parameters, are_alive.tolist())

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -105,7 +106,7 @@ class World:
         self.step_flags = single_rank_flags if self.size == 1 else StepFlags()
         self._task: Task | None = None
         self._before_free: list[Callable[[], None]] = []
-        self._pending: list[object] = []
+        self._pending: list[tuple[MPI.Request, tuple[object, ...]]] = []
         self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
         self.roles_from = "the program"
@@ -209,7 +210,9 @@ class World:
         n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
         where = ""
         if n_failed < comm.size:
-            more = f" and {n_failed - 1} more" if n_failed > 1 else ""
+            more = ""
+            if n_failed > 1:
+                more = f" and {n_failed - 1} more"
             where = f" [{self}{more}]"
         report = f"{type(error).__name__}\n{error}{where}"
         name, text = self.broadcast_text(report, lowest, comm).split("\n", 1)
@@ -251,10 +254,11 @@ class World:
 
     def broadcast_text(self, text: str, root: int, comm: MPI.Comm) -> str:
         """Return root's text. Collective over `comm`; bounded by `timeout_s`."""
-        is_root = comm.rank == root
-        data = np.frombuffer(text.encode(), np.uint8)
-        length = self.all_reduce_int(len(data) if is_root else 0, MPI.MAX, comm)
-        buffer = data.copy() if is_root else np.empty(length, np.uint8)
+        data = np.frombuffer(text.encode() if comm.rank == root else b"", np.uint8)
+        length = self.all_reduce_int(len(data), MPI.MAX, comm)
+        buffer = np.empty(length, np.uint8)
+        if comm.rank == root:
+            buffer[:] = data
         self.wait(comm.Ibcast(buffer, root))
         return buffer.tobytes().decode()
 
@@ -307,7 +311,7 @@ class World:
             is_in_time = wait_until(request.Test, self.timeout_s, max_sleep_s=MAX_SLEEP_S)
         if not is_in_time:
             self.keep_pending(request, *buffers)
-            raise late("world", self.timeout_s, "some", self)
+            raise late("world", self.timeout_s, "some ranks", self)
 
     def keep_pending(self, request: MPI.Request, *buffers: object) -> None:
         """Keep the memory of a collective that this rank no longer waits for: MPI writes to it when the others come.
@@ -316,7 +320,12 @@ class World:
             request: the collective.
             buffers: its arrays. mpi4py's requests hold them, but for reductions and Iallgatherv.
         """
-        self._pending.append((request, buffers))
+        unfinished: list[tuple[MPI.Request, tuple[object, ...]]] = []
+        for pending, its_buffers in self._pending:
+            if not pending.Test():
+                unfinished.append((pending, its_buffers))
+        unfinished.append((request, buffers))
+        self._pending = unfinished
 
     def _find_side_ranks(self) -> tuple[int, ...]:
         """Return the ranks that end when the chief does; see `side_ranks`."""
@@ -415,7 +424,9 @@ class World:
         if not n_unlisted:
             return spec
         is_alone = n_unlisted == self.size == 1
-        tasks = {} if is_alone else spec.as_dict()
+        tasks: dict[str, Any] = {}
+        if not is_alone:
+            tasks = spec.as_dict()
         tasks["evaluator"] = ["evaluator, which the cluster does not list"]
         return ClusterSpec(tasks)
 

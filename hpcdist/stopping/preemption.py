@@ -130,16 +130,17 @@ class PreemptionCheckpointHandler:
         self._config = termination_config or TerminationConfig()
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._world = self._manager.checkpoint.world
-        schedule = schedule or SaveSchedule()
-        if save_every_steps is not None:
-            schedule = replace(schedule, every_steps=save_every_steps)
         self._attempt = RunAttempt(
             self._world, self._manager, knows_progress=self._config.save_fn is None
         )
         clock = RunningClock()
         self._pace = Pace(clock)
         self._saves = AttemptSaves(
-            self._manager, self._attempt, schedule, self._config.save_fn, clock
+            self._manager,
+            self._attempt,
+            _schedule_of(schedule, save_every_steps),
+            self._config.save_fn,
+            clock,
         )
         self._time_left = TimeLeft(
             clock,
@@ -790,3 +791,11 @@ def _manager_of(
         f"PreemptionCheckpointHandler: expected a CheckpointManager, or a Checkpoint and a checkpoint_dir, got "
         f"{actual}; give one of these."
     )
+
+
+def _schedule_of(schedule: SaveSchedule | None, save_every_steps: int | None) -> SaveSchedule:
+    """Return the schedule of the saves, in which `save_every_steps` counts if it is given."""
+    schedule = schedule or SaveSchedule()
+    if save_every_steps is None:
+        return schedule
+    return replace(schedule, every_steps=save_every_steps)

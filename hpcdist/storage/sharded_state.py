@@ -241,7 +241,7 @@ def _are_alike(
     state: State,
     scalar_names: Sequence[str],
 ) -> bool:
-    """Return whether two states have the same names, and the same names, and the same numbers under `scalar_names`."""
+    """Return whether two states have the same names, and the same numbers under `scalar_names`."""
     if state.keys() != first_state.keys():
         return False
     common_names = [name for name in scalar_names if name in state]

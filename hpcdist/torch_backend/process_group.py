@@ -182,10 +182,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Replace root's tensor by the reduction over all ranks."""
         (tensor,) = tensors
         kind, factor = _reduction("reduce", opts, tensor)
-        self._require_same("reduce", f"root {opts.rootRank}")
         if self.rank() != opts.rootRank:
             tensor = tensor.clone()
-        _reduce(self._ranks, "reduce", tensor, kind, factor)
+        _reduce(self._ranks, "reduce", tensor, kind, factor, f"root {opts.rootRank}")
         return _done(tensors)
 
     def reduce_scatter(
@@ -534,10 +533,26 @@ class HpcdistProcessGroup(dist.ProcessGroup):
                 raise mismatch(call, f"tensors of {parts[0].dtype}", tensor.dtype)
 
 
-def _reduce(ranks: Ranks, call: str, tensor: Tensor, kind: Any, factor: Any) -> None:
-    """Replace a tensor by its reduction; see `_reduction`. Collective over the ranks."""
+def _reduce(
+    ranks: Ranks,
+    call: str,
+    tensor: Tensor,
+    kind: Any,
+    factor: Any,
+    *facts: str,
+) -> None:
+    """Replace a tensor by its reduction. Collective over the ranks.
+
+    Args:
+        ranks: ranks that take part.
+        call: name of the call, for errors.
+        tensor: values of this rank; overwritten.
+        kind: kind of the reduction, from `_reduction`.
+        factor: number that the values are scaled by first, from `_reduction`; None for none.
+        facts: what else must be the same on all ranks, such as the root.
+    """
     with ranks.recorded(call, None):
-        _require_same(ranks, call, kind.name, tensor.dtype, tensor.numel())
+        _require_same(ranks, call, kind.name, tensor.dtype, tensor.numel(), *facts)
     if factor is not None:
         tensor.detach().mul_(factor)
     with _contiguous(tensor) as whole:

@@ -116,6 +116,7 @@ def test_host_names_that_tell_tasks_apart():
             '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "' + "1" * 5000 + '"}}',
             "'index' as a whole number",
         ),
+        ('{"cluster": {"worker": {"' + "1" * 5000 + '": "a:1"}}}', "expected indices from 0"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "from 0 to 0, got 1"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}', "got 'worker' -1"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}', "got 'ps'"),
@@ -136,3 +137,8 @@ def test_what_tensorflow_ignores_is_warned_of(caplog):
     assert (spec.num_tasks("worker"), task) == (1, Task("worker", 0))
     assert "got 'job', which is ignored" in caplog.text
     assert "got 'trial', which is ignored" in caplog.text
+
+
+def test_the_error_of_a_repeated_key_is_the_whole_text():
+    with pytest.raises(ConfigurationError, match=r"^TF_CONFIG: expected every key once, got 'a' twice; keep one\.$"):
+        parse_tf_config('{"a": 1, "a": 2}')
