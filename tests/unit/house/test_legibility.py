@@ -17,7 +17,7 @@ LIMITS = {
     "hpcdist/checkpoint": (0, 0, 3, 12, 0, 5.5),
     "hpcdist/cli": (0, 0, 14, 26, 0, 5.4),
     "hpcdist/cluster": (0, 0, 13, 23, 0, 5.5),
-    "hpcdist/collectives": (2, 0, 14, 23, 0, 5.5),
+    "hpcdist/collectives": (1, 0, 14, 23, 0, 5.5),
     "hpcdist/data": (1, 0, 6, 21, 0, 5.5),
     "hpcdist/diagnostics": (0, 0, 0, 20, 0, 5.5),
     "hpcdist/gradients": (0, 0, 13, 27, 0, 5.4),
