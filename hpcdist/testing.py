@@ -1,10 +1,8 @@
 """For tests of programs that use hpcdist: strategies by name.
 
-import hpcdist.testing
-
-@pytest.mark.parametrize("make_strategy", hpcdist.testing.STRATEGIES.values(), ids=hpcdist.testing.STRATEGIES)
-def test_my_step(make_strategy):
-    strategy = make_strategy()
+>>> @pytest.mark.parametrize("name", hpcdist.testing.STRATEGIES)
+... def test_my_step(name):
+...     strategy = hpcdist.testing.STRATEGIES[name]()
 
 Run such tests by `mpirun -n 2 python -m pytest --with-mpi`, and on one rank. A collective raises its errors on all
 ranks alike; a rank that fails alone ends the job after its report.

@@ -7,7 +7,7 @@ mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'         (
 srun --mpi=pmi2 python jobs/train.py --model cnn --data /datasets/mnist      (in an sbatch script)
 
 Default data: the 1,797 handwritten digits that come with scikit-learn. The run folder holds checkpoints/, train.log,
-metrics.jsonl, and what docs/command.md lists; the last checkpoint has the final weights.
+metrics.jsonl, and what docs/reference/command.md lists; the last checkpoint has the final weights.
 """
 
 import argparse

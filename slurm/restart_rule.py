@@ -1,6 +1,7 @@
 """The rule of restarts, from a launch's decision and exit code to what follows. job.py and `hpcdist run` obey it.
 
-The first row that fits counts. "Died" is a launch that left no word of its end: killed, or ended by an error.
+The first row that fits counts. "As it died": the launch left no word of its end in the ledger, as it was killed or an
+error ended it.
 
 | decision of the launch | exit code | besides | then | exit code afterwards |
 |---|---|---|---|---|
@@ -8,23 +9,24 @@ The first row that fits counts. "Died" is a launch that left no word of its end:
 | finished | other, as of an error behind the training | | finished | the launch's |
 | any | 2, 76, 78 | | stop | the launch's |
 | stop, or another job's | any | | stop | 76 |
-| requeue, as it died | but 74, 75 | a restart is possible | restart now | |
+| requeue, as it died | any but 74, 75 | a restart is possible | restart now | |
 | requeue, as it died | 74 | `hpcdist run`, a restart is possible | restart now | |
 | requeue, as it died | any | | hand back | job.py: 75; `hpcdist run`: the launch's, 1 for 0 |
 | requeue, other reason | any | | hand back | 75; `hpcdist run`: 70 and 74 stay |
 | none | 0 | `hpcdist run`, no earlier "requeue" | finished | 0 |
-| none | but 74, 75 | job.py: a node is lost, a restart is possible | restart now | |
+| none | any but 74, 75 | job.py: a node is lost, a restart is possible | restart now | |
 | none | 0, or of a signal | preempted | hand back | job.py: 75; `hpcdist run`: the launch's, 1 for 0 |
-| none | 0, or of a signal | out of time | hand back, few times | likewise |
+| none | 0, or of a signal | out of time | hand back, few times | job.py: 75; `hpcdist run`: the launch's, 1 for 0 |
 | none | of a signal | `hpcdist run`, a restart is possible | restart now | |
-| none | but 75 | the same, after an earlier "requeue" | restart now | |
-| none | of a signal | | hand back, few times | likewise |
-| none | any | an earlier "requeue" | hand back, few times | likewise |
+| none | any but 75 | `hpcdist run`, a restart is possible, an earlier "requeue" | restart now | |
+| none | of a signal | | hand back, few times | job.py: 75; `hpcdist run`: the launch's, 1 for 0 |
+| none | any | an earlier "requeue" | hand back, few times | job.py: 75; `hpcdist run`: the launch's, 1 for 0 |
 | none | any | | stop | the launch's, 1 for 0 |
 
-"Hand back" has job.py requeue the job; `hpcdist run` has no batch system, and ends. So it restarts at once what died
-before it had begun, which job.py hands back. A restart is possible where restarts and nodes are left, the job is not
-preempted or out of time, and nobody has asked `hpcdist run` to end (Ctrl-C). "Few times" is counted in the run folder.
+"Hand back" has job.py requeue the job; `hpcdist run` has no batch system, and ends. So a program that died before it
+had begun is restarted at once by `hpcdist run`, and handed back by job.py. A restart is possible where restarts and
+nodes are left, the job is not preempted or out of time, and nobody has asked `hpcdist run` to end (Ctrl-C). "Few times"
+is counted in the run folder.
 
 Needs the standard library only: job.py starts as `python -E -S`.
 """
@@ -51,6 +53,8 @@ STOP = "stop"
 #: Callers of the rule.
 JOB = "job.py"
 RUN = "hpcdist run"
+#: Larger codes, such as 255 of `sys.exit(-1)`, mean no signal.
+_LAST_SIGNAL = 64
 #: Signals by whose numbers MPICH's mpirun exits: ILL, ABRT, BUS, FPE, KILL, USR1, SEGV, USR2, TERM.
 _MPIRUN_SIGNALS = (4, 6, 7, 8, 9, 10, 11, 12, 15)
 
@@ -167,10 +171,10 @@ def _after_no_decision(launch: Launch, situation: Situation) -> Action:
     code = RUN_AGAIN
     if is_run:
         code = launch.code or 1
-    may_have_been_ended = launch.code == 0 or launch.is_signalled
-    if may_have_been_ended and situation.is_preempted:
+    may_be_ended_from_outside = launch.code == 0 or launch.is_signalled
+    if may_be_ended_from_outside and situation.is_preempted:
         return Action(HAND_BACK, code, "preempted before it had begun")
-    if may_have_been_ended and situation.is_out_of_time:
+    if may_be_ended_from_outside and situation.is_out_of_time:
         return Action(HAND_BACK, code, "out of time before it had begun", is_early=True)
     if not launch.is_signalled and not was_under_way:
         return not_begun(launch.code)
@@ -195,7 +199,7 @@ def is_of_signal(code: int, launcher: str) -> bool:
     Args:
         code: exit code of the launcher.
         launcher: path of the launcher. MPICH's mpirun exits with the number of a rank's signal; 128 + n means a signal
-            everywhere.
+            everywhere. The name does not say whose mpirun it is, so these numbers count for Open MPI's, too.
     """
     is_mpirun = os.path.basename(launcher).startswith("mpi")
-    return code > 128 or (is_mpirun and code in _MPIRUN_SIGNALS)
+    return 128 < code <= 128 + _LAST_SIGNAL or (is_mpirun and code in _MPIRUN_SIGNALS)

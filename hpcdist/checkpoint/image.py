@@ -41,7 +41,7 @@ class FileImage:
         self.index = (0, 0)
 
     def resize(self, nbytes: int, index_offset: int, index_nbytes: int) -> None:
-        """Set the size of the file; its content is then undefined. Free if the buffer is large enough.
+        """Set the size of the file; its content is then undefined. Costs nothing if the buffer is large enough.
 
         Raises:
             CheckpointError: if memory is insufficient.
@@ -54,7 +54,8 @@ class FileImage:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # only advice: kernels without huge pages refuse it
                 with contextlib.suppress(OSError):
-                    room.madvise(mmap.MADV_HUGEPAGE)  # makes copies 10 % faster
+                    # the first copy takes 0.4 of the time, later copies 0.9
+                    room.madvise(mmap.MADV_HUGEPAGE)
             self._room = memoryview(room)
             self._bytes = np.frombuffer(self._room, np.uint8)
         self.nbytes = nbytes
@@ -147,7 +148,8 @@ def _take(nbytes: int) -> mmap.mmap:
         cause = f"{available} available"
     else:
         try:
-            return mmap.mmap(-1, nbytes)
+            # private, as Linux gives shared memory no huge pages by default
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             cause = str(error.strerror)
     raise CheckpointError(

@@ -1,4 +1,6 @@
-"""The text of a batch script for Slurm, PBS or LSF. Pure: every value is quoted for the shell.
+"""The text of a batch script for Slurm, PBS or LSF. Pure.
+
+Paths, the program and its arguments are quoted for the shell; lines of `setup` are taken as they are.
 
 The tests run scripts of Slurm on a real one. Those of PBS and LSF follow their manuals, and are checked as shell only.
 """
@@ -8,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Placeholder for the number of an array's task in the program's arguments.
+#: Placeholder for the number of an array's task, in the program's arguments and the run folder.
 TASK = "{task}"
 #: Beginning of the comment of a job of Slurm. The run folder follows: `hpcdist status JOB` finds it there.
 COMMENT = "hpcdist:"
@@ -32,7 +34,8 @@ class BatchJob:
         lead_s: seconds before the time limit at which Slurm and LSF signal the job; PBS does not.
         setup: lines of shell before the program starts.
         array: numbers of the array's tasks, such as "1-8"; empty for no array.
-        is_chained: whether each job submits its successor, where jobs are not requeued.
+        is_chained: for Slurm, whether each job submits its successor, where jobs are not requeued. Jobs of PBS always
+            do.
         n_servers: number of ranks that are parameter servers.
         drill_s: seconds after the first start at which the job is preempted, once; 0 for no drill.
         script: path of the file that holds the script.
@@ -67,7 +70,7 @@ def last_of_each(options: Sequence[str]) -> list[str]:
 def slurm_script(job: BatchJob) -> str:
     """Return a job's script for Slurm."""
     options = last_of_each([*_options_of_all(job), *job.options])
-    lines = _beginning([f"#SBATCH {option}" for option in options], job)
+    lines = _head([f"#SBATCH {option}" for option in options], job)
     if _uses_srun(job):
         lines += [
             "# MPICH: UCX's address is sometimes too long for Slurm's pmi2, and MPI fails to start.",
@@ -80,7 +83,7 @@ def slurm_script(job: BatchJob) -> str:
             f'sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" {shlex.quote(job.script)}'
         )
         lines.append(f"successor=$({submit}) || exit 1")
-    return _ended(lines, job, _start_of(job.launcher), job.is_chained)
+    return _whole_script(lines, job, _start_of(job.launcher), job.is_chained)
 
 
 def _options_of_all(job: BatchJob) -> list[str]:
@@ -128,11 +131,11 @@ def pbs_script(job: BatchJob) -> str:
     if job.limit:
         options.append(f"-l walltime={job.limit}")
     options += ["-j oe", *job.options]
-    lines = _beginning([f"#PBS {option}" for option in options], job)
+    lines = _head([f"#PBS {option}" for option in options], job)
     submit = f'qsub -W depend=afterany:"$PBS_JOBID" {shlex.quote(job.script)}'
     lines.append(f"successor=$({submit}) || exit 1")
     start = f'{shlex.join(job.launcher)} -n "$(wc --lines < "$PBS_NODEFILE")"'
-    return _ended(lines, job, start, has_successor=True)
+    return _whole_script(lines, job, start, has_successor=True)
 
 
 def lsf_script(job: BatchJob) -> str:
@@ -143,9 +146,9 @@ def lsf_script(job: BatchJob) -> str:
     if job.limit:
         options.append(f"-W {_minutes_of(job.limit)}")
     options += ["-r", f"-wa USR1 -wt {lead_minutes}", "-o %J.log", *job.options]
-    lines = _beginning([f"#BSUB {option}" for option in options], job)
+    lines = _head([f"#BSUB {option}" for option in options], job)
     start = f'{shlex.join(job.launcher)} -n "$LSB_DJOB_NUMPROC"'
-    return _ended(lines, job, start, has_successor=False)
+    return _whole_script(lines, job, start, has_successor=False)
 
 
 def _minutes_of(limit: str) -> int:
@@ -154,8 +157,8 @@ def _minutes_of(limit: str) -> int:
     return hours * 60 + minutes + (seconds > 0)
 
 
-def _beginning(header: Sequence[str], job: BatchJob) -> list[str]:
-    """Return the lines up to the variables.
+def _head(header: Sequence[str], job: BatchJob) -> list[str]:
+    """Return the lines from the first one to the exported variables.
 
     Args:
         header: lines with the options of the batch system.
@@ -163,7 +166,7 @@ def _beginning(header: Sequence[str], job: BatchJob) -> list[str]:
     """
     lines = [
         "#!/usr/bin/env bash",
-        "# Made by `hpcdist submit`. What happens to the job: docs/slurm.md of hpcdist.",
+        "# Made by `hpcdist submit`. What happens to the job: docs/how-to/slurm.md of hpcdist.",
         *header,
         "",
         f"cd {shlex.quote(job.folder)} || exit 78",
@@ -175,7 +178,7 @@ def _beginning(header: Sequence[str], job: BatchJob) -> list[str]:
     return lines
 
 
-def _ended(lines: Sequence[str], job: BatchJob, start: str, has_successor: bool) -> str:
+def _whole_script(lines: Sequence[str], job: BatchJob, start: str, has_successor: bool) -> str:
     """Return a whole script: job.py around the command that starts the ranks."""
     run = f"exec {shlex.quote(sys.executable)} -E -S {shlex.quote(job.job_program)}"
     if has_successor:
@@ -195,7 +198,7 @@ def _start_of(launcher: Sequence[str]) -> str:
 
 
 def _quoted(value: str, job: BatchJob) -> str:
-    """Return a value for the shell; in an array `TASK` is the number of the task."""
+    """Return a value for the shell; in an array `TASK` is replaced by the number of the task."""
     if not job.array:
         return shlex.quote(value)
     parts = [shlex.quote(part) if part else "" for part in value.split(TASK)]

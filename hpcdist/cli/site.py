@@ -104,7 +104,7 @@ def _table_of(path: Path, table: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"hpcdist {table}: expected tables {', '.join(_KEYS)}, and {', '.join(_KEYS[table])} under [{table}] in "
             f"{path}, got {wrong[0]!r} as {_quoted_value(content, entries, wrong[0])}; "
-            f"see docs/command.md for what each takes."
+            f"see docs/reference/command.md for what each takes."
         )
     return dict(entries)
 

@@ -123,8 +123,8 @@ def command(program: tuple[str, ...], dry_run: bool, **options: Any) -> int:
     """Write a batch script for PROGRAM and its arguments, show it, and submit it to Slurm, PBS or LSF.
 
     The job is started again after a stop, a preemption, a lost rank or node, and its time limit, from its checkpoints,
-    as docs/slurm.md describes. Its run folder, in which `checkpoints` lies, is the program's --run-dir; if that is
-    fixed in the program, it is given before the program. Scripts for PBS and LSF follow their manuals, and have not
+    as docs/how-to/slurm.md describes. Its run folder, in which `checkpoints` lies, is the program's --run-dir; if that
+    is fixed in the program, it is given before the program. Scripts for PBS and LSF follow their manuals, and have not
     been run on one. Defaults of a site are in hpcdist.toml here or in ~/.config:
 
     \b

@@ -511,8 +511,8 @@ class CheckpointManager:
         """Restore the latest checkpoint that verifies; return its path, or None for an empty folder.
 
         Begins an attempt if none of this manager is in progress, and records which checkpoint it restores. A checkpoint
-        that two attempts died on is skipped, see docs/checkpoints.md. After `Checkpoint.restore(path)` it keeps the
-        state of `path`.
+        that two attempts died on is skipped, see docs/concepts/checkpoints.md. After `Checkpoint.restore(path)` it
+        keeps the state of `path`.
 
         Collective over chief and workers. The chief reads and broadcasts; other ranks do not access the folder.
 

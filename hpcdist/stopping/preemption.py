@@ -81,9 +81,9 @@ class PreemptionCheckpointHandler:
     or of `time_limit_s`, a file named `stop` in the run folder (the parent of the checkpoints' folder), or a call of
     `stop`.
     It takes effect between two iterations of the loop: when a distributed dataset is asked for its next batch, when
-    `run` is called with no batch taken since the last step, and in `poll`; docs/stopping.md has the rules. All ranks
-    must reach these points equally often. If the time left seems too short for a save, one is tried, and the end is
-    recorded before it is done.
+    `run` is called with no batch taken since the last step, and in `poll`; docs/concepts/stopping.md has the rules. All
+    ranks must reach these points equally often. If the time left seems too short for a save, one is tried, and the end
+    is recorded before it is done.
 
     Code after an interrupted loop does not run in this attempt. Pass work that must not be interrupted as a whole: an
     evaluation to `evaluate`; to `run` the backward passes that accumulate gradients for one optimizer step, as no

@@ -62,7 +62,6 @@ class MultiWorkerMirroredStrategy(Strategy):
             has NCCL and a GPU that no other rank uses. Ranks that hold several replicas compute on the host.
 
     Attributes:
-        device: device of this rank: a GPU, or the host.
         world: roles and communicators of all ranks. own_replicas: numbers of the replicas of this rank.
         group, reducer, engine: objects that communicate and sum, for diagnosis; see ARCHITECTURE.md.
 

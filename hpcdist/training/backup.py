@@ -30,9 +30,9 @@ class BackupAndRestore(Callback):
     """Saves the state of fit, and resumes it when the same program runs again, in the middle of an epoch or validation.
 
     The state covers model, optimizer, data, metrics, History and callbacks. On a stop request (SIGTERM, the end of
-    the batch job, ...: see docs/stopping.md) all ranks save after the same batch, and exit with code 75; so do later
-    calls of evaluate. After a kill fit resumes at the last save. The run is finished when the program has ended with
-    code 0.
+    the batch job, ...: see docs/concepts/stopping.md) all ranks save after the same batch, and exit with code 75; so do
+    later calls of evaluate. After a kill fit resumes at the last save. The run is finished when the program has ended
+    with code 0.
 
     The folder is a run folder: `checkpoints/` and `decision.json`.
 

@@ -12,7 +12,7 @@ import pytest
 from api_index import page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Kinds of the blocks on README's first screen: the program, and what it prints.
 KINDS = ("python", "console")
 LIMIT_FROM_NOTHING_S = 180
@@ -235,7 +235,7 @@ def test_estimators_as_on_the_page(clone, clean_environ):
 
 def test_the_command_as_on_its_page(clone, clean_environ):
     """In the order of the page: each shows what the one before has left."""
-    (block,) = blocks(ROOT / "docs" / "command.md", "sh")
+    (block,) = blocks(ROOT / "docs" / "reference" / "command.md", "sh")
     expected = (
         "ok    world          2 ranks",
         "test accuracy 0.",
@@ -252,7 +252,7 @@ def test_the_command_as_on_its_page(clone, clean_environ):
 @pytest.mark.timeout(600)
 def test_the_quickstart(clone, clean_environ):
     """The commands behind the installation, whose extras are those of make train, in whose environment they run."""
-    first_block = blocks(ROOT / "docs" / "quickstart.md", "sh")[0]
+    first_block = blocks(ROOT / "docs" / "tutorials" / "quickstart.md", "sh")[0]
     install, *commands = first_block.splitlines()
     extras = re.search(r"\[(.*)\]", install)[1]
     assert f"--editable '.[{extras}]'" in (ROOT / "Makefile").read_text().partition("train.installed: ")[2][:300]
@@ -282,11 +282,11 @@ def test_links_lead_somewhere():
 @pytest.mark.quick
 def test_the_api_index_follows_from_the_table():
     """`make docs` writes it anew."""
-    assert (ROOT / "docs" / "api.md").read_text() == page()
+    assert (ROOT / "docs" / "reference" / "api.md").read_text() == page()
 
 
 @pytest.mark.quick
 def test_the_table_of_routes_is_that_of_the_function():
     table = re.findall(r"^\|.*$", (ROOT / "hpcdist" / "collectives" / "route.py").read_text(), re.MULTILINE)
     assert len(table) > 5
-    assert "\n".join(table) in (ROOT / "docs" / "algorithms.md").read_text()
+    assert "\n".join(table) in (ROOT / "docs" / "reference" / "algorithms.md").read_text()

@@ -96,7 +96,7 @@ def test_a_hang_ends_the_run_and_says_where_each_rank_is(run, nothing_left, opti
 
 
 def test_the_page(run, root):
-    text = re.search(r"```python\n(.*?)```", (root / "docs" / "testing.md").read_text(), re.DOTALL)[1]
+    text = re.search(r"```python\n(.*?)```", (root / "docs" / "how-to" / "testing.md").read_text(), re.DOTALL)[1]
     for n_ranks, passed in ((2, 7), (1, 6)):
         outcome = run(text, "--with-mpi", n_ranks=n_ranks)
         assert outcome.code == 0, outcome.output

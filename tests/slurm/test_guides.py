@@ -32,7 +32,7 @@ def test_a_guides_program_as_a_step(slurm, folder, root, name, options, last):
 
 @pytest.mark.sweep
 def test_fit_is_preempted_and_ends_as_an_unbroken_run(slurm, folder, root, submit, preempt, data):
-    """The recipe's line is edited as docs/slurm.md says. 160 steps: History and lines are those of one process."""
+    """The recipe's line is edited as docs/how-to/slurm.md says. 160 steps: History is that of one process."""
     (folder / "slurm").unlink()
     shutil.copytree(root / "slurm", folder / "slurm")
     recipe = folder / "slurm" / "train.sbatch"

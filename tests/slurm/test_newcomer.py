@@ -1,6 +1,6 @@
 """A new user's first half hour, as a transcript: install, doctor, two lines, four ranks, a batch job that is preempted.
 
-`make transcript` writes it to docs/transcript.md.
+`make transcript` writes it to docs/tutorials/transcript.md.
 """
 
 import os

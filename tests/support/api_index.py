@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the index of public names, from names and docstrings, in less than a second: `make docs`."""
+"""Writes docs/reference/api.md, the index of public names, in less than a second: `make docs`."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from hpcdist import public_names
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = {
+TITLES = {
     "strategy": "Strategies",
     "training": "compile and fit",
     "tf_compat": "Variables, metrics and layers",
@@ -22,30 +22,45 @@ ROOMS = {
     "cluster": "Clusters and roles",
     "notebook": "Notebooks",
 }
+#: Public modules whose own docstring says what they are; the names of the others have pages.
+BY_THEMSELVES = ("compat", "testing", "torch_backend")
+INTRODUCTION = """# Every name
+
+Written by `make docs` from the table of public names. On the site each name leads to its docstring.
+"""
 
 
-def first_lines(module):
-    """Return name -> first line of the docstring, for the classes and functions of a module."""
-    tree = ast.parse((ROOT / "hpcdist" / f"{module.replace('.', '/')}.py").read_text())
-    definitions = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    return {node.name: (ast.get_docstring(node) or "").split("\n")[0] for node in definitions}
+def names_in(module):
+    """Return the names that a public module defines, or imports for its users (`from a import X as X`)."""
+    names = []
+    for node in ast.parse((ROOT / "hpcdist" / f"{module}.py").read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            names.append(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names += [alias.name for alias in node.names if alias.asname == alias.name]
+    return sorted(names, key=str.lower)
+
+
+def sections():
+    """Return title -> names below `hpcdist`."""
+    names_of = {title: [] for title in TITLES.values()}
+    for name, module in sorted(public_names.NAMES.items(), key=lambda item: item[0].lower()):
+        names_of[TITLES[module.split(".")[0]]].append(name)
+    for name, module in public_names.MODULES.items():
+        if name not in (*BY_THEMSELVES, *public_names.ALIASES) and module == name:
+            names_of[f"hpcdist.{name}"] = [f"{name}.{member}" for member in names_in(module)]
+    return {**names_of, "Modules": list(BY_THEMSELVES)}
 
 
 def page():
-    """Return the text of docs/api.md."""
-    rows = {title: [] for title in ROOMS.values()}
-    for name, module in sorted(public_names.NAMES.items(), key=lambda item: item[0].lower()):
-        line = first_lines(module).get(name, "another name, or a constant")
-        rows[ROOMS[module.split(".")[0]]].append(f"| `{name}` | {line.replace('|', chr(92) + '|')} | `{module}` |")
-    parts = [
-        "# API index\n",
-        "Written by `make docs` from the table of public names; the docstrings have the details.\n",
-    ]
-    for title, lines in rows.items():
-        parts.append("\n".join([f"## {title}\n", "| name | what it is | module |", "|---|---|---|", *lines, ""]))
-    whole = ", ".join(f"`hpcdist.{name}`" for name in sorted(public_names.MODULES))
-    return "\n".join([*parts, f"Modules that are public as a whole: {whole}.\n"])
+    """Return the text of the page: from each name in it Sphinx makes a page of the name's docstring."""
+    parts = [INTRODUCTION]
+    for title, names in sections().items():
+        lines = [f"## {title}", "", "```{eval-rst}", ".. currentmodule:: hpcdist", "", ".. autosummary::"]
+        lines += ["   :toctree: api", "", *(f"   {name}" for name in names), "```", ""]
+        parts.append("\n".join(lines))
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "api.md").write_text(page())
+    (ROOT / "docs" / "reference" / "api.md").write_text(page())

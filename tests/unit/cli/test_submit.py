@@ -194,7 +194,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 def files_of_the_pages():
     texts = []
-    for path in sorted(DOCS.glob("*.md")):
+    for path in sorted(DOCS.rglob("*.md")):
         page_texts = re.findall(r"^```toml\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
         for number, text in enumerate(page_texts):
             texts.append(pytest.param(text, id=f"{path.stem}-{number}"))
@@ -213,7 +213,9 @@ def test_files_of_the_pages(here, call, text):
         assert {f"{prefix}{option}" for option in defaults.get(key, ())} <= set(lines)
 
 
-@pytest.mark.parametrize("command", re.findall(r"`(hpcdist submit [^`]+)`", (DOCS / "recipes.md").read_text()))
+@pytest.mark.parametrize(
+    "command", re.findall(r"`(hpcdist submit [^`]+)`", (DOCS / "how-to" / "recipes.md").read_text())
+)
 def test_commands_of_the_recipes(here, call, monkeypatch, command):
     (here / "apptainer").write_text("")
     (here / "apptainer").chmod(0o755)

@@ -153,7 +153,7 @@ def test_a_checkpoint_is_suspect_once_attempts_died_on_it_under_different_condit
 
 def test_the_table_in_the_docs_is_that_of_the_rule():
     table = re.findall(r"^\|.*\|$", decision_module.__doc__, re.MULTILINE)
-    docs = Path(__file__).parents[3] / "docs" / "stopping.md"
+    docs = Path(__file__).parents[3] / "docs" / "concepts" / "stopping.md"
     assert "\n".join(table) in docs.read_text()
 
 
