@@ -72,7 +72,9 @@ def sync(path):
 def write_raw(model, path):
     with open(path, "wb", buffering=0) as file:
         for parameter in model:
-            file.write(parameter.detach().numpy().data)
+            remaining = parameter.detach().numpy().view("u1").data
+            while remaining:  # a call writes at most 2 GiB
+                remaining = remaining[file.write(remaining) :]
         os.fsync(file.fileno())
 
 

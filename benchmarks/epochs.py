@@ -2,8 +2,8 @@
 
 python benchmarks/epochs.py --out out/epochs
 
-The numbers of ranks take turns, each launch with a warm-up epoch. A rank has one thread; ranks beyond the cores share
-them, and cannot be faster.
+Launches with 1, 2 and 4 ranks take turns; the first epoch of each is not counted. A rank has one thread; ranks beyond
+the cores share them, and cannot be faster.
 """
 
 import json
@@ -24,7 +24,9 @@ def parse_args():
     parser.add_argument("--models", default="mlp,cnn")
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=3, help="launches of each number of ranks")
-    parser.add_argument("--epochs", type=int, default=3, help="of a launch, after the first")
+    parser.add_argument(
+        "--epochs", type=int, default=3, help="timed epochs of a launch, after one to warm up"
+    )
     parser.add_argument("--steps", type=int, default=128, help="of an epoch")
     parser.add_argument("--job", metavar="MODEL", help="train in this process; what launches do")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Time the cost of the same bits on any number of ranks: counted replicas beside plain replicas, in one launch.
+"""Time what `num_replicas`, which gives the same bits on any number of ranks, costs beside one replica per rank.
 
 mpirun -n 2 python benchmarks/replicas.py --out out/replicas
 

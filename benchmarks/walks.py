@@ -7,6 +7,7 @@ A reader has to keep these frames in mind, and each frame takes about a tenth of
 """
 
 import inspect
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -21,9 +22,10 @@ from torch import nn
 import hpcdist
 from hpcdist.runtime.mpi import MPI
 
-PACKAGE = str(Path(hpcdist.__file__).parent)
+PACKAGE = f"{Path(hpcdist.__file__).parent}{os.sep}"
 N_STEPS = 5
-#: Looks at another rank's cell while this rank waits. They are not counted: the slower the machine, the more there are.
+#: The function that reads another rank's cell while this rank waits. Its calls are not counted: a slower machine makes
+#: more of them.
 POLL = "runtime/node_memory.py:<lambda>"
 
 
@@ -132,7 +134,7 @@ def add_one(row, label):
 
 
 def walk_a_save():
-    """Return the walk of a checkpoint that is saved and restored, on the calling thread."""
+    """Return the walks of a save and of a restore of a checkpoint, on the calling thread."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
     with strategy.scope():
         model = mlp(1)

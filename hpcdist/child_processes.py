@@ -18,9 +18,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, s
 def signals_held_back() -> Iterator[None]:
     """Hold back stop signals from this thread, and from processes that are started inside the block, until its end.
 
-    A process that is starting does not ignore them yet, and the helper processes that Python starts with it, which
-    live on, never do. The price: later processes of a fork server that is started here hold them back too, unless
-    they call `obey_only`.
+    A process that is starting does not ignore them yet. Python's helper processes (resource tracker, fork server),
+    which live on, never ignore all of them. The price: later processes of a fork server that is started here hold them
+    back too, unless they call `obey_only`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -37,7 +37,8 @@ def obey_only(owner: int) -> None:
     For the main thread of a child process.
     """
     for number in STOP_SIGNALS:
-        # for threads that libraries have started and that do not block it
+        # a handler, not SIG_IGN, which would discard the signal before sigwaitinfo sees it; it runs in threads of
+        # libraries that do not block the signal, and a stop of the owner that reaches one of these is lost
         signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_end_with, args=(owner,), name="hpcdist-signals", daemon=True).start()

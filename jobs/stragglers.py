@@ -1,4 +1,4 @@
-"""Train on workers some of whose steps take five times longer, at random: what a bounded staleness gains.
+"""Train on workers some of whose steps take six times as long, at random: what a bounded staleness gains.
 
 mpirun -n 5 python jobs/stragglers.py --roles 'ps:1,worker:*' --max-staleness 4
 mpirun -n 5 python jobs/stragglers.py --roles 'ps:1,worker:*' --synchronous
@@ -25,7 +25,9 @@ def parse_args():
     parser.add_argument("--strategy", choices=["ps", "all-reduce"], default="ps")
     parser.add_argument("--roles", help="of the ranks; default: TF_CONFIG or HPCDIST_ROLES")
     parser.add_argument(
-        "--max-staleness", type=int, help="steps that a worker may be ahead of others; default: any"
+        "--max-staleness",
+        type=int,
+        help="steps that a worker may be ahead of others; default: no limit",
     )
     parser.add_argument(
         "--synchronous", action="store_true", help="let servers sum the gradients of all workers"
@@ -37,7 +39,7 @@ def parse_args():
         "--stalls",
         type=float,
         default=0.1,
-        help="share of the steps that take five times longer more",
+        help="share of the steps that take six times as long",
     )
     parser.add_argument("--steps", type=int, default=400, help="of each worker")
     parser.add_argument(
@@ -70,7 +72,7 @@ def main():
     dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=1)
     dataset = dataset.batch(args.batch).repeat()
     batches = iter(strategy.experimental_distribute_dataset(dataset))
-    stalls = random.Random(strategy.rank)
+    stall_draws = random.Random(strategy.rank)
 
     def train_step(images, labels):
         optimizer.zero_grad()
@@ -79,7 +81,7 @@ def main():
         loss = hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
         loss.backward()
         compute_s = args.compute_s
-        if stalls.random() < args.stalls:
+        if stall_draws.random() < args.stalls:
             compute_s *= 6
         time.sleep(compute_s)
         optimizer.step()
@@ -101,10 +103,10 @@ def main():
     if args.strategy == "ps":
         strategy.refresh()  # all workers evaluate the same values
     strategy.run(test_step, args=test)
-    right = float(accuracy.result())
+    test_accuracy = float(accuracy.result())
     if strategy.is_chief:
         rate = n_timed_steps / seconds
-        results = f"{rate:.1f} steps/s of each worker, accuracy {right:.4f}"
+        results = f"{rate:.1f} steps/s of each worker, accuracy {test_accuracy:.4f}"
         if args.strategy == "ps":
             staleness = strategy.statistics()["staleness"]
             if staleness:

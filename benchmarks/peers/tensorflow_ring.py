@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 from clock import free_ports, parser, time_rounds, write
 
@@ -29,12 +30,22 @@ def launch(args):
     addresses = [f"localhost:{port}" for port in free_ports(args.workers)]
     workers = [start_worker(addresses, index) for index in range(args.workers)]
     try:
-        codes = [worker.wait(LIMIT_S) for worker in workers]
+        codes = wait_for(workers)
     finally:
         for worker in workers:
             worker.kill()
-    if any(codes):
+    if codes != [0] * len(codes):
         raise SystemExit(f"tensorflow_ring: expected all workers to end with 0, got {codes}.")
+
+
+def wait_for(workers):
+    """Return the exit codes once all workers have ended, one has failed or the time is up: None for one that runs."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        codes = [worker.poll() for worker in workers]
+        if None not in codes or any(codes) or time.monotonic() > deadline:
+            return codes
+        time.sleep(0.1)
 
 
 def start_worker(addresses, index):

@@ -56,6 +56,8 @@ def parse_header(data: bytes, path: Path) -> Header:
         CheckpointMismatch: if a newer hpcdist wrote the file.
     """
     try:
+        if data.count(b"\n") != 2:
+            raise ValueError("no header, which was not written or is cut off")
         line, digest, zeros = data.decode().split("\n")
         if len(data) != HEADER_BYTES or digest != _digest(line) or zeros.strip("\0"):
             raise ValueError("other bytes than were committed")
@@ -75,7 +77,7 @@ def parse_header(data: bytes, path: Path) -> Header:
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         reason = " ".join(str(error).split())[:80]
         raise CheckpointDamaged(
-            f"restore: expected the header of a checkpoint in {path}, got {reason}; use another."
+            f"restore: expected the header of a checkpoint in {path}, got {reason}; use another checkpoint."
         ) from None
     return header
 
@@ -86,7 +88,7 @@ def is_count(value: object) -> bool:
 
 
 def _is_sound(header: Header) -> bool:
-    """Return whether the parts lie within the file: the digest is not a signature."""
+    """Return whether the parts lie within the file. The digest does not show it: anybody can compute a digest."""
     numbers = (header.nbytes, header.index_offset, header.index_nbytes)
     if not all(map(is_count, numbers)):
         return False
@@ -105,7 +107,7 @@ def _check_format(stored: object, path: Path) -> None:
             f"or move the file away to resume from an older one."
         )
     if stored < FORMAT:
-        raise ValueError(f"format {stored}, of an hpcdist before {FORMAT}")
+        raise ValueError(f"format {stored}, which this hpcdist does not read any more")
 
 
 def _digest(line: str) -> str:

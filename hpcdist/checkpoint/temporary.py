@@ -17,11 +17,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Names are .FILE.tmp-BOOT-RANDOM: hidden, and in the folder of the file, as no other folder is ours.
+#: Names are .FILE.tmp-BOOT-RANDOM: hidden, and in the folder of the file, so that a rename stays in one file system.
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-([0-9a-f]{8})-[0-9a-f]{16}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNKNOWN_BOOT = "0" * 8
-#: A file of another host that has not changed for this long has no writer.
+#: A file whose writer no lock can show (another host, no locks, an unknown boot) is abandoned after this long without
+#: a change.
 ABANDONED_AFTER_S = 3600.0
 #: Errors of file systems that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
@@ -48,7 +49,10 @@ def file_of(name: str) -> str | None:
 
 
 def hold(descriptor: int) -> bool:
-    """Lock a new file until its descriptor is closed; return False if a sweeper came first, and may remove it."""
+    """Lock a new file until the last duplicate of its descriptor is closed; return whether it is locked.
+
+    It is not if a sweeper came first, and may remove the file.
+    """
     if _lock(descriptor) is False:
         return False
     return os.fstat(descriptor).st_nlink > 0
@@ -57,7 +61,8 @@ def hold(descriptor: int) -> bool:
 def _lock(descriptor: int) -> bool | None:
     """Lock an open file; return False if another one has locked it, None if the file system has no locks.
 
-    It is a lock of the open file (F_OFD_SETLK), which does not exclude the flock that HDF5's readers take.
+    It is a lock of the open file (F_OFD_SETLK), which does not exclude the flock that HDF5's readers take on a local
+    file system.
     """
     request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
@@ -73,7 +78,7 @@ def _lock(descriptor: int) -> bool | None:
 
 @contextlib.contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
-    """Yield whether the writer of a temporary file has died; it cannot come back in the block."""
+    """Yield whether the writer of a temporary file has died; no writer can take the file during the block."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags)
     try:
@@ -93,7 +98,7 @@ def _is_abandoned(path: Path, descriptor: int) -> bool:
 
 
 def _is_of_this_boot(name: str) -> bool:
-    """Return whether a process of this kernel, since its boot, has made a temporary file."""
+    """Return whether the temporary file of this name was made since this kernel was booted."""
     match = _TEMPORARY.fullmatch(name)
     if match is None:
         return False

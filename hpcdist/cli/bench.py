@@ -86,9 +86,9 @@ def command(
     ckpt       400 MB to the disk, beside a plain write and torch.save
     ps         two workers and a parameter server, beside the all-reduce
 
-    The contenders take turns: in one launch, or for ps in one launch each. Where the same code on both sides of a
-    launch differs by more than 3 %, the machine is too noisy, and no factor is printed. OPTIONS are those of the script
-    in benchmarks/, such as --sizes 1K,4M.
+    The contenders take turns: in one launch, or for ps in one launch each. If the baseline, timed twice in a launch,
+    differs from itself by more than 3 %, the machine is too noisy, and no factor is printed (but for ps). OPTIONS are
+    those of the script in benchmarks/, such as --sizes 1K,4M.
 
     \b
     hpcdist bench allreduce -n 4 --sizes 64K,16M
@@ -124,7 +124,10 @@ def command(
             # ps starts jobs of up to four ranks by itself
             added |= _CROWDED
     echo(f"+ {as_text(line, added)}", err=True)
-    return subprocess.run(line, env={**environ, **added}).returncode
+    code = subprocess.run(line, env={**environ, **added}).returncode
+    if code < 0:  # Python's way to say that a signal ended it
+        return 128 - code
+    return code
 
 
 def _n_ranks(ranks: int | None, hosts: str | None) -> int:

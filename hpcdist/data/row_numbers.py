@@ -45,7 +45,7 @@ _HOLD_NOTHING = (
 )
 #: How often generators are looked for: before and after the first rows.
 _MAX_LOOKS = 3
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class DrawsBesideLoopError(Exception):
@@ -382,7 +382,7 @@ def generators_in(roots: Iterable[Any]) -> list[Any]:
             if id(item) in seen or len(seen) > _MAX_OBJECTS:
                 continue
             seen.add(id(item))
-            if isinstance(item, _GENERATORS):
+            if isinstance(item, GENERATORS):
                 generators.append(item)
             else:
                 inner += _held_by(item)
@@ -432,7 +432,7 @@ def _is_of_program(value: Any) -> bool:
     Objects of hpcdist and torch, such as a strategy or a model, do not count: they hold much, and no generator of a
     row.
     """
-    if isinstance(value, _GENERATORS) or is_nest(value):
+    if isinstance(value, GENERATORS) or is_nest(value):
         return True
     if isinstance(value, type):
         return False

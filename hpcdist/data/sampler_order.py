@@ -1,7 +1,8 @@
 """The batches that a sampler of the program draws: the same on all ranks, and the same after a restart.
 
 The numbers that a sampler draws at random are seeded anew for each pass, by the seed of the loader and the number of
-the pass. Between two looks at a sampler its random numbers and the program's are kept apart.
+the pass. While nothing is drawn from a sampler its random state is put away, so that it and the program do not disturb
+each other.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,17 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
-from hpcdist.data.row_numbers import RandomState, seed_generator, seed_random_numbers
+from hpcdist.data.row_numbers import (
+    GENERATORS,
+    RandomState,
+    seed_generator,
+    seed_random_numbers,
+)
 
 #: Batches that are drawn at a time: a sampler may have no end.
 _CHUNK_BATCHES = 4096
+#: A longer list of a sampler holds keys of items, not samplers.
+_MAX_SAMPLERS = 64
 
 
 class SamplerOrder:
@@ -54,6 +62,9 @@ class SamplerOrder:
             iterator = self._begin_or_go_on()
             while len(self.batches) < n_batches and not self.is_whole:
                 self._draw_batch(iterator)
+        except BaseException:
+            self._forget_draws()  # a generator that has raised would seem to be at its end
+            raise
         finally:
             self._random_state = RandomState()
             program_state.restore()
@@ -64,12 +75,20 @@ class SamplerOrder:
             self._random_state.restore()
             return self._iterator
         seed_random_numbers(self._seed)
-        for sampler in samplers_of(self._batch_sampler):
-            _seed_generators(sampler, self._seed)
+        samplers = samplers_of(self._batch_sampler)
+        _seed_generators(samplers, self._seed)
+        for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.n_passes)
         self._iterator = iter(self._batch_sampler)
         return self._iterator
+
+    def _forget_draws(self) -> None:
+        """Begin the pass anew at the next draw."""
+        self._iterator = None
+        self._digest.reset()
+        self.batches.clear()
+        self.digests.clear()
 
     def _draw_batch(self, iterator: Iterator[Any]) -> None:
         keys = next(iterator, None)
@@ -89,15 +108,28 @@ class SamplerOrder:
 
 
 def samplers_of(batch_sampler: Any) -> list[Any]:
-    """Return a batch sampler and the samplers that it holds, such as its `sampler`, each once."""
+    """Return a batch sampler and the samplers that it holds, such as its `sampler`, each once.
+
+    Samplers are found among attributes, and in short lists, tuples and dicts among them.
+    """
     samplers = [batch_sampler]
     seen_ids = {id(batch_sampler)}
     for sampler in samplers:
-        for value in _attributes_of(sampler).values():
+        for value in _held_by(sampler):
             if isinstance(value, Sampler) and id(value) not in seen_ids:
                 seen_ids.add(id(value))
                 samplers.append(value)
     return samplers
+
+
+def _held_by(sampler: Any) -> list[Any]:
+    """Return the attributes of a sampler, and what short lists, tuples and dicts among them hold."""
+    held: list[Any] = []
+    for value in _attributes_of(sampler).values():
+        held.append(value)
+        if isinstance(value, (list, tuple, dict)) and len(value) <= _MAX_SAMPLERS:
+            held += value.values() if isinstance(value, dict) else value
+    return held
 
 
 def _attributes_of(sampler: Any) -> dict[str, Any]:
@@ -105,14 +137,18 @@ def _attributes_of(sampler: Any) -> dict[str, Any]:
     return getattr(sampler, "__dict__", {})
 
 
-def _seed_generators(sampler: Any, seed: int) -> None:
-    """Seed the generators that a sampler holds: each gets another seed, the same in every process."""
-    for number, value in enumerate(_attributes_of(sampler).values()):
-        seed_generator(value, seed + number)
+def _seed_generators(samplers: list[Any], seed: int) -> None:
+    """Seed the generators that samplers hold: each gets another seed, the same in every process."""
+    seen_ids: set[int] = set()
+    for sampler in samplers:
+        for value in _held_by(sampler):
+            if isinstance(value, GENERATORS) and id(value) not in seen_ids:
+                seed_generator(value, seed + len(seen_ids))
+                seen_ids.add(id(value))
 
 
 def drawn_seed(loader: "DataLoader[Any]") -> int:
-    """Return a seed for the passes of a loader, drawn from its sampler's generator, or else from torch's."""
+    """Return a seed for the passes of a loader, drawn from its sampler's generator, else the loader's, else torch's."""
     generator = _first_generator(samplers_of(loader.batch_sampler))
     if generator is None:
         generator = loader.generator
@@ -123,7 +159,7 @@ def drawn_seed(loader: "DataLoader[Any]") -> int:
 def _first_generator(samplers: list[Any]) -> torch.Generator | None:
     """Return the first generator of torch that one of the samplers holds; None if there is none."""
     for sampler in samplers:
-        for value in _attributes_of(sampler).values():
+        for value in _held_by(sampler):
             if isinstance(value, torch.Generator):
                 return value
     return None

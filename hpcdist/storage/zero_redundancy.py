@@ -57,8 +57,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     Between backward and step gradients cannot be read: `parameter.grad` raises. To clip them, call `clip_grad_norm_`
     or `clip_grad_value_` here; torch.amp.GradScaler works. A graph that was kept cannot be used again after a step.
-    Your code that writes to parameters belongs in `strategy.extended.update`, as all ranks of a host would write to one
-    memory. `step`, `clip_grad_norm_`, `load_state_dict` and the first use are collective over chief and workers.
+    Your code that writes to parameters belongs in `strategy.extended.update`: elsewhere all ranks of a host would write
+    to the same memory. `step`, `clip_grad_norm_`, `load_state_dict` and the first use are collective over chief and
+    workers.
 
     It is for MultiWorkerMirroredStrategy and MirroredStrategy with one replica on each rank, on the CPU. All optimizers
     of the scope must be ZeroRedundancyOptimizers. With one rank it works as `optimizer_class`.
@@ -86,6 +87,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         _require_elementwise(optimizer_class)
         self.optimizer_class = optimizer_class
         self._shares: Shares | Undivided | None = None
+        # whether neighbouring parameters are stepped as one; see Shares
         self._joins = True
         self._loaded: dict[str, Any] | None = None
         self._defaults = defaults
@@ -124,7 +126,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return Shares(self.param_groups, self.make_part, slots, group, self._joins, states)
 
     def _write(self, shares: Shares, states: States) -> None:
-        """Take a whole state. If states differ within a run, each parameter is stepped by itself from then on.
+        """Take a whole state. If states of neighbours that are stepped as one differ, each is stepped by itself then.
 
         Collective over the ranks of the host.
         """
@@ -177,8 +179,8 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _fitting(self, shares: Shares) -> Shares:
         """Return shares that fit the options and the gradients of a step, with the same state.
 
-        Once a run had parameters with a gradient and parameters without one, each parameter is stepped by itself from
-        then on. Collective if new shares are made.
+        Once some of the neighbours that are stepped as one had a gradient and others had none, each parameter is
+        stepped by itself from then on. Collective if new shares are made.
         """
         is_same_pattern = shares.pattern == pattern_of(self.param_groups)
         if shares.joins and shares.has_mixed_run():
@@ -199,8 +201,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             if n_ranks > 1:
                 raise UsageError(
                     f"ZeroRedundancyOptimizer: expected parameters and optimizer made in the scope of a strategy, and "
-                    f"the optimizer before the first use of the model, got others on {n_ranks} ranks; make both in "
-                    f"strategy.scope()."
+                    f"the optimizer before the first use of the model, got an optimizer that no strategy has planned, "
+                    f"on {n_ranks} ranks; make both in strategy.scope()."
                 )
             copied_groups = [dict(options) for options in self.param_groups]
             plain_optimizer = self.make_part(copied_groups)
@@ -217,7 +219,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the earlier norm, float64.
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before that, float64.
 
         The norm has the same bits on any number of ranks. Collective over chief and workers.
 
@@ -394,7 +396,7 @@ def _obstacles_in_route(
 ) -> Iterator[str]:
     """Yield the reasons against shares in the way gradients are summed."""
     if n_replicas != group.size:
-        yield "num_replicas; leave it out"
+        yield "a strategy with num_replicas; leave it out"
     if route.wire_dtype is not None:
         yield f"wire_dtype {route.wire_dtype}; leave it out"
     if route.algorithm not in (
@@ -406,7 +408,7 @@ def _obstacles_in_route(
     if not group.facts.can_share_memory:
         yield "ranks that share no memory; use a plain optimizer"
     if route.is_ordered and not group.placement.is_aligned:
-        yield "is_ordered on these hosts; leave it out"
+        yield "is_ordered=True across these hosts; leave it out"
 
 
 def _require_shape(
@@ -414,7 +416,7 @@ def _require_shape(
     parameter: nn.Parameter,
     state: dict[str, Any],
 ) -> None:
-    """Raise ValueError unless the saved tensors of a parameter have its shape, or are numbers."""
+    """Raise ValueError unless the saved tensors of a parameter have its shape, or no dimensions."""
     shape = tuple(parameter.shape)
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     shapes = {tuple(tensor.shape) for tensor in tensors}
@@ -435,7 +437,8 @@ def _require_elementwise(optimizer_class: Any) -> None:
         names = ", ".join(sorted(elementwise.__name__ for elementwise in _ELEMENTWISE))
         raise UsageError(
             f"ZeroRedundancyOptimizer: expected an optimizer that treats each element by itself ({names}), got {name}; "
-            f"use it as it is, or give the class the attribute is_elementwise = True if it does."
+            f"use it without ZeroRedundancyOptimizer, or, if it treats each element by itself, give its class "
+            f"is_elementwise = True."
         )
 
 

@@ -43,7 +43,7 @@ class Strategy(CrossReplicaContext):
         parts: the parts that the strategy is made of; default: the parts of a single replica.
 
     Attributes:
-        replicas, sums, inputs: the strategy's parts, for diagnosis.
+        replicas, sums, inputs: the strategy's parts, for hpcdist's own modules and for diagnosis.
     """
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Strategy(CrossReplicaContext):
 
     @contextmanager
     def _entering(self) -> Iterator[None]:
-        """Make modules and tensors of the block this strategy's."""
+        """Let modules and tensors that are made in the block belong to this strategy."""
         with (
             self.sums.watching(),
             torch_hooks.on_optimizer_built(functools.partial(offer, self)),
@@ -86,28 +86,30 @@ class Strategy(CrossReplicaContext):
     # -- objects ----------------------------------------------------------------------------------------------------
 
     def prepare(self, objects: Iterable[Any]) -> None:
-        """Make the models of this strategy among some objects equal on all ranks, as their first use does.
+        """Make those of the objects that are models of this strategy equal on all ranks, as their first use does.
 
         A round of local steps ends. Collective over the ranks of the role if there are such models.
         """
         self.sums.prepare(objects)
 
     def collect(self, objects: Iterable[Any]) -> None:
-        """Bring this strategy's objects among some to one state before a save, from parameter servers if there are any.
+        """Bring those of the objects that are this strategy's to one state before a save.
+
+        Values on parameter servers are fetched.
 
         Collective over the ranks of the role if servers hold any of the objects.
         """
         self.sums.collect(objects)
 
     def publish(self, objects: Iterable[Any]) -> None:
-        """Use the values loaded into this strategy's objects among some: send them to parameter servers, if any.
+        """Use the values loaded into those of the objects that are this strategy's; send them to servers, if any.
 
         Collective over the ranks of the role if servers hold any of the objects.
         """
         self.sums.publish(objects)
 
     def stepper_of(self, optimizer: Optimizer) -> Stepper:
-        """Return which rank makes the steps of an optimizer, and so has its state. Not collective."""
+        """Return who makes the steps of an optimizer, and so has its state. Not collective."""
         return self.sums.stepper_of(optimizer)
 
     def run(
@@ -123,11 +125,12 @@ class Strategy(CrossReplicaContext):
         once, by the last replica), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters;
         gradients, buffers and random numbers exist once per replica. An error in one replica stops all of them.
 
-        Collective over the ranks of the role at the first use of a model made in the scope, at the first call where
-        num_replicas was given, and where `fn` reduces.
+        Collective over the ranks of the role at the first use of a model made in the scope, at the first call of `run`
+        if num_replicas was given, and where `fn` reduces.
 
         Args:
-            fn: function that makes the same calls in the same order on every replica.
+            fn: function. The calls in it that wait for other replicas (backward, step, all_reduce ...) are the same,
+                in the same order, on every replica.
             args: tuple or list of arguments; a DistributedValues in it becomes the replica's own value.
             kwargs: arguments by name, treated in the same way.
             options: accepted for compatibility.
@@ -203,7 +206,7 @@ class Strategy(CrossReplicaContext):
                 replicas whose gradients do not fit together.
             RuntimeError: outside `run`, where num_replicas was given.
 
-        Cost: one all-reduce for each dtype, after all gradients are there: `backward` sums while it computes.
+        Cost: one all-reduce for each dtype, after all gradients are there, whereas `backward` sums while it computes.
         """
         entry = context.current()
         if entry is not None and entry.replica is not None:
@@ -255,21 +258,25 @@ class Strategy(CrossReplicaContext):
         options: InputOptions | None = None,
         is_sharded: bool = False,
     ) -> DistributedInput | Dataset:
-        """Return this replica's parts of a dataset whose batches are global batches.
+        """Return the parts that this rank's replicas have of a dataset whose batches are global batches.
 
         Collective over the ranks of the role, where replicas are on several ranks: they agree on the seed of the order.
 
         Args:
-            dataset: an hpcdist.Dataset with a batch size, or a torch DataLoader, whose batch is the global one then.
+            dataset: an hpcdist.Dataset with a batch size, or a torch DataLoader, whose batches are the global batches.
                 Its workers, sampler and other settings are kept.
             options: options of the input.
             is_sharded: whether the dataset itself gives each rank other rows, as a stream that is cut by rank. Each
                 replica then gets its share of the global batch while its rank has rows, and parts without rows until
-                all ranks are out of rows; a restart needs the same number of ranks. Streams with workers need it too.
+                all ranks are out of rows; a restart needs the same number of ranks. An iterable dataset whose
+                DataLoader has workers needs it, too.
+
+        Returns:
+            The parts, batch by batch. The pass-through strategy returns a dataset without a batch size as it is, as in
+            tf.distribute.
 
         Raises:
-            DataError: when `dataset` is something else; on every rank alike. The pass-through strategy returns a
-                dataset without a batch size as it is, as in tf.distribute.
+            DataError: when `dataset` is something else; on every rank alike.
         """
         return self.inputs.distribute(dataset, options, is_sharded)
 
@@ -280,7 +287,7 @@ class Strategy(CrossReplicaContext):
     ) -> DistributedFromFunction:
         """Return the batches of the dataset that a function makes for this input pipeline.
 
-        Nothing is divided, batched or mixed here: the function returns batches for one replica, from this pipeline's
+        Nothing is divided, batched or shuffled here: the function returns batches for one replica, from this pipeline's
         rows, such as those of `dataset.shard(context.num_input_pipelines, context.input_pipeline_id)`.
 
         Collective over the ranks of the role, where replicas are on several ranks, and so is each step of the
@@ -337,9 +344,10 @@ class Strategy(CrossReplicaContext):
     def set_row_count(self, n_rows: int) -> None:
         """Weigh this replica's next backward by a number of rows, with ReduceOp.MEAN.
 
-        For batches that no distributed dataset has handed out, such as the batches of an index loop, and for losses
+        For batches that no distributed dataset has handed out, such as the batches of a loop over indices, and for
+        losses
         that are means over something else, such as tokens or weights: give the number of these. Not collective, but
-        every replica must give a number, or none.
+        all replicas give a number, or no replica does.
 
         Args:
             n_rows: number of rows of this replica, at least 0.
@@ -364,12 +372,13 @@ class Strategy(CrossReplicaContext):
         self.sums.take_scaled_loss(loss)
 
     def mark_scaled(self, loss: Any) -> None:
-        """Mark backwards that reach this loss as backwards of a scaled loss; it settles no way to combine gradients."""
+        """Mark backwards that reach this loss as of a scaled loss; it does not decide whether gradients are summed."""
         self.sums.mark_scaled(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: random numbers of every rank, steps, and the algorithms that AUTO chose.
+        """Return the state for a checkpoint: random numbers, steps, and the algorithms that AUTO chose.
 
+        Random numbers are torch's seed, and the states of Python's and numpy's generators on each rank.
         Equal on all ranks. Collective over the ranks of the role, where replicas are on several ranks.
         """
         return self.sums.state_dict()
@@ -415,7 +424,7 @@ def strategies_of_losses() -> list[Strategy]:
 
 
 def live_strategies() -> list[Strategy]:
-    """Return the strategies that are alive and whose models are on ranks of a job, in the order of their making."""
+    """Return the strategies over ranks, such as MultiWorkerMirroredStrategy, that are alive, oldest first."""
     return [owner for owner in owners.alive() if isinstance(owner, Strategy)]
 
 
@@ -433,8 +442,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if context.is_inside():
         raise RuntimeError(
-            f"experimental_set_strategy: expected a call outside every strategy's scope and run, must not be called "
-            f"inside one, got the scope of {type(get_strategy()).__name__}; leave it first."
+            f"experimental_set_strategy: expected a call outside every strategy's scope and run, got one inside "
+            f"{type(get_strategy()).__name__}'s; leave it first."
         )
     # the pass-through strategy is the current one outside all scopes
     if strategy is None or strategy._is_pass_through:

@@ -5,7 +5,6 @@ A thin front of `Model`, a checkpoint folder and the handler of stop requests, f
 
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -38,6 +37,7 @@ from hpcdist.training.event_file import open_writer
 from hpcdist.training.inputs import rows_of_batches
 from hpcdist.training.loop import evaluation
 from hpcdist.training.model import Model
+from hpcdist.training.optimizers import maker_like
 from hpcdist.training.sidecar import SidecarEvaluator
 
 InputFunction = Callable[..., Any]
@@ -57,7 +57,8 @@ class RunConfig:
         log_step_count_steps: steps between two printed lines. 0 prints no lines.
         train_distribute: strategy. Default: ParameterServerStrategy where the cluster has ps tasks, else
             MultiWorkerMirroredStrategy.
-        eval_distribute: accepted: evaluation uses the strategy that the variables belong to.
+        eval_distribute: strategy where train_distribute is None; otherwise ignored, as evaluation uses the strategy
+            that the variables belong to.
     """
 
     model_dir: Any = None
@@ -103,16 +104,28 @@ class _TrainCall:
         self,
         number: int,
         batches: DistributedInput,
-        end: int | None,
+        steps: int | None,
+        max_steps: int | None,
     ) -> bool:
-        """Begin a call, or resume the one that was loaded, at its next batch; return whether the call is new."""
+        """Begin a call, or resume the one that was loaded, at its next batch; return whether the call is new.
+
+        Args:
+            number: number of the call in its program, from 1.
+            batches: batches that the call trains on.
+            steps: number of steps of the call; None if it has no such limit.
+            max_steps: global step at which it ends; None if it has no such limit. A resumed call obeys the new limit.
+        """
         self._batches = batches
+        if max_steps is not None:
+            self.end = max_steps
         if self.is_running and self.number == number and self._cursor is not None:
             batches.load_state_dict(self._cursor)
             return False
         self.is_running = True
         self.number = number
-        self.end = end
+        self.end = max_steps
+        if steps is not None:
+            self.end = self.global_step + steps
         return True
 
     def finish(self) -> None:
@@ -122,7 +135,7 @@ class _TrainCall:
         self._cursor = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all attributes, and the position in the batches. Equal on all ranks."""
+        """Return all attributes, and the position in the batches. The chief's counts where workers step separately."""
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         cursor = self._cursor
         if self._batches is not None:
@@ -139,9 +152,9 @@ class _TrainCall:
 class Estimator:
     """Trains, evaluates and predicts by input functions; see `tf.estimator.Estimator`.
 
-    Chief and workers run the same calls. The model is saved in `model_dir`; a call begins with the newest checkpoint
-    there. A call of `train` that was stopped or killed resumes at its next batch when the program runs again, and the
-    calls before it are left out. Where a job may be stopped between calls of `train`, give `max_steps`.
+    Chief and workers run the same calls. The model is saved in `model_dir`, whose newest checkpoint is read at the
+    first call. A call of `train` that was stopped or killed resumes at its next batch when the program runs again, and
+    the calls before it are left out. Where a job may be stopped between calls of `train`, give `max_steps`.
 
     An input function returns a batched `hpcdist.Dataset` of (features, labels). It is called on every worker, and
     its rows are neither split nor sharded: a batch is for one replica. It may take `input_context`, and `params` and
@@ -244,8 +257,8 @@ class Estimator:
         """Return a new compiled model."""
         if "features" in inspect.signature(self._model_fn).parameters:
             raise UsageError(
-                "Estimator: expected a model_fn that makes a compiled hpcdist.Model once, got one of features and "
-                "labels; let it return the model, which is called with them at each step."
+                "Estimator: expected a model_fn that makes a compiled hpcdist.Model once, got one that takes "
+                "features and labels; let it return the model, which is called with them at each step."
             )
         if self.config.tf_random_seed is not None:
             torch.manual_seed(self.config.tf_random_seed)
@@ -280,11 +293,12 @@ class Estimator:
             DataError: when there are no batches.
             SystemExit: on a stop request, with code 75.
         """
-        has_both = steps is not None and max_steps is not None
+        if steps is not None and max_steps is not None:
+            raise UsageError("train: expected steps or max_steps, got both; leave one out.")
         for name, value in (("steps", steps), ("max_steps", max_steps)):
-            if value is not None and (value < 1 or has_both):
+            if value is not None and value < 1:
                 raise UsageError(
-                    f"train: expected {name} of at least 1, and one of steps and max_steps, got {value}; give one."
+                    f"train: expected {name} of at least 1, got {value}; leave it out to train until the data ends."
                 )
         if self.strategy.cluster_resolver.task_type == "evaluator":
             raise UsageError(
@@ -299,10 +313,7 @@ class Estimator:
             if max_steps is not None and self.global_step >= max_steps:
                 return self  # before input_fn is called, as in TensorFlow; the run is finished
             batches = self._batches(input_fn)
-            end = max_steps
-            if steps is not None:
-                end = self.global_step + steps
-            is_new = self._call.begin(self._n_calls, batches, end)
+            is_new = self._call.begin(self._n_calls, batches, steps, max_steps)
             first = self.global_step
             try:
                 self._steps(model, batches)
@@ -324,20 +335,20 @@ class Estimator:
     def _handling(
         self, checkpoint: Checkpoint
     ) -> Iterator[tuple[CheckpointManager, PreemptionCheckpointHandler]]:
-        """Obey stop requests and save periodically in the block. It begins at the newest checkpoint."""
+        """Restore the newest checkpoint; obey stop requests and save periodically in the block."""
         if self._manager is None:
             folder = self.model_dir / "checkpoints"
             self._manager = CheckpointManager(checkpoint, folder, self.config.keep_checkpoint_max)
         manager = self._manager
         manager.wait()  # for a save of a call that has raised
-        global_steps = self.config.save_checkpoints_steps
-        if global_steps is None:
+        steps_between_saves = self.config.save_checkpoints_steps
+        if steps_between_saves is None:
             schedule = SaveSchedule(every_s=self.config.save_checkpoints_secs)
         else:
-            schedule = SaveSchedule(every_steps=max(1, global_steps // self._n_separate))
+            schedule = SaveSchedule(every_steps=max(1, steps_between_saves // self._n_separate))
         with contextlib.ExitStack() as stack:
             handler = PreemptionCheckpointHandler(None, manager, schedule=schedule)
-            stack.push(handler)  # records how the run ends, if that is not well
+            stack.push(handler)  # records how the run ends, if it ends with an error or a stop
             yield manager, handler
             stack.pop_all()
         end_when_done(handler, manager)
@@ -456,7 +467,8 @@ class Estimator:
     def _joined_rows(self, value: Any) -> Any:
         """Return the rows of this rank's replicas as one array."""
         replica_values = self.strategy.experimental_local_results(value)
-        return np.concatenate([np.asarray(replica_value) for replica_value in replica_values])
+        rows = [torch.as_tensor(replica_value).cpu().numpy() for replica_value in replica_values]
+        return np.concatenate(rows)
 
 
 def _evaluation_folder(name: str | None) -> str:
@@ -515,8 +527,9 @@ def train_and_evaluate(
     Collective over all ranks, each in its role.
 
     Returns:
-        Result of `Estimator.evaluate`, and an empty list, for the exports of TensorFlow. None where an evaluator of
-        the cluster evaluates, whose results are in `eval/`, or in `eval_NAME/` for an EvalSpec with a name.
+        Result of `Estimator.evaluate`, and an empty list in place of TensorFlow's list of exports. None where an
+        evaluator of the cluster evaluates, whose results are in `eval/`, or in `eval_NAME/` for an EvalSpec with a
+        name.
 
     Raises:
         SystemExit: on an evaluator, when the job ends; on a stop request, with code 75.
@@ -538,7 +551,7 @@ def _evaluate_beside(estimator: Estimator, spec: EvalSpec) -> NoReturn:
     folder = estimator.model_dir / _evaluation_folder(spec.name)
     evaluator = SidecarEvaluator(model, batches, checkpoints, spec.steps, log_dir=folder)
     evaluator.start()
-    raise SystemExit(0)  # as a separate job that evaluates ends
+    raise SystemExit(0)  # as an evaluator that is a job of its own
 
 
 def model_to_estimator(
@@ -568,19 +581,15 @@ def model_to_estimator(
     regularizers = [
         (make, names.get(id(parameter))) for make, parameter in source_model.regularizers
     ]
-    groups = source_model.optimizer.param_groups
+    n_groups = len(source_model.optimizer.param_groups)
     has_unknown_parameter = any(name is None for _, name in regularizers)
-    if len(groups) > 1 or source_model.has_added_losses or has_unknown_parameter:
+    if n_groups > 1 or source_model.has_added_losses or has_unknown_parameter:
         raise UsageError(
             "model_to_estimator: expected one group of parameters, and regularizers of parameters of the module, got "
-            "more groups, add_loss or others; write Estimator(function) with a function that makes the model."
+            "several groups, add_loss, or a regularizer of a parameter outside the module; write Estimator(function) "
+            "with a function that makes the model."
         )
-    optimizer_class: Any = type(source_model.optimizer)
-    arguments = inspect.signature(optimizer_class).parameters
-    options = {
-        name: groups[0][name] for name in source_model.optimizer.defaults if name in arguments
-    }
-    make_optimizer = functools.partial(optimizer_class, **options)
+    make_optimizer = maker_like(source_model.optimizer)
     compile_arguments = dict(source_model.compiled_with)
     compile_options = compile_arguments.pop("options")
     net = copy.deepcopy(source_model.net)  # with the weights that it has now

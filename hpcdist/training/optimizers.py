@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
+from hpcdist.storage.zero_redundancy import ZeroRedundancyOptimizer
 from hpcdist.tf_compat.losses import named
 from hpcdist.training import keras_optimizers
 
@@ -83,7 +84,7 @@ def name_of(kind: type[Optimizer]) -> str:
     return kind.__name__
 
 
-def class_of(name: str) -> Callable[..., Optimizer] | None:
+def class_of(name: str) -> type[Optimizer] | None:
     """Return the class that `name_of` has named; None for one of the program's own."""
     kind: Any = getattr(torch.optim, name, None)
     if name.startswith("keras."):
@@ -93,11 +94,34 @@ def class_of(name: str) -> Callable[..., Optimizer] | None:
     return None
 
 
-def settings_of(kind: Callable[..., Optimizer]) -> Iterable[str]:
-    """Return the names of the settings that torch's constructor of an optimizer, or of its base class, takes."""
-    bases: Iterable[type] = getattr(kind, "__mro__", ())
-    torch_kind = next(base for base in bases if getattr(torch.optim, base.__name__, None) is base)
-    return inspect.signature(torch_kind).parameters
+def settings_of(kind: type[Optimizer]) -> set[str]:
+    """Return the names of the settings that the constructor of a class of optimizers takes.
+
+    A constructor with `**settings` passes them on to the constructor of the next base class.
+    """
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters
+        names.update(parameters)
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
+
+
+def maker_like(optimizer: Optimizer) -> Callable[..., Optimizer]:
+    """Return a function of parameters that makes an optimizer of this class, with the settings of its first group."""
+    kind: Callable[..., Optimizer] = type(optimizer)
+    accepted = settings_of(type(optimizer))
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        kind = partial(ZeroRedundancyOptimizer, optimizer_class=optimizer.optimizer_class)
+        accepted = settings_of(optimizer.optimizer_class)
+    settings: dict[str, Any] = {}
+    for name in optimizer.defaults:
+        if name in accepted:
+            settings[name] = optimizer.param_groups[0][name]
+    return partial(kind, **settings)
 
 
 def with_rate(name: str, rate: float) -> Callable[[Iterable[nn.Parameter]], Optimizer]:

@@ -138,6 +138,7 @@ def test_a_file_without_a_header_is_no_checkpoint(folder, caplog):
         (folder.path / "step-00000002-0001.h5").write_bytes(content)
         assert latest_value(folder) == 1
     assert caplog.text.count("expected the header of a checkpoint in ") == 3
+    assert "got no header, which was not written or is cut off" in caplog.text
 
 
 def test_only_damaged_ones_is_an_error_not_a_fresh_start(folder):
@@ -323,7 +324,7 @@ def test_a_file_system_without_a_size_is_not_full(folder, monkeypatch):
 
 
 def test_missing_memory_for_a_copy_is_reported(monkeypatch):
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)

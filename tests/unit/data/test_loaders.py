@@ -88,6 +88,52 @@ def test_a_sampler_leaves_the_random_numbers_of_the_program_as_they_are():
     assert random.getstate() == states[2]
 
 
+class Alternating(Sampler):
+    """Batches of two samplers in turn, each with a generator of its own, in a list."""
+
+    def __init__(self):
+        self.parts = [RandomSampler(range(8), generator=torch.Generator()) for _ in range(2)]
+
+    def __iter__(self):
+        yield from zip(*self.parts, strict=True)
+
+
+class Failing(Sampler):
+    """Raises once, in its second batch."""
+
+    def __init__(self):
+        self.has_failed = False
+
+    def __iter__(self):
+        yield [0]
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError("once")
+        yield [1]
+
+
+def test_each_sampler_in_a_list_gets_a_seed_of_its_own():
+    loader = DataLoader(range(8), batch_sampler=Alternating())
+    order = SamplerOrder(loader, 1, 0)
+    order.draw(8)
+    first, second = zip(*order.batches, strict=True)
+    assert first != second
+    for generator_part in loader.batch_sampler.parts:
+        generator_part.generator.manual_seed(5)
+    again = SamplerOrder(loader, 1, 0)
+    again.draw(8)
+    assert again.batches == order.batches, "the seed and the pass decide"
+
+
+def test_a_sampler_that_raised_begins_its_pass_anew():
+    order = SamplerOrder(DataLoader(range(8), batch_sampler=Failing()), 1, 0)
+    with pytest.raises(OSError, match="once"):
+        order.draw(2)
+    order.draw(2)
+    assert order.batches == [[0], [1]]
+    assert order.is_whole
+
+
 class Endless(Sampler):
     def __iter__(self):
         while True:
