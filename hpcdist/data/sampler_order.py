@@ -127,8 +127,10 @@ def _held_by(sampler: Any) -> list[Any]:
     held: list[Any] = []
     for value in _attributes_of(sampler).values():
         held.append(value)
-        if isinstance(value, (list, tuple, dict)) and len(value) <= _MAX_SAMPLERS:
-            held += value.values() if isinstance(value, dict) else value
+        if isinstance(value, dict) and len(value) <= _MAX_SAMPLERS:
+            held += value.values()
+        elif isinstance(value, (list, tuple)) and len(value) <= _MAX_SAMPLERS:
+            held += value
     return held
 
 
