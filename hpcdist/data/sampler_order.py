@@ -145,8 +145,9 @@ def _seed_generators(samplers: list[Any], seed: int) -> None:
     for sampler in samplers:
         for value in _held_by(sampler):
             if isinstance(value, GENERATORS) and id(value) not in seen_ids:
-                seed_generator(value, seed + len(seen_ids))
                 seen_ids.add(id(value))
+                # not `seed` itself, which is the seed of the process's own generators
+                seed_generator(value, seed + len(seen_ids))
 
 
 def drawn_seed(loader: "DataLoader[Any]") -> int:
