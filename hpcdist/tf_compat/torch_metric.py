@@ -105,6 +105,10 @@ class TorchMetric:
             seen = _combined(self._metric, [states, seen])
         _set_states(self._metric, seen)
 
+    def local_state(self) -> _States:
+        """Return the states of this rank. Not collective."""
+        return _states_of(self._metric)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks. Collective over the ranks of the role."""
         ranks: list[list[list[Any]]] = []
