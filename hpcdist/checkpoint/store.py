@@ -369,9 +369,16 @@ class Store:
             line = json.dumps({"event": event, **facts})
             path = self.ledger_of(self.attempt)
             durable.patiently(lambda: durable.append_line(self._disk, path, line))
-            limit_bytes = max(LIMIT_BYTES, 1.25 * self._thinned_bytes)
+            self._thin(path)
+
+    def _thin(self, path: Path) -> None:
+        """Make a ledger shorter that has become long. A failure is logged, as the event before it is durable."""
+        limit_bytes = max(LIMIT_BYTES, 1.25 * self._thinned_bytes)
+        try:
             if os.stat(path).st_size > limit_bytes:
                 self._thinned_bytes = durable.patiently(lambda: self._replace_ledger(path, thinned))
+        except OSError as error:
+            logger.warning("ledger: expected to shorten %s, got %s; the save counts", path, error)
 
     def _replace_ledger(
         self,

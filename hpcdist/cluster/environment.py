@@ -100,7 +100,7 @@ def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     a launcher.
     """
     process, _, launch = environ.get("HPCDIST_RANK_PROCESS", "").partition(" ")
-    if not process.isdecimal() or int(process) == os.getpid():
+    if whole_number(process) in (None, os.getpid()):
         return False
     has_launch = any(map(_names_launch, environ))
     if not has_launch or _launch_of(environ) in (launch, ""):
@@ -157,11 +157,11 @@ def _launch_of(environ: Mapping[str, str]) -> str:
 
 def _connection_of(environ: Mapping[str, str]) -> str:
     """Return text that identifies this process's connection to a PMI launcher; empty if no variable names one."""
-    descriptor = environ.get("PMI_FD", "")
-    if not descriptor.isdecimal():
+    descriptor = whole_number(environ.get("PMI_FD", ""))
+    if descriptor is None:
         return ""
     try:
-        status = os.fstat(int(descriptor))
+        status = os.fstat(descriptor)
     except OSError:
         return _CLOSED
     if not stat.S_ISSOCK(status.st_mode):

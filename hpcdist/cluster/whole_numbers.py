@@ -5,7 +5,7 @@ _MAX_DIGITS = 9
 
 
 def whole_number(text: str) -> int | None:
-    """Return the whole number in a text of at most 9 digits; None for any other text.
+    """Return the whole number, from 0, in a text of at most 9 digits; None for any other text.
 
     >>> whole_number("12"), whole_number("-1"), whole_number("1" * 10), whole_number("")
     (12, None, None, None)

@@ -127,8 +127,10 @@ def _held_by(sampler: Any) -> list[Any]:
     held: list[Any] = []
     for value in _attributes_of(sampler).values():
         held.append(value)
-        if isinstance(value, (list, tuple, dict)) and len(value) <= _MAX_SAMPLERS:
-            held += value.values() if isinstance(value, dict) else value
+        if isinstance(value, dict) and len(value) <= _MAX_SAMPLERS:
+            held += value.values()
+        elif isinstance(value, (list, tuple)) and len(value) <= _MAX_SAMPLERS:
+            held += value
     return held
 
 
@@ -143,8 +145,9 @@ def _seed_generators(samplers: list[Any], seed: int) -> None:
     for sampler in samplers:
         for value in _held_by(sampler):
             if isinstance(value, GENERATORS) and id(value) not in seen_ids:
-                seed_generator(value, seed + len(seen_ids))
                 seen_ids.add(id(value))
+                # not `seed` itself, which is the seed of the process's own generators
+                seed_generator(value, seed + len(seen_ids))
 
 
 def drawn_seed(loader: "DataLoader[Any]") -> int:

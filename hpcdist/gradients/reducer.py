@@ -19,6 +19,7 @@ from hpcdist.collectives.options import CommunicationImplementation as Implement
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.collectives.route import Route, choose_route
 from hpcdist.collectives.wire import PLAIN, Wire
+from hpcdist.errors import ConfigurationError
 from hpcdist.gradients.device_staging import DeviceStaging
 from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
@@ -55,8 +56,8 @@ class Reducer:
             has NCCL and a GPU for itself. Default: sums by NCCL are made on the GPU of the rank's number on the host.
 
     Raises:
-        ConfigurationError: for NCCL where a rank cannot have it, and for two algorithms; on every rank alike. Where no
-            rank has a GPU, NCCL is replaced by AUTO with a warning, as in tf.distribute.
+        ConfigurationError: for NCCL where a rank cannot have it or has several replicas, and for two algorithms; on
+            every rank alike. Where no rank has a GPU, NCCL is replaced by AUTO with a warning, as in tf.distribute.
 
     Attributes:
         replicas: which rank holds which replicas.
@@ -83,6 +84,11 @@ class Reducer:
                     "strategy: expected a GPU for NCCL, got none on any rank: sums go by AUTO."
                 )
             self._options = replace(self._options, implementation=Implementation.AUTO)
+        elif implementation is Implementation.NCCL and self.replicas.n_replicas > group.size:
+            raise ConfigurationError(
+                f"strategy: expected one replica for each of the {group.size} ranks, as NCCL was asked for, got "
+                f"{self.replicas.n_replicas}; start as many ranks as GPUs, or leave the implementation out."
+            )
         is_on_gpu = device is not None and device.type == "cuda"
         are_on_gpus = bool(group.world.all_reduce_int(int(is_on_gpu), MPI.MIN, group.comm))
         if are_on_gpus and device is not None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -223,8 +224,7 @@ class Server:
             self._counts["duplicates"] += 1
             return self._repeat(message)
         except Exception as error:  # noqa: BLE001  what an optimizer raises ends the job at the worker that it is for
-            text = f"{type(error).__name__}: {error}"
-            return [answer(message, Kind.ERROR, text=text)]
+            return [_error(message, error)]
 
     def _take(self, message: Message) -> list[Message]:
         if message.kind is Kind.STEP:
@@ -422,12 +422,20 @@ class Server:
             pushes = self._rounds[key]
             if pushes.keys() >= set(self.clocks.live):
                 del self._rounds[key]
-                self._apply([pushes[worker] for worker in sorted(pushes)])
-                due += pushes.values()
+                due += self._end_round(pushes)
         for place, message in list(self._parked.items()):
             if not self._awaited(message):
-                due.append(self._parked.pop(place))
-        return list(map(self._values, due))
+                due.append(self._values(self._parked.pop(place)))
+        return due
+
+    def _end_round(self, pushes: dict[int, Message]) -> list[Message]:
+        """Apply a synchronous step, and return the answers to all its workers: an error is an error of all of them."""
+        messages = list(pushes.values())
+        try:
+            self._apply(sorted(messages, key=attrgetter("worker")))
+        except Exception as error:  # noqa: BLE001  what an optimizer raises ends the job at the workers
+            return [_error(message, error) for message in messages]
+        return list(map(self._values, messages))
 
     def _awaited(self, message: Message) -> list[int]:
         """Return the other workers that the answer to an asynchronous push waits for."""
@@ -438,11 +446,13 @@ class Server:
         errors: list[Message] = []
         for message in self._parked.values():
             awaited = self._awaited(message)
-            errors.append(_lateness(message, awaited, timeout_s))
+            lateness = _lateness(message, awaited, timeout_s)
+            errors.append(lateness)
         for pushes in self._rounds.values():
             missing = [worker for worker in self.clocks.live if worker not in pushes]
             for message in pushes.values():
-                errors.append(_lateness(message, missing, timeout_s))
+                lateness = _lateness(message, missing, timeout_s)
+                errors.append(lateness)
         self._parked = {}
         self._rounds = {}
         return errors
@@ -580,6 +590,12 @@ class Server:
         if not signal and not paths:
             return ""
         return json.dumps({"signal": signal, "paths": paths})
+
+
+def _error(message: Message, error: Exception) -> Message:
+    kind = type(error).__name__
+    text = f"{kind}: {error}"
+    return answer(message, Kind.ERROR, text=text)
 
 
 def _lateness(

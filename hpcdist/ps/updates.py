@@ -198,14 +198,16 @@ class Updater:
         return not any(values)
 
 
-def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+def sum_of(pushed: Sequence[Tensor | None], like: Tensor) -> Tensor:
     """Return the sum of gradients in the order of the workers, in the tree that an all-reduce adds in.
 
-    None where no worker has a gradient. Gradients of a dtype of 16 bits are added in float32.
+    A worker without a gradient keeps its place in the tree. Gradients of a dtype of 16 bits are added in float32.
+
+    Args:
+        pushed: gradients of the workers, None where there is none; at least one is there.
+        like: tensor of the shape and dtype of the sum.
     """
     gradients = [gradient for gradient in pushed if gradient is not None]
-    if not gradients:
-        return None
     if len(gradients) == 1:
         only_gradient = gradients[0]
         return only_gradient.coalesce() if only_gradient.is_sparse else only_gradient

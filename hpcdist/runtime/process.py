@@ -105,7 +105,7 @@ def _install_hooks() -> None:
         return
     # no hooks would end the job yet if a rank does not come
     if not wait_until(MPI.COMM_WORLD.Ibarrier().Test, start_timeout_s()):
-        error = late("world", start_timeout_s(), "some", _describe_process())
+        error = late("world", start_timeout_s(), "some ranks", _describe_process())
         end_job(f"hpcdist: {error}\n", int(error.exit_code))
     launcher = launcher_of(read_environment())
     comm = MPI.COMM_WORLD.Dup()

@@ -106,7 +106,7 @@ class World:
         self.step_flags = single_rank_flags if self.size == 1 else StepFlags()
         self._task: Task | None = None
         self._before_free: list[Callable[[], None]] = []
-        self._pending: list[tuple[MPI.Request, tuple[object, ...]]] = []
+        self._pending: list[object] = []
         self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
         self.roles_from = "the program"
@@ -316,16 +316,13 @@ class World:
     def keep_pending(self, request: MPI.Request, *buffers: object) -> None:
         """Keep the memory of a collective that this rank no longer waits for: MPI writes to it when the others come.
 
+        From any thread.
+
         Args:
             request: the collective.
             buffers: its arrays. mpi4py's requests hold them, but for reductions and Iallgatherv.
         """
-        unfinished: list[tuple[MPI.Request, tuple[object, ...]]] = []
-        for pending, its_buffers in self._pending:
-            if not pending.Test():
-                unfinished.append((pending, its_buffers))
-        unfinished.append((request, buffers))
-        self._pending = unfinished
+        self._pending.append((request, buffers))
 
     def _find_side_ranks(self) -> tuple[int, ...]:
         """Return the ranks that end when the chief does; see `side_ranks`."""

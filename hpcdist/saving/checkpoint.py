@@ -135,10 +135,11 @@ class Checkpoint:
                 return world
         return make_world()
 
-    def digest_beside_tensors(self) -> str:
-        """Return a digest of the state that can change without a step: schedules, settings of optimizers, numbers.
+    def digest_between_passes(self) -> str:
+        """Return a digest of what a program may change between two passes, as far as this rank holds it.
 
-        Modules, arrays, the strategy and sources of batches are left out. Not collective.
+        That is the state of schedules, generators and metrics, the settings of optimizers, arrays and numbers. The
+        parameters of modules, the strategy and sources of batches are left out. Not collective.
         """
         settings = {name: settings_of(item) for name, item in self._objects.items()}
         nodes, arrays = _encode_all(settings)

@@ -9,15 +9,18 @@ import numpy as np
 import xxhash
 
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import DesyncError
+from hpcdist.errors import CheckpointError, DesyncError
 from hpcdist.program.drift import odd_ranks
 from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.waiting import wait_until
 from hpcdist.runtime.world import World
 
 #: Largest number of ranks that an error lists.
 _MAX_NAMED = 8
 #: At least as large as any digest.
 _NO_DIGEST = (1 << 63) - 1
+#: Longest time between two looks for the digest of the others.
+_LOOK_S = 0.01
 #: The bytes of an array.
 Content = memoryview
 
@@ -89,8 +92,18 @@ class Comparison:
     expected: "Future[int]"
 
     def require(self, contents: Sequence[Content], timeout_s: float) -> None:
-        """Raise DesyncError unless the copies of the arrays have the digest of the other ranks; on the chief."""
-        expected = self.expected.result(timeout_s)
+        """Raise an error unless the copies of the arrays have the digest of the other ranks; on the chief.
+
+        Raises:
+            DesyncError: if the digests differ.
+            CheckpointError: if the digest of the others is not there within `timeout_s` seconds in which the job runs.
+        """
+        if not wait_until(self.expected.done, timeout_s, yields=0, max_sleep_s=_LOOK_S):
+            raise CheckpointError(
+                f"checkpoint: expected the digest of the other ranks within {timeout_s:g} s, got none; look for a rank "
+                f"that hangs."
+            )
+        expected = self.expected.result()
         chief_digest = digest_of(self.parts, self.arrays, contents)
         if chief_digest != expected:
             raise difference([chief_digest] + [expected] * (self.n_ranks - 1))

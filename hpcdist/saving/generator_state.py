@@ -35,10 +35,14 @@ class GeneratorState:
         self.generator = generator
         self.checkpoint_kind = type(generator).__name__
 
+    def local_state(self) -> str:
+        """Return the state of this rank's generator. Not collective."""
+        return _text_of(self.generator)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks, or a single one if all are equal. Collective over the ranks of the role."""
         comm = make_world().role_comm
-        states = [_text_of(self.generator)]
+        states = [self.local_state()]
         if comm.size > 1:
             states = all_gather_objects(states[0], comm)
         if len(set(states)) == 1:

@@ -30,6 +30,13 @@ class Stateful(Protocol):
         """Take a state."""
 
 
+class HasLocalState(Protocol):
+    """An object whose state is gathered from all ranks, and of which this rank has a part."""
+
+    def local_state(self) -> Any:
+        """Return the part of this rank. Not collective."""
+
+
 class SumsGradients(Protocol):
     """A strategy, which sums gradients over replicas."""
 
@@ -60,6 +67,11 @@ def is_strategy(item: Any) -> TypeGuard[SumsGradients]:
 def has_collective_state(item: Any) -> bool:
     """Return whether `state_dict` of an object is collective, as its state is gathered from all ranks."""
     return bool(getattr(item, "is_state_collective", False))
+
+
+def has_local_state(item: Any) -> TypeGuard[HasLocalState]:
+    """Return whether an object gives the part of its state that belongs to this rank."""
+    return hasattr(item, "local_state")
 
 
 def is_tensor(item: Any) -> bool:
@@ -131,16 +143,19 @@ def require_state(name: str, item: Any) -> None:
 
 
 def settings_of(item: Any) -> Any:
-    """Return the part of an object's state that can change without a step; None if there is no such part."""
-    if isinstance(item, PLAIN):
+    """Return what this rank holds of an object's state that can change without a step; None if there is no such part.
+
+    Not collective.
+    """
+    if isinstance(item, PLAIN) or is_array(item):
         return item
+    if has_local_state(item):
+        return item.local_state()
     if is_optimizer(item):
         return [dict(group, params=None) for group in item.param_groups]
     if hasattr(item, "named_buffers"):
         return dict(item.named_buffers())
-    if is_array(item) or is_strategy(item) or isinstance(item, DistributedInput):
-        return None
-    if has_collective_state(item):
+    if is_strategy(item) or isinstance(item, DistributedInput) or has_collective_state(item):
         return None
     return item.state_dict()
 

@@ -175,19 +175,22 @@ class Saver:
     def _complete(self, durable: "Future[Index]", since: float) -> None:
         """Read the committed file back, remove the checkpoints that it replaces, and note it in the ledger."""
         if durable.exception() is None:
-            self.last = durable.result()
-            saved = Saved(self.store.attempt, self.last.step)
+            last = durable.result()
+            saved = Saved(self.store.attempt, last.step)
             self.store.verify_and_prune(saved, self._retention)
+            self.last = (
+                last  # only now: a save of an equal state would take a damaged file for its own
+            )
             facts = {
                 "nbytes": self._image.nbytes,
                 "took_s": round(time.monotonic() - since, 6),
                 "time_s": time.time(),
             }
-            self.store.note("commit", step=self.last.step, **facts)
+            self.store.note("commit", step=last.step, **facts)
             if self._note_commit is not None:
                 note = self._note_commit()
                 if note is not None:
-                    note(self.last.step)
+                    note(last.step)
             self.last_save_s = time.monotonic() - since
             # nothing is left to wait for, and nothing to report
             atexit.unregister(self._wait_at_exit)

@@ -220,6 +220,8 @@ class AttemptSaves:
             self._attempt.committed(step)
         if is_first:
             self.times.add(self._clock() - started)  # `committed` has waited for the read-back
+        elif self._save_fn is not None:
+            self.times.add(stall_s)
         elif self._manager.last_save_s is not None:  # of the last save that was read back
             self.times.add(compare_s + self._manager.last_save_s)
         if not is_last:

@@ -92,12 +92,19 @@ class BatchEnd:
         self._thread = BackgroundThread("hpcdist-batch-end")
         self._answer: Future[float | None] | None = None
 
-    def new_left_s(self) -> float | None:
-        """Return the seconds left, once after an interruption when the answer has come; otherwise None."""
+    def _find_end(self) -> float | None:
+        """Return the end by the clock. The thread reads the clock, as the answer may be looked at much later."""
+        left_s = self._ask()
+        if left_s is None:
+            return None
+        return self._clock() + left_s
+
+    def new_end(self) -> float | None:
+        """Return the end, by the clock, once after an interruption when the answer has come; otherwise None."""
         self._clock.look()
         if self._answer is None and self._clock.n_interruptions != self._n_seen:
             self._n_seen = self._clock.n_interruptions
-            self._answer = self._thread.submit(self._ask)
+            self._answer = self._thread.submit(self._find_end)
         if self._answer is None or not self._answer.done():
             return None
         answer = self._answer

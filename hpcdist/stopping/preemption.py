@@ -139,12 +139,13 @@ class PreemptionCheckpointHandler:
             self._manager,
             self._attempt,
             _schedule_of(schedule, save_every_steps),
-            self._config.save_fn,
+            _save_fn_of(self._config, self._world.task.type),
             clock,
         )
         self._time_left = TimeLeft(
             clock,
             time_limit_s,
+            has_grace_period=bool(self._config.grace_period),
             asks=self._world.is_chief,
             pace=self._pace,
             saves=self._saves.times,
@@ -459,7 +460,7 @@ class PreemptionCheckpointHandler:
         if not self._can_poll or self._world.step_flags.is_in_round:
             return
         if self._loop.is_after_pass:
-            self._state_at_end = self._manager.checkpoint.digest_beside_tensors()
+            self._state_at_end = self._manager.checkpoint.digest_between_passes()
         self._guard.note_safe_point()
         has_stepped = self._pace.arrive(self.step)
         # steps of the program's own
@@ -501,7 +502,7 @@ class PreemptionCheckpointHandler:
             return
         self._asks_at_once = False
         self._stop_waits = True
-        is_changed = self._manager.checkpoint.digest_beside_tensors() != self._state_at_end
+        is_changed = self._manager.checkpoint.digest_between_passes() != self._state_at_end
         if self._agreement.any_rank(is_changed):
             return
         self._stop_waits = False
@@ -601,15 +602,18 @@ class PreemptionCheckpointHandler:
         local_request = self._flag.find_request()
         if local_request is None and is_end_near:
             local_request = _END_OF_TIME
-        request = self._agreement.first_request(local_request) or _END_OF_TIME
+        agreed_request = self._agreement.first_request(local_request)
+        request = agreed_request or _END_OF_TIME
         is_urgent = self._agreement.any_rank(is_end_near)
         grace_s = self._config.grace_period
+        # a deadline that is no longer near asks for the stop that all ranks have agreed on, and for no grace period
+        is_urgent = is_urgent or agreed_request is None
         if grace_s and not self._time_left.is_counting_down and not is_urgent:
             self._log(
-                f"{request.reason}: saving at step {self.step}; training continues within the grace period of "
-                f"{grace_s:g} s"
+                f"{request.reason}: training continues from step {self.step} within the grace period of {grace_s:g} s"
             )
-            self._saves.save(self.step, *args, is_last=False, **kwargs)
+            if not self._saves_no_more:
+                self._saves.save(self.step, *args, is_last=False, **kwargs)
             asked_at = None if local_request is None else local_request.asked_at
             self._time_left.count_down(grace_s, asked_at)
             return
@@ -707,7 +711,7 @@ class PreemptionCheckpointHandler:
             self._saves.end(self.step)
 
     def _save_at_exit(self) -> None:
-        """Save the last steps while the program exits; an error ends the job with its code.
+        """Save the last steps while the program exits; an error, also of ranks that differ, ends the job with its code.
 
         Nothing is saved if parameters have changed after the last step, as when the best weights were loaded to test
         them, or if they are on parameter servers, which have left.
@@ -725,9 +729,8 @@ class PreemptionCheckpointHandler:
             return
         try:
             self._save_end()
-            self._manager.wait()
-        except DesyncError as error:
-            self._log(f"{steps}: {error}")
+            with self._recording_desync():
+                self._manager.wait()
         except HpcdistError as error:
             end_job(f"the last save failed: {error}", int(error.exit_code))
 
@@ -775,6 +778,17 @@ def _note_uncaught(
     failure_log.write(heading, report)
     if side_errors is not None:
         side_errors.record(report.rstrip().rpartition("\n")[2], 1)
+
+
+def _save_fn_of(config: TerminationConfig, task_type: str) -> Callable[..., Any] | None:
+    """Return the user's function that saves; on an evaluator one that saves nothing, if there is one."""
+    if config.save_fn is None or task_type in ("chief", "worker"):
+        return config.save_fn
+    return _save_nothing
+
+
+def _save_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def _manager_of(

@@ -47,6 +47,8 @@ class RunningClock:
     A daemon thread looks every second; while the process is suspended, it cannot. A main thread that holds the
     interpreter for long keeps it from looking, too, but computes in that time. From any thread.
 
+    A main thread that a file server keeps from running, as at a page fault of a mapped file, looks suspended.
+
     Args:
         clocks: clocks of the system.
 

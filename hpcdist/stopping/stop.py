@@ -118,8 +118,8 @@ class StopFlag:
         self._signals.ignore()
 
     def ask(self, reason: str) -> None:
-        """Request a stop; from any thread."""
-        if self.find_request() is None:
+        """Request a stop; from any thread, and in a signal handler: it takes no lock, and looks at no file."""
+        if self._request is None and self._signals.received is None:
             self._request = self._request_from(f"{reason} on {self._place}")
 
     def find_request(self) -> StopRequest | None:

@@ -23,6 +23,7 @@ class TimeLeft:
     Args:
         clock: seconds in which the job runs.
         limit_s: seconds from now after which the job will be ended; None for no limit of the program.
+        has_grace_period: whether a stop request may begin a grace period.
         asks: whether this rank asks the batch system for the end of the job after an interruption.
         pace: durations of steps and calls.
         saves: durations of saves.
@@ -37,6 +38,7 @@ class TimeLeft:
         self,
         clock: RunningClock,
         limit_s: float | None,
+        has_grace_period: bool,
         asks: bool,
         pace: Pace,
         saves: Durations,
@@ -53,6 +55,8 @@ class TimeLeft:
         self._grace_end: Deadline | None = None
         self.is_counting_down = False
         self.deadline = self._find_deadline(asks)
+        if has_grace_period or self.deadline is not None:
+            self._clock.start()
 
     def _find_deadline(self, asks: bool) -> Deadline | None:
         environ = read_environment()
@@ -66,7 +70,6 @@ class TimeLeft:
                 self._batch_end = BatchEnd(self._clock, functools.partial(time_left_s, environ))
         if not ends_at:
             return None
-        self._clock.start()
         return self._deadline_at(min(ends_at))
 
     def _deadline_at(self, end_s: float) -> Deadline:
@@ -94,10 +97,9 @@ class TimeLeft:
         """
         if self._batch_end is None:
             return None
-        left_s = self._batch_end.new_left_s()
-        if left_s is None or self.deadline is None:
+        end_s = self._batch_end.new_end()
+        if end_s is None or self.deadline is None:
             return None
-        end_s = self._clock() + left_s
         if self._limit_at is not None:
             end_s = min(end_s, self._limit_at)
         self.deadline.end = end_s

@@ -21,6 +21,8 @@ _NO_CLASS = -(1 << 62)
 #: Probabilities are kept this far from 0 and 1, as in Keras.
 _EPSILON = 1e-7
 #: Ways to reduce the losses of rows.
+#: Label that losses of torch leave out unless they are told another one.
+_TORCH_IGNORES = -100
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
 #: How far the probabilities of a row may be from a sum of 1.
 _SUM_TOLERANCE = 1e-2
@@ -65,7 +67,7 @@ class Loss:
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values: the loss of each row, or of each element of it."""
         raise NotImplementedError(
-            f"{self.name}: expected a loss that defines call(y_true, y_pred), got none."
+            f"{self.name}: expected a loss that defines call(y_true, y_pred), got none; define it."
         )
 
     def counts(self, y_true: Any) -> tuple[int, int] | None:
@@ -115,9 +117,11 @@ class Loss:
             ) from error
         if sample_weight is None:
             return values
-        weights = torch.as_tensor(sample_weight, device=values.device).to(values.dtype)
+        weights = torch.as_tensor(sample_weight, device=values.device)
+        weights = weights.to(values.dtype)
         if weights.dim() in (0, values.dim()):
-            has_rows = weights.shape[:1] == values.shape[: weights.dim()][:1]
+            shape = values.shape[: weights.dim()]
+            has_rows = weights.shape[:1] == shape[:1]
             fits = has_rows and _may_broadcast(weights, values)
         else:
             fits = len(values) == weights.numel()
@@ -162,6 +166,16 @@ class Loss:
 
     def check(self, y_pred: Tensor) -> None:
         """Raise UsageError if predictions are surely not what `from_logits` says. Cost: they are read once."""
+
+
+def _n_counted(y_true: Any, ignore_class: int | None) -> tuple[int, int] | None:
+    """Return the number of labels that are not of a class, and of all labels. None without such a class."""
+    if ignore_class is None:
+        return None
+    labels = torch.as_tensor(y_true)
+    is_counted = labels != ignore_class
+    n_counted = int(is_counted.sum())
+    return n_counted, labels.numel()
 
 
 def _may_broadcast(weights: Tensor, values: Tensor) -> bool:
@@ -384,11 +398,7 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
 
     def counts(self, y_true: Any) -> tuple[int, int] | None:
         """Return the number of labels that are not ignored, and of all labels. None if no class is ignored."""
-        if self.ignore_class is None:
-            return None
-        labels = torch.as_tensor(y_true)
-        n_counted = int((labels != self.ignore_class).sum())
-        return n_counted, labels.numel()
+        return _n_counted(y_true, self.ignore_class)
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
@@ -426,9 +436,24 @@ class _OfTorch(Loss):
         super().__init__("sum_over_batch_size", snake_case(type(module).__name__))
         self._module = module
         self.from_logits = isinstance(module, (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss)) or None
+        #: Class that is left out of a mean. To count labels takes a message a step, which a default does not ask for.
+        self.ignore_class: int | None = getattr(module, "ignore_index", None)
+        self._refuses_ignored = self.ignore_class == _TORCH_IGNORES
+        if self._refuses_ignored:
+            self.ignore_class = None
+
+    def counts(self, y_true: Any) -> tuple[int, int] | None:
+        """Return the number of labels that are not ignored, and of all labels. None if no class is ignored."""
+        return _n_counted(y_true, self.ignore_class)
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
-        """Return (rows, ...) values."""
+        """Return (rows, ...) values; raise ValueError for labels that torch would ignore by default."""
+        is_ignored = y_true == _TORCH_IGNORES
+        if self._refuses_ignored and bool(is_ignored.any()):
+            raise ValueError(
+                f"labels of {_TORCH_IGNORES} are left out of the mean by "
+                f"SparseCategoricalCrossentropy(from_logits=True, ignore_class={_TORCH_IGNORES})"
+            )
         before = self._module.reduction
         self._module.reduction = "none"  # type: ignore[assignment]
         try:
@@ -489,6 +514,12 @@ def get(loss: Any) -> Loss:
         named_loss: Loss = named(loss, NAMED, "loss")()
         return named_loss
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        if loss.reduction not in ("mean", "none"):
+            raise UsageError(
+                f"compile: expected a loss that is averaged over all elements of a batch, got reduction "
+                f"{loss.reduction!r} of {type(loss).__name__}; use 'mean', or give a function that returns one loss "
+                f"for each row."
+            )
         return _OfTorch(loss)
     if callable(loss):
         return _OfFunction(loss)

@@ -88,6 +88,10 @@ class Metric:
         """Whether all ranks must call `state_dict` together; `CheckpointManager.save` lets them."""
         return self._sums.is_state_collective
 
+    def local_state(self) -> dict[str, Any]:
+        """Return the sums of this rank's replicas. Not collective."""
+        return self._sums.local_state()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of all replicas. Collective over the ranks of the role, if made in a strategy's scope."""
         return self._sums.state_dict()

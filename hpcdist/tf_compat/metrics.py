@@ -161,6 +161,8 @@ class SparseCategoricalAccuracy(_MeanOfRows):
 class SparseTopKCategoricalAccuracy(_MeanOfRows):
     """The fraction of rows with the given class, (rows,) or (rows, 1), among the k largest of the predictions.
 
+    A row whose class is none of the predictions' counts as wrong.
+
     Args:
         k: number of largest predictions; a class that ties with the k-th counts.
         name: name of the metric, for messages.
@@ -180,11 +182,15 @@ class SparseTopKCategoricalAccuracy(_MeanOfRows):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred).astype(np.int64)
-        of_class = np.take_along_axis(y_pred, classes[..., None], -1)
+        last_class = y_pred.shape[-1] - 1
+        known_classes = classes.clip(0, last_class)
+        is_class = classes == known_classes
+        of_class = np.take_along_axis(y_pred, known_classes[..., None], -1)
         n_larger = (y_pred > of_class).sum(-1)
         is_among_largest = n_larger < self._k
-        is_finite = np.isfinite(of_class[..., 0])
-        return to_floats(is_among_largest & is_finite)
+        score = of_class[..., 0]
+        is_finite = np.isfinite(score)
+        return to_floats(is_class & is_among_largest & is_finite)
 
 
 class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
@@ -281,7 +287,9 @@ class CategoricalCrossentropy(_SmoothedCrossentropy):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         truth, predictions = in_one_shape(to_floats(y_true), to_floats(y_pred))
-        scores = self._loss.call(torch.from_numpy(truth), torch.from_numpy(predictions))
+        truth_tensor = torch.from_numpy(truth)
+        predicted_tensor = torch.from_numpy(predictions)
+        scores = self._loss.call(truth_tensor, predicted_tensor)
         return np.asarray(scores)
 
 
@@ -307,10 +315,16 @@ class SparseCategoricalCrossentropy(_MeanOfRows):
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred).astype(np.int64)
+        n_classes = y_pred.shape[-1]
+        least = classes.min(initial=0)
+        greatest = classes.max(initial=0)
+        if least < 0 or greatest >= n_classes:
+            raise misfit(f"classes from 0 to {n_classes - 1}, got {least} to {greatest}")
         predictions = torch.from_numpy(to_floats(y_pred))
-        logs = np.asarray(losses.log_probabilities(predictions, self._from_logits))
-        logs_of_class = np.take_along_axis(logs, classes[..., None], -1)
-        return np.asarray(-logs_of_class[..., 0])
+        logs = losses.log_probabilities(predictions, self._from_logits)
+        logs_of_class = np.take_along_axis(np.asarray(logs), classes[..., None], -1)
+        scores: Array = -logs_of_class[..., 0]
+        return scores
 
 
 # -- counts of right and wrong answers ---------------------------------------------------------------------------------

@@ -105,11 +105,16 @@ class TorchMetric:
             seen = _combined(self._metric, [states, seen])
         _set_states(self._metric, seen)
 
+    def local_state(self) -> _States:
+        """Return the states of this rank. Not collective."""
+        return _states_of(self._metric)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks. Collective over the ranks of the role."""
         ranks: list[list[list[Any]]] = []
         for states in self._all_states("state_dict"):
-            ranks.append([list(state) for state in states])
+            rank_states = list(map(list, states))
+            ranks.append(rank_states)
         return {"ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,7 +202,10 @@ def _states_of(metric: Any) -> _States:
 
     states: _States = []
     for part in _metrics_of(metric):
-        values = {name: on_host(getattr(part, name)) for name in part._defaults}
+        values: dict[str, Any] = {}
+        for name in part._defaults:
+            value = getattr(part, name)
+            values[name] = on_host(value)
         states.append((part.update_count, values))
     return states
 
@@ -211,7 +219,8 @@ def _set_states(metric: Any, states: _States) -> None:
         return [torch.as_tensor(entry).to(device) for entry in value]
 
     parts = _metrics_of(metric)
-    for part, (count, values) in zip(parts, states, strict=True):
+    for part, state in zip(parts, states, strict=True):
+        count, values = state
         for name, value in values.items():
             moved = on_device(value, part.device)
             setattr(part, name, moved)

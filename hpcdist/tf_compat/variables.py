@@ -484,6 +484,10 @@ class Variable(Readable):
         """Whether all ranks must call `state_dict` together; `CheckpointManager.save` lets them."""
         return self._is_on_read
 
+    def local_state(self) -> dict[str, Any]:
+        """Return the copies of this rank's replicas. Not collective."""
+        return {"copies": list(self._copies)}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the value, or, for an ON_READ variable, all replicas' copies.
 

@@ -450,4 +450,4 @@ def _wait_for(store: Store, keys: list[str], rank: int, timeout_s: float) -> Non
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise late("init_process_group", timeout_s, "some", f"rank {rank}") from error
+        raise late("init_process_group", timeout_s, "some ranks", f"rank {rank}") from error

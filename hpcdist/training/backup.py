@@ -86,7 +86,7 @@ class BackupAndRestore(Callback):
         if type(self.model.strategy) is Strategy:
             raise UsageError(
                 "BackupAndRestore: expected a model made in strategy.scope(), whose random numbers and steps are "
-                "known, got one without a strategy; OneDeviceStrategy() will do."
+                "known, got one without; MultiWorkerMirroredStrategy() will do, on one rank too."
             )
         checkpoint = Checkpoint(**objects, callbacks=_States(callbacks))
         with checkpoint.world.agreed(checkpoint.world.role_comm):

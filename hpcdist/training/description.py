@@ -199,7 +199,7 @@ def _describe_nest(nest: Any) -> Any:
     if isinstance(nest, (str, int, float)):
         return {"plain": nest}
     kind = type(nest).__name__
-    if isinstance(nest, losses.Loss) and losses.snake_case(kind) in losses.NAMED:
+    if losses.NAMED.get(losses.snake_case(kind)) is type(nest):
         return {"loss": kind, "arguments": _arguments_of_loss(nest)}
     if isinstance(nest, Metric) and getattr(metrics, kind, None) is type(nest):
         return {"metric": kind, "arguments": nest.get_config()}

@@ -116,10 +116,10 @@ class _TrainCall:
             max_steps: global step at which it ends; None if it has no such limit. A resumed call obeys the new limit.
         """
         self._batches = batches
-        if max_steps is not None:
-            self.end = max_steps
         if self.is_running and self.number == number and self._cursor is not None:
             batches.load_state_dict(self._cursor)
+            if max_steps is not None:
+                self.end = max_steps
             return False
         self.is_running = True
         self.number = number

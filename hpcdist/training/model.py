@@ -1,7 +1,8 @@
 """Model: a torch module with compile, fit, evaluate and predict, as keras.Model."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -218,14 +219,8 @@ class Model(CompiledModule):
             batches = inputs.distribute(
                 self.strategy, x, y, sample_weight, batch_size=batch_size, call="evaluate"
             )
-            # an evaluation in a hook of fit leaves what metrics have seen in the epoch as it is
-            states_of_fit: list[dict[str, Any]] = []
-            if self._is_fitting:
-                states_of_fit = [metric.state_dict() for metric in self.metrics]
-            logs = evaluation(self, batches, steps, as_callbacks(callbacks), verbose)
-            for metric, state in zip(self.metrics, states_of_fit, strict=self._is_fitting):
-                metric.reset_state()
-                metric.load_state_dict(state)
+            with self._keeping_metrics_of_fit():
+                logs = evaluation(self, batches, steps, as_callbacks(callbacks), verbose)
         if return_dict:
             return logs
         values = list(logs.values())
@@ -309,17 +304,34 @@ class Model(CompiledModule):
         weight: Any,
         class_weight: dict[int, float] | None,
     ) -> dict[str, float]:
+        weights_of_fit = self._class_weights
         self._class_weights = inputs.table_of_classes(class_weight)
-        with self.strategy.scope():
-            rows = len(leaves(x)[0])
-            batches = inputs.distribute(
-                self.strategy, x, y, weight, batch_size=rows, call="train_on_batch"
-            )
-            self.reset_metrics()
-            for batch, global_rows in inputs.rows_of_batches(batches):
-                self.run_step(step, batch, global_rows, must_check=True)
-            self._class_weights = None
-            return self.results()
+        try:
+            with self.strategy.scope(), self._keeping_metrics_of_fit():
+                rows = len(leaves(x)[0])
+                batches = inputs.distribute(
+                    self.strategy, x, y, weight, batch_size=rows, call="train_on_batch"
+                )
+                self.reset_metrics()
+                for batch, global_rows in inputs.rows_of_batches(batches):
+                    self.run_step(step, batch, global_rows, must_check=True)
+                return self.results()
+        finally:
+            self._class_weights = weights_of_fit
+
+    @contextlib.contextmanager
+    def _keeping_metrics_of_fit(self) -> Iterator[None]:
+        """Leave what metrics have seen in an epoch as it is, where a hook of fit uses them for something else.
+
+        Collective over chief and workers.
+        """
+        states: list[dict[str, Any]] = []
+        if self._is_fitting:
+            states = [metric.state_dict() for metric in self.metrics]
+        yield
+        for metric, state in zip(self.metrics, states, strict=self._is_fitting):
+            metric.reset_state()
+            metric.load_state_dict(state)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -6,11 +7,12 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.errors import DesyncError
+from hpcdist.errors import CheckpointError, DesyncError
 from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.process import make_world
+from hpcdist.runtime.process import call_when_done, make_world
 from hpcdist.saving import saver
-from hpcdist.saving.desync import odd_ranks
+from hpcdist.saving.desync import Comparison, odd_ranks
+from hpcdist.stopping import preemption
 
 pytestmark = pytest.mark.mpi
 
@@ -155,6 +157,36 @@ def test_a_comparison_that_nobody_waits_for_ends_the_job(comm, job, monkeypatch)
     manager._saver._wait_at_exit()  # as the interpreter does at the end
     assert [code for _, code in ended] == [76] * (comm.rank == 0)
     assert all("desync check: expected equal models" in report for report, _ in ended)
+
+
+def test_a_comparison_is_not_waited_for_for_ever(comm):
+    comparison = Comparison({}, [], comm.size, Future())
+    with pytest.raises(CheckpointError, match="expected the digest of the other ranks within 0.1 s"):
+        comparison.require([], 0.1)
+
+
+def test_ranks_that_differ_when_the_program_exits_end_the_job(comm, job, shared_path, monkeypatch):
+    """The last steps are not saved: the run is not finished, and must not look so."""
+    if comm.size == 1:
+        pytest.skip("ranks that differ take two of them")
+    model, optimizer, manager = job
+    handler = hpcdist.PreemptionCheckpointHandler(None, manager.checkpoint, shared_path / "run" / "checkpoints")
+    handler.save_checkpoint_if_preempted()
+    if comm.rank == 1:
+        change(model, optimizer, "optimizer")
+
+    def end_job(report, code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(preemption, "end_job", end_job)
+    with pytest.raises(SystemExit) as ended:
+        handler.record_end()
+    handler.close()
+    call_when_done(None)
+    assert ended.value.code == 76
+    comm.Barrier()
+    told = json.loads((shared_path / "run" / "decision.json").read_text())
+    assert told["decision"] == "stop"
 
 
 @pytest.mark.parametrize("where", ["learning rate", "class", "groups"])

@@ -792,21 +792,46 @@ class Named(nn.Module):
         return {"one": self.one(x), "two": self.two(x)}
 
 
-def test_an_evaluation_in_a_hook_leaves_the_metrics_of_the_epoch(strategy, rows):
+@pytest.mark.parametrize("call", ["evaluate", "test_on_batch"])
+def test_an_evaluation_in_a_hook_leaves_the_epoch_as_it_is(strategy, rows, call):
     class Evaluate(Callback):
         def on_train_batch_end(self, batch, logs):
             if batch == 2:
-                self.model.evaluate(rows[0][:20], rows[1][:20], batch_size=16, verbose=0)
+                options = {"batch_size": 16, "verbose": 0} if call == "evaluate" else {}
+                getattr(self.model, call)(rows[0][:20], rows[1][:20], **options)
 
     histories = []
+    options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, "class_weight": {0: 0.5, 1: 2.0, 2: 1.0}}
     for callbacks in ([], [Evaluate()]):
-        histories.append(
-            make_model(strategy)
-            .fit(*rows, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
-            .history
-        )
+        fit = make_model(strategy).fit(*rows, callbacks=callbacks, **options)
+        histories.append(fit.history)
     assert histories[1]["accuracy"] == histories[0]["accuracy"]
     assert histories[1]["loss"] == pytest.approx(histories[0]["loss"], rel=1e-12)
+
+
+def test_labels_that_torch_ignores_by_default_are_refused(strategy, rows):
+    """Their number differs between ranks: a mean without them takes a message, which few programs need."""
+    x, y = rows
+    with pytest.raises(UsageError, match="SparseCategoricalCrossentropy.*ignore_class=-100"):
+        make_model(strategy, loss=nn.CrossEntropyLoss()).train_on_batch(x, np.full_like(y, -100))
+
+
+@pytest.mark.parametrize("ignore_index", [0, 1])
+def test_rows_that_a_loss_of_torch_ignores_are_no_part_of_its_mean(strategy, rows, ignore_index):
+    x, y = rows
+    y = y.copy()
+    y[::3] = ignore_index
+    formula = nn.CrossEntropyLoss(ignore_index=ignore_index)
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    outputs = plain(torch.from_numpy(x))
+    formula(outputs, torch.from_numpy(y)).backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    trained = make_model(strategy, loss=formula, optimizer="sgd", metrics=[])
+    trained.optimizer.param_groups[0]["lr"] = 1.0
+    trained.train_on_batch(x, y)
+    for parameter, expected in zip(trained.net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_older_names_of_batch_hooks(strategy, rows):

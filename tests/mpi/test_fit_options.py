@@ -47,6 +47,8 @@ def test_losses_of_torch_and_functions(rows, loss):
 def test_a_loss_of_torch_that_is_a_sum_is_refused(rows):
     with pytest.raises(UsageError, match="averaged.*reduction.*'sum'"):
         fitted(rows, compile_options={"loss": nn.MSELoss(reduction="sum")})
+    with pytest.raises(UsageError, match="got reduction 'batchmean' of KLDivLoss"):
+        fitted(rows, compile_options={"loss": nn.KLDivLoss(reduction="batchmean")})
 
 
 def test_an_optimizer_that_was_made_before(rows):

@@ -230,6 +230,14 @@ def test_top_k(strategy, k):
     assert in_one_process(metrics.SparseTopKCategoricalAccuracy, [1], [[2.0, np.nan]], k=1) == 0.0
 
 
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_that_is_no_class_is_not_taken_for_another_one(label):
+    predictions = [[0.1, 0.2, 0.7]]
+    assert in_one_process(metrics.SparseTopKCategoricalAccuracy, [label], predictions, k=1) == 0.0
+    with pytest.raises(UsageError, match=f"expected classes from 0 to 2, got .*{label}"):
+        in_one_process(metrics.SparseCategoricalCrossentropy, [label], predictions)
+
+
 def test_it_adds_up_over_steps_until_it_is_reset(strategy):
     metric = make(strategy, metrics.Mean, name="loss")
     assert float(metric.result()) == 0.0

@@ -12,6 +12,7 @@ import torch
 import hpcdist
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError
+from hpcdist.runtime.mpi import MPI
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -363,6 +364,34 @@ def test_a_block_that_ends_too_late_writes_to_no_memory_of_ranks_that_went_on(co
         comm.send(None, 0)
     hpcdist.barrier()
     assert [int(array[0]) for array in later_arrays] == [-7] * len(later_arrays)
+
+
+def test_a_wait_that_is_over_keeps_the_arrays_of_its_reduction(comm, monkeypatch):
+    """mpi4py's request of a reduction does not hold them, and MPI writes to them when the last rank comes."""
+    group = group_of()
+    if comm.rank > 0:
+        monkeypatch.setattr(group, "timeout_s", 0.1)
+        monkeypatch.setattr("hpcdist.collectives.group.LATE_S", 0.0)
+    else:
+        for rank in range(1, comm.size):
+            comm.recv(source=rank)
+
+    def reduce():
+        total = np.full(1000, comm.rank)
+        group.wait([group.comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM)], buffers=[total])
+        return total
+
+    later_arrays = []
+    if comm.rank == 0:
+        assert set(reduce()) == {sum(range(comm.size))}
+    else:
+        with pytest.raises(CollectiveTimeoutError):
+            reduce()
+        gc.collect()
+        later_arrays = [np.full(1000, -7) for _ in range(100)]
+        comm.send(None, 0)
+    hpcdist.barrier()
+    assert all((array == -7).all() for array in later_arrays)
 
 
 @pytest.mark.feature("launch.ranks-within-and-between-hosts")

@@ -19,6 +19,7 @@ from hpcdist.collectives.options import CommunicationImplementation as Implement
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.plan.replicas import ReplicaPlan
 from hpcdist.runtime.process import make_world
 
 pytestmark = pytest.mark.mpi
@@ -460,6 +461,12 @@ def test_what_auto_takes_for_gradients(comm, monkeypatch, make_group, options, l
     else:
         expected_device = torch.device("cpu")
     assert reducer.device == expected_device
+
+
+def test_several_replicas_of_a_rank_are_refused_where_nccl_is_asked_for(comm, cupy, make_group):
+    options = CommunicationOptions(implementation=Implementation.NCCL)
+    with pytest.raises(ConfigurationError, match=f"expected one replica for each of the {comm.size} ranks"):
+        Reducer(make_group(), options, ReplicaPlan(2 * comm.size, comm.size), torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8"])

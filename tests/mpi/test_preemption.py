@@ -529,6 +529,27 @@ def test_watcher_save_fn_and_exit_fn(comm, make_job):
     assert calls.index("exit") == calls.index("save") + 1
 
 
+def test_saves_of_the_program_that_become_slower_are_measured_too(comm, make_job):
+    n_saves = []
+
+    def save():
+        n_saves.append(1)
+        time.sleep(0.5 if len(n_saves) > 1 else 0.0)
+
+    config = hpcdist.TerminationConfig(save_fn=save)
+    job = make_job(termination_config=config, time_limit_s=600, save_every_steps=3)
+    job.train(1)
+    assert job.handler.deadline.save.p99 >= 0.5
+
+
+def test_a_second_stop_of_a_deadline_that_moved_away_ends_the_job(comm, make_job):
+    """The ranks have agreed on a stop that no rank asks for any more: there is no request to count a period from."""
+    job = make_job(termination_config=hpcdist.TerminationConfig(grace_period=600.0))
+    job.handler._stop_waits = True
+    assert stopped(comm, lambda: job.train(1)) == 75
+    assert job.handler.step == 0
+
+
 @pytest.mark.feature("checkpoints.save-and-retention-policy")
 @pytest.mark.parametrize("every", [{"save_every_steps": 3}, {"schedule": hpcdist.SaveSchedule(every_s=0.05)}])
 def test_periodic_saves(comm, shared_path, make_job, every):

@@ -923,7 +923,9 @@ def test_a_plain_optimizer_beside_it(comm):
 
 def test_strategies_that_cannot_sum_by_shares(comm):
     refused(comm, "got parameters that the strategy itself holds", hpcdist.CentralStorageStrategy(gradient_op="sum"))
-    refused(comm, "got a strategy with num_replicas", hpcdist.MultiWorkerMirroredStrategy(num_replicas=8, gradient_op="sum"))
+    refused(
+        comm, "got a strategy with num_replicas", hpcdist.MultiWorkerMirroredStrategy(num_replicas=8, gradient_op="sum")
+    )
     by_name = {"implementation": "RING"}
     options = hpcdist.CommunicationOptions(**by_name)
     refused(

@@ -240,7 +240,7 @@ class NcclCommunicator:
             ) from error
         if waited_s > self._limit_s:
             self._inner.abort()
-            raise late("nccl", self._limit_s, "some", f"rank {self.rank}")
+            raise late("nccl", self._limit_s, "some ranks", f"rank {self.rank}")
 
     def _prepare(self, array: DeviceArray, op: str) -> int:
         check(array, op)

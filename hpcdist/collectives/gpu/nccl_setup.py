@@ -208,7 +208,7 @@ class _Joining:
 
         is_over = wait_until(lambda: not self._thread.is_alive() or has_failed(), limit_s, yields=0)
         if not is_over:
-            return late("nccl", limit_s, "some", f"rank {self._comm.rank}")
+            return late("nccl", limit_s, "some ranks", f"rank {self._comm.rank}")
         if self._thread.is_alive() or has_failed():
             self._comm.Recv(bytearray(0), MPI.ANY_SOURCE, _FAILED_TAG)
             return None

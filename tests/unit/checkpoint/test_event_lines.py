@@ -1,11 +1,13 @@
 """Ledgers that grow: reading one again costs what was appended, none gets too long, and none counts as empty."""
 
+import errno
 import json
 import os
 import time
 
 import pytest
 
+from hpcdist.checkpoint import durable, store
 from hpcdist.checkpoint.event_lines import LIMIT_BYTES, N_LATEST, FollowedFile, thinned, with_last_commit
 from hpcdist.checkpoint.store import Store
 from hpcdist.run.ledger import Launch, Ledger, parse_attempt
@@ -103,6 +105,21 @@ def test_a_ledger_stays_below_its_limit_and_a_commit_costs_the_same(tmp_path, mo
         assert sum(n_read[age]) / len(n_read[age]) < 500, "on average: where the file was replaced, it is read whole"
         assert sorted(n_read[age])[-50] < 200
     assert Ledger(Store(tmp_path)).attempts() == ledger.attempts()
+
+
+def test_a_ledger_that_cannot_be_made_shorter_fails_no_save(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    ledger = begun(tmp_path)
+
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOSPC, "disk full")
+
+    monkeypatch.setattr(durable, "replace_file", fail)
+    monkeypatch.setattr(store, "LIMIT_BYTES", 1000)
+    for step in range(50):
+        ledger._store.note("commit", step=step, nbytes=10**9, took_s=0.123456, time_s=time.time())
+    assert ledger.attempts()[-1].committed_step == 49
+    assert "disk full" in caplog.text
 
 
 def test_ledgers_of_old_attempts_lose_their_commits_but_the_last(tmp_path):

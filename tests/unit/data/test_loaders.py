@@ -123,6 +123,7 @@ def test_each_sampler_in_a_list_gets_a_seed_of_its_own():
     again = SamplerOrder(loader, 1, 0)
     again.draw(8)
     assert again.batches == order.batches, "the seed and the pass decide"
+    assert again._seed not in [part.generator.initial_seed() for part in loader.batch_sampler.parts]
 
 
 def test_a_sampler_that_raised_begins_its_pass_anew():

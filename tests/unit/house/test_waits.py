@@ -47,7 +47,7 @@ BOUNDS = {
     r"cli/probe\.py": "the limit of `hpcdist doctor`, which ends the job that it has started",
     r"(cli/run|notebook)\.py _launch: process\.wait\(\)": "with the user's own job, which signals end",
     r"notebook\.py _launch: process\.communicate\(timeout=_END_S\)": "its argument",
-    r"(look|called|answer|done|durable|recording|appending)\.result\(\)": (
+    r"(look|called|answer|done|durable|expected|recording|appending)\.result\(\)": (
         "at once: it was done, or was waited for with a limit"
     ),
     r"\.result\(timeout_s\)": "its argument",

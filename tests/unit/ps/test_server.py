@@ -164,6 +164,16 @@ def test_a_synchronous_step_is_one_update_of_the_sum(n_workers):
     assert parts_of(answers[0])[0][:2] == (WHOLE, 1)
 
 
+def test_an_error_of_a_synchronous_step_is_told_to_all_its_workers():
+    """Those that came first would wait for the whole timeout, and name the wrong rank."""
+    serving = Serving(n_workers=3, is_synchronous=True)
+    serving.server._apply = lambda messages: 1 / 0
+    answers = [serving.push(worker, dense=1) for worker in range(3)]
+    assert [len(due) for due in answers] == [0, 0, 3]
+    assert {message.worker for message in answers[-1]} == {0, 1, 2}
+    assert {message.text for message in answers[-1]} == {"ZeroDivisionError: division by zero"}
+
+
 def test_the_sum_has_the_tree_of_an_all_reduce():
     serving = Serving(3, is_synchronous=True)
     values = [1e8, 1.0, -1e8]

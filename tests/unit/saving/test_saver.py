@@ -40,6 +40,25 @@ def test_blocks_that_are_read_back_count_as_progress(tmp_path):
     assert saver._n_blocks_so_far > saver.store.n_blocks_read
 
 
+def test_a_file_that_cannot_be_read_back_is_not_the_last_one(tmp_path, monkeypatch):
+    """An equal state, saved again, must be written again."""
+    saver = make(tmp_path)
+    verify_and_prune = Store.verify_and_prune
+
+    def damaged(*arguments):
+        monkeypatch.setattr(Store, "verify_and_prune", verify_and_prune)
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr(Store, "verify_and_prune", damaged)
+    saver.save(1, ({"dict": []}, ARRAYS), {}, {})
+    with pytest.raises(CheckpointError, match="damaged"):
+        saver.wait()
+    assert saver.last is None
+    saver.save(1, ({"dict": []}, ARRAYS), {}, {})
+    saver.wait()
+    assert saver.last.step == 1
+
+
 def test_a_copy_that_is_never_done_is_waited_for_so_long_and_no_longer(tmp_path, caplog, monkeypatch, hangs):
     monkeypatch.setattr(module, "_LIMIT_S", 0.2)
     saver = make(tmp_path, hangs.wait)

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from hpcdist import Checkpoint, CheckpointManager, PreemptionCheckpointHandler
+from hpcdist import Checkpoint, CheckpointManager, PreemptionCheckpointHandler, TerminationConfig
+from hpcdist.stopping.preemption import _save_fn_of
 
 
 @pytest.fixture
@@ -22,6 +23,12 @@ def make_handler(tmp_path):
     yield make
     for handler in handlers:
         handler.close()
+
+
+def test_an_evaluator_does_not_call_the_function_that_saves():
+    config = TerminationConfig(save_fn=lambda: pytest.fail("an evaluator saves nothing"))
+    assert _save_fn_of(config, "worker") is config.save_fn
+    _save_fn_of(config, "evaluator")()
 
 
 @pytest.mark.parametrize("text", ['{"hidden": 64}', "hidden: 64", '{"settings": {}}', "[1]"])

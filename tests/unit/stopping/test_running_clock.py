@@ -12,8 +12,11 @@ import weakref
 import pytest
 
 from hpcdist.cluster.slurm import time_left_s
+from hpcdist.saving.durations import Durations
 from hpcdist.stopping.deadline import BatchEnd
+from hpcdist.stopping.pace import Pace
 from hpcdist.stopping.running_clock import Clocks, RunningClock
+from hpcdist.stopping.time_left import TimeLeft
 
 
 class System:
@@ -121,7 +124,7 @@ def test_a_process_that_is_stopped_for_eight_seconds():
 
 def answer_of(batch_end):
     until = time.monotonic() + 30
-    while (answer := batch_end.new_left_s()) is None and time.monotonic() < until:
+    while (answer := batch_end.new_end()) is None and time.monotonic() < until:
         time.sleep(0.01)
     return answer
 
@@ -135,10 +138,11 @@ def test_the_batch_system_is_asked_once_after_an_interruption(system):
         return 1234.0
 
     batch_end = BatchEnd(clock, ask)
-    assert batch_end.new_left_s() is None
+    assert batch_end.new_end() is None
     system.run(600.0)
-    assert answer_of(batch_end) == 1234.0
-    assert batch_end.new_left_s() is None
+    end = answer_of(batch_end)
+    assert end == clock() + 1234.0
+    assert batch_end.new_end() is None
     assert len(queries) == 1
 
 
@@ -148,8 +152,42 @@ def test_a_batch_system_that_does_not_answer_moves_nothing(system):
     batch_end = BatchEnd(clock, lambda: answered.wait(60) and None)
     system.run(600.0)
     for _ in range(100):
-        assert batch_end.new_left_s() is None
+        assert batch_end.new_end() is None
     answered.set()
+
+
+def test_an_answer_counts_from_the_moment_when_it_came(system):
+    """A step or an evaluation may keep the program from looking for long."""
+    clock = system.clock()
+    has_answered = threading.Event()
+
+    def ask():
+        has_answered.set()
+        return 100.0
+
+    batch_end = BatchEnd(clock, ask)
+    system.run(600.0)
+    assert batch_end.new_end() is None
+    assert has_answered.wait(30)
+    asked_at = clock()
+    until = time.monotonic() + 30
+    while not batch_end._answer.done() and time.monotonic() < until:
+        time.sleep(0.01)
+    for _ in range(50):
+        system.run(1.0)
+        clock.look()
+    assert batch_end.new_end() == asked_at + 100.0
+
+
+def test_a_grace_period_counts_the_time_in_which_nothing_looks():
+    """Its clock looks by itself, also where no deadline is known."""
+    clocks = []
+    for has_grace_period in (False, True):
+        clock = RunningClock()
+        TimeLeft(clock, None, has_grace_period, False, Pace(clock), Durations(), lambda: 1)
+        clocks.append(clock)
+    assert [clock._thread.is_alive() for clock in clocks] == [False, True]
+    clocks[1].stop()
 
 
 SCONTROL = """#!/bin/sh

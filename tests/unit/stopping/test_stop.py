@@ -180,6 +180,17 @@ def test_a_file_server_that_hangs_does_not_stop_training(tmp_path, monkeypatch, 
     assert flag.find_request().reason == f"stop file {tmp_path / 'stop'}"
 
 
+def test_a_handler_of_a_signal_may_ask_while_its_thread_looks_for_the_file(tmp_path):
+    """The thread holds the lock of the look then, and cannot give it back before the handler returns."""
+    flag = StopFlag("rank 0", file=tmp_path / "stop", clock=Clock())
+    asking = threading.Thread(target=flag.ask, args=["the program"], daemon=True)
+    with flag._looking:
+        asking.start()
+        asking.join(10)
+        assert not asking.is_alive()
+    assert flag.find_request().reason == "the program on rank 0"
+
+
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES], ids=lambda code: errno.errorcode[code])
 def test_a_file_system_that_cannot_tell_ends_no_job(tmp_path, monkeypatch, code):
     """The chief looks in the middle of a sum: an error there would end all ranks."""

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from hpcdist.errors import CheckpointMismatch
-from hpcdist.training.description import describe_layers, make_layers
+from hpcdist.tf_compat import losses
+from hpcdist.training.description import _describe_nest, describe_layers, make_layers, make_nest
 
 CNN = nn.Sequential(
     nn.Conv2d(1, 8, 3, padding="same", bias=False),
@@ -50,6 +51,12 @@ def test_what_cannot_be_made_again(module):
 def test_descriptions_that_are_none(description):
     with pytest.raises(CheckpointMismatch, match="load_model: expected"):
         make_layers(description)
+
+
+def test_a_loss_of_the_program_is_not_taken_for_ours_of_the_same_name():
+    same_name = type("Huber", (losses.Huber,), {})
+    assert _describe_nest(same_name()) is None
+    assert make_nest(_describe_nest(losses.Huber(delta=2.0))).delta == 2.0
 
 
 def test_an_activation_that_comes_twice_is_there_twice():
