@@ -29,7 +29,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails documents fault slurm hosts: export CUDA_VISIBLE_DEVICES =
 mpi mpi-3 mpi-ranks openmpi system-mpi: export OMP_NUM_THREADS = 1
 
-.PHONY: train test test-ci test-all stubs docs site dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
+.PHONY: train test test-ci test-all stubs docs site picture dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
 	documents fault slurm hosts \
 	transcript frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
@@ -95,6 +95,10 @@ site: .venv-docs/installed docs
 		> "$$(.venv-docs/bin/python -c "$(SITE_PACKAGES)")/first.pth"
 	.venv-docs/bin/$(PIP_INSTALL) --editable '.[docs]'
 	touch $@
+
+# docs/preempted.svg, the picture of README, from real jobs: half a minute.
+picture: .venv/test.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/restart_picture.py
 
 # A wheel and a source distribution in dist/.
 dist: .venv/test.installed

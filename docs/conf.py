@@ -57,7 +57,7 @@ def setup(app: Any) -> None:
 
 
 def _make_restructured(
-    _app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]
+    _app: Any, kind: str, _name: str, _object: Any, _options: Any, lines: list[str]
 ) -> None:
     """Replace the lines of a docstring, which is plain text with names in backticks, by reStructuredText."""
     text = "\n".join(lines)
@@ -74,6 +74,9 @@ def _make_restructured(
         r"^(Cost|Source): (.*(?:\n +\S.*)*)", _labelled_paragraph, text, flags=re.MULTILINE
     )
     lines[:] = text.split("\n")
+    # napoleon takes the first line of an attribute up to a colon for its type
+    if kind in ("property", "attribute", "data"):
+        lines.insert(0, "")
 
 
 def _escape_stars(_app: Any, _context: Any, lines: list[str]) -> None:

@@ -8,7 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import restart_picture
 from api_index import page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,3 +292,22 @@ def test_the_table_of_routes_is_that_of_the_function():
     table = re.findall(r"^\|.*$", (ROOT / "hpcdist" / "collectives" / "route.py").read_text(), re.MULTILINE)
     assert len(table) > 5
     assert "\n".join(table) in (ROOT / "docs" / "reference" / "algorithms.md").read_text()
+
+
+@pytest.mark.quick
+def test_the_picture_of_the_readme_is_of_real_jobs(tmp_path):
+    """Losses differ a little between processors: the lines are compared to a pixel."""
+    expected = lines_of(restart_picture.PICTURE.read_text())
+    drawn = lines_of(restart_picture.picture_of(*restart_picture.run_jobs(tmp_path)))
+    assert list(drawn) == list(expected) == ["unbroken", "first", "second"]
+    for kind in drawn:
+        assert len(drawn[kind]) == pytest.approx(len(expected[kind]), abs=1), "the stop may come a step later"
+    assert np.abs(np.subtract(drawn["unbroken"], expected["unbroken"])).max() < 1
+
+
+def lines_of(picture):
+    """Return the points of the lines of a picture, by their kinds. The later lines of a kind are its legend."""
+    lines = {}
+    for kind, points in re.findall(r'<polyline class="(\w+)" points="([^"]+)"', picture):
+        lines.setdefault(kind, [tuple(map(float, point.split(","))) for point in points.split()])
+    return lines
