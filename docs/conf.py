@@ -74,9 +74,9 @@ def _make_restructured(
         r"^(Cost|Source): (.*(?:\n +\S.*)*)", _labelled_paragraph, text, flags=re.MULTILINE
     )
     lines[:] = text.split("\n")
-    # napoleon takes the first line of an attribute up to a colon for its type
+    # napoleon takes the first line of an attribute up to a colon for its type: let that be an empty comment
     if kind in ("property", "attribute", "data"):
-        lines.insert(0, "")
+        lines[:0] = ["..", ""]
 
 
 def _escape_stars(_app: Any, _context: Any, lines: list[str]) -> None:
