@@ -375,9 +375,14 @@ class Store:
         """Make a ledger shorter that has become long. A failure is logged, as the event before it is durable."""
         limit_bytes = max(LIMIT_BYTES, 1.25 * self._thinned_bytes)
         try:
-            if os.stat(path).st_size > limit_bytes:
-                self._thinned_bytes = durable.patiently(lambda: self._replace_ledger(path, thinned))
-        except OSError as error:
+            n_bytes = os.stat(path).st_size
+            if n_bytes <= limit_bytes:
+                return
+            self._thinned_bytes = n_bytes  # after a failure, not at each event
+            self._thinned_bytes = durable.patiently(lambda: self._replace_ledger(path, thinned))
+        except AttemptReplaced:
+            raise
+        except (OSError, CheckpointError) as error:
             logger.warning("ledger: expected to shorten %s, got %s; the save counts", path, error)
 
     def _replace_ledger(

@@ -135,14 +135,20 @@ class Checkpoint:
                 return world
         return make_world()
 
-    def digest_between_passes(self) -> str:
+    def digest_between_passes(self) -> str | None:
         """Return a digest of what a program may change between two passes, as far as this rank holds it.
 
         That is the state of schedules, generators and metrics, the settings of optimizers, arrays and numbers. The
         parameters of modules, the strategy and sources of batches are left out. Not collective.
+
+        Returns:
+            The digest; None if the state of an object is none that a checkpoint can hold.
         """
         settings = {name: settings_of(item) for name, item in self._objects.items()}
-        nodes, arrays = _encode_all(settings)
+        try:
+            nodes, arrays = _encode_all(settings)
+        except (CheckpointError, TypeError):
+            return None
         text = json.dumps(nodes, sort_keys=True, default=str)
         digest = xxhash.xxh3_64(text.encode())
         for array in arrays:

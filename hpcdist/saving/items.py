@@ -149,15 +149,22 @@ def settings_of(item: Any) -> Any:
     """
     if isinstance(item, PLAIN) or is_array(item):
         return item
-    if has_local_state(item):
-        return item.local_state()
     if is_optimizer(item):
         return [dict(group, params=None) for group in item.param_groups]
     if hasattr(item, "named_buffers"):
         return dict(item.named_buffers())
-    if is_strategy(item) or isinstance(item, DistributedInput) or has_collective_state(item):
+    if is_strategy(item) or isinstance(item, DistributedInput):
         return None
+    if has_collective_state(item):
+        return _local_state_of(item)
     return item.state_dict()
+
+
+def _local_state_of(item: Any) -> Any:
+    """Return the part of a gathered state that this rank holds; None if the object does not give it."""
+    if has_local_state(item):
+        return item.local_state()
+    return None
 
 
 def state_of(item: Any) -> Any:

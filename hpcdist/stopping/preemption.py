@@ -159,7 +159,7 @@ class PreemptionCheckpointHandler:
         self._stop_seen_at: int | None = None
         self._remote_request: StopRequest | None = None
         self._stop_waits = False
-        self._state_at_end = ""
+        self._state_at_end: str | None = None
         # state of the polls
         self._is_polled = False
         self._asks_at_once = False
@@ -502,7 +502,8 @@ class PreemptionCheckpointHandler:
             return
         self._asks_at_once = False
         self._stop_waits = True
-        is_changed = self._manager.checkpoint.digest_between_passes() != self._state_at_end
+        state = self._manager.checkpoint.digest_between_passes()
+        is_changed = state is None or state != self._state_at_end
         if self._agreement.any_rank(is_changed):
             return
         self._stop_waits = False
@@ -605,10 +606,10 @@ class PreemptionCheckpointHandler:
         agreed_request = self._agreement.first_request(local_request)
         request = agreed_request or _END_OF_TIME
         is_urgent = self._agreement.any_rank(is_end_near)
-        grace_s = self._config.grace_period
         # a deadline that is no longer near asks for the stop that all ranks have agreed on, and for no grace period
-        is_urgent = is_urgent or agreed_request is None
-        if grace_s and not self._time_left.is_counting_down and not is_urgent:
+        may_go_on = agreed_request is not None and not is_urgent
+        grace_s = self._config.grace_period
+        if grace_s and may_go_on and not self._time_left.is_counting_down:
             self._log(
                 f"{request.reason}: training continues from step {self.step} within the grace period of {grace_s:g} s"
             )
@@ -625,7 +626,7 @@ class PreemptionCheckpointHandler:
         if self._agreement.any_rank(self._flag.is_for_good()):
             request = replace(request, is_for_good=True)
         # the batch system chose the time, as far as a SIGTERM tells: not at the deadline
-        is_excused = request.may_be_preemption and not is_urgent
+        is_excused = request.may_be_preemption and may_go_on
         code, why = self._attempt.stopped(request, last_save.step, is_excused, is_too_late)
         self._remove_stop_file()  # people wait for that: the decision is there by now
         self._log(
@@ -732,6 +733,9 @@ class PreemptionCheckpointHandler:
             with self._recording_desync():
                 self._manager.wait()
         except HpcdistError as error:
+            if isinstance(error, DesyncError) and error.is_agreed:
+                # until the chief has recorded it: the first rank that ends the job ends the chief too
+                self._agreement.any_rank(False)
             end_job(f"the last save failed: {error}", int(error.exit_code))
 
     def close(self) -> None:

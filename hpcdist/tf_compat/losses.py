@@ -20,9 +20,9 @@ from hpcdist.strategy.replica_context import get_replica_context
 _NO_CLASS = -(1 << 62)
 #: Probabilities are kept this far from 0 and 1, as in Keras.
 _EPSILON = 1e-7
-#: Ways to reduce the losses of rows.
 #: Label that losses of torch leave out unless they are told another one.
 _TORCH_IGNORES = -100
+#: Ways to reduce the losses of rows.
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
 #: How far the probabilities of a row may be from a sum of 1.
 _SUM_TOLERANCE = 1e-2
@@ -443,13 +443,18 @@ class _OfTorch(Loss):
             self.ignore_class = None
 
     def counts(self, y_true: Any) -> tuple[int, int] | None:
-        """Return the number of labels that are not ignored, and of all labels. None if no class is ignored."""
+        """Return the number of labels that are not ignored, and of all labels.
+
+        Returns:
+            None if no class is ignored, or if labels are probabilities of the classes.
+        """
+        if torch.as_tensor(y_true).is_floating_point():
+            return None
         return _n_counted(y_true, self.ignore_class)
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values; raise ValueError for labels that torch would ignore by default."""
-        is_ignored = y_true == _TORCH_IGNORES
-        if self._refuses_ignored and bool(is_ignored.any()):
+        if self._refuses_ignored and bool((y_true == _TORCH_IGNORES).any()):
             raise ValueError(
                 f"labels of {_TORCH_IGNORES} are left out of the mean by "
                 f"SparseCategoricalCrossentropy(from_logits=True, ignore_class={_TORCH_IGNORES})"

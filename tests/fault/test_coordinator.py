@@ -261,7 +261,7 @@ def test_functions_that_end_are_waited_for_beyond_the_grace_period(start, tmp_pa
     outcome = job.wait(60)
     assert outcome.code == 75, outcome.output
     assert "stopped without a save" not in outcome.output
-    assert "saving at step 3" in outcome.output
+    assert "continues from step 3 within the grace period" in outcome.output, outcome.output
     nothing_left(job)
 
 

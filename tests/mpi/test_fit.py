@@ -834,6 +834,18 @@ def test_rows_that_a_loss_of_torch_ignores_are_no_part_of_its_mean(strategy, row
         torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_loss_that_ignores_a_class_counts_all_probabilities(strategy, rows):
+    """torch leaves out labels of a class, and no floating values that happen to be equal to its number."""
+    x, y = rows
+    weights = np.eye(3, dtype=np.float32)[y] - np.eye(3, dtype=np.float32)[(y + 1) % 3]
+    formula = nn.CrossEntropyLoss(ignore_index=-1)
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    expected = formula(plain(torch.from_numpy(x)), torch.from_numpy(weights)).item()
+    trained = make_model(strategy, loss=formula, optimizer="sgd", metrics=[])
+    assert trained.train_on_batch(x, weights)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_older_names_of_batch_hooks(strategy, rows):
     seen = []
 

@@ -17,6 +17,8 @@ from api_index import sections
 
 import hpcdist
 
+#: What the page of a name without a docstring lacks.
+_NO_DOCSTRING = "a docstring"
 #: Where the index of names is, and the pages that Sphinx makes from it.
 NAMES = Path("docs/reference/api.html")
 PAGES_OF_NAMES = Path("docs/reference/api")
@@ -96,7 +98,7 @@ def first_words_of(name: str) -> str:
         return ""
     if inspect.isclass(item) and item.__name__ != name.rpartition(".")[2]:
         return words_of(item.__name__)
-    first_line, _, _ = (inspect.getdoc(item) or "").partition("\n")
+    first_line, _, _ = (inspect.getdoc(item) or _NO_DOCSTRING).partition("\n")
     return words_of(first_line)
 
 

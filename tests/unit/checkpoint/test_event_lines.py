@@ -10,6 +10,7 @@ import pytest
 from hpcdist.checkpoint import durable, store
 from hpcdist.checkpoint.event_lines import LIMIT_BYTES, N_LATEST, FollowedFile, thinned, with_last_commit
 from hpcdist.checkpoint.store import Store
+from hpcdist.errors import AttemptReplaced, CheckpointError
 from hpcdist.run.ledger import Launch, Ledger, parse_attempt
 
 LAUNCH = Launch("7", ("n1",), "digest", is_vouched=False)
@@ -110,8 +111,10 @@ def test_a_ledger_stays_below_its_limit_and_a_commit_costs_the_same(tmp_path, mo
 def test_a_ledger_that_cannot_be_made_shorter_fails_no_save(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     ledger = begun(tmp_path)
+    n_calls = [0]
 
     def fail(*arguments, **options):
+        n_calls[0] += 1
         raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(durable, "replace_file", fail)
@@ -120,6 +123,35 @@ def test_a_ledger_that_cannot_be_made_shorter_fails_no_save(tmp_path, monkeypatc
         ledger._store.note("commit", step=step, nbytes=10**9, took_s=0.123456, time_s=time.time())
     assert ledger.attempts()[-1].committed_step == 49
     assert "disk full" in caplog.text
+    assert n_calls[0] < 20, "it is tried again once the ledger has grown by a quarter"
+
+
+def test_a_ledger_that_cannot_be_listed_fails_no_save(tmp_path, monkeypatch, caplog):
+    """To make a ledger shorter looks for later attempts, which reads the folder."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    ledger = begun(tmp_path)
+
+    def fail(*arguments, **options):
+        raise CheckpointError("attempts: expected to list the folder, got Stale file handle; mount it again.")
+
+    monkeypatch.setattr(durable, "replace_file", fail)
+    monkeypatch.setattr(store, "LIMIT_BYTES", 1000)
+    for step in range(50):
+        ledger._store.note("commit", step=step, nbytes=10**9, took_s=0.123456, time_s=time.time())
+    assert ledger.attempts()[-1].committed_step == 49
+    assert "Stale file handle" in caplog.text
+
+
+def test_an_attempt_that_was_replaced_does_not_make_its_ledger_shorter(tmp_path, monkeypatch):
+    ledger = begun(tmp_path)
+
+    def fail(*arguments, **options):
+        raise AttemptReplaced("attempt 1: expected no later attempt, got 2; end this one.")
+
+    monkeypatch.setattr(durable, "replace_file", fail)
+    monkeypatch.setattr(store, "LIMIT_BYTES", 10)
+    with pytest.raises(AttemptReplaced):
+        ledger._store.note("commit", step=1, nbytes=10**9, took_s=0.123456, time_s=time.time())
 
 
 def test_ledgers_of_old_attempts_lose_their_commits_but_the_last(tmp_path):

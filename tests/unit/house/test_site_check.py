@@ -49,3 +49,13 @@ def test_a_name_has_a_page_with_its_docstring(tmp_path, monkeypatch):
     folder = tmp_path / "docs" / "reference" / "api"
     pages = pages_of(folder, {f"hpcdist.{name}.html": text for name, text in texts.items()})
     assert names_without_pages(tmp_path, pages) == ["has_strategy", "get_replica_context"]
+
+
+def test_a_name_without_a_docstring_is_missing(tmp_path, monkeypatch):
+    def get_undescribed():
+        pass
+
+    monkeypatch.setattr(site_check.hpcdist, "get_undescribed", get_undescribed, raising=False)
+    monkeypatch.setattr(site_check, "sections", lambda: {"Strategies": ["get_undescribed"]})
+    texts = {"docs/reference/api/hpcdist.get_undescribed.html": "<p>hpcdist.get_undescribed()</p>"}
+    assert names_without_pages(tmp_path, pages_of(tmp_path, texts)) == ["get_undescribed"]
