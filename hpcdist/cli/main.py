@@ -10,6 +10,7 @@ from hpcdist.errors import ExitCode, HpcdistError
 
 #: Subcommand -> its line in the help.
 COMMANDS = {
+    "new": "Write a training script to begin with, which runs at once.",
     "run": "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation.",
     "submit": "Write a batch script for a program, show it, and submit it.",
     "status": "Show what a run has done: attempts, newest checkpoint, metrics, and what is to follow.",
@@ -31,6 +32,8 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         match cmd_name:
+            case "new":
+                from hpcdist.cli.new import command as subcommand
             case "run":
                 from hpcdist.cli.run import command as subcommand
             case "submit":

@@ -43,6 +43,8 @@ COMMANDS = {
     "hpcdist run -n 2 jobs/train.py --run-dir runs/quick --epochs 300": "test_the_quickstart",
     "hpcdist status runs/quick": "test_the_quickstart",
     "hpcdist report runs/quick": "test_the_quickstart",
+    "hpcdist new train.py": "tests/fault/test_new.py",
+    "hpcdist run -n 2 train.py": "tests/fault/test_new.py: by mpirun",
     "hpcdist doctor": "test_the_command_as_on_its_page",
     "hpcdist run -n 2 jobs/train.py --run-dir runs/first --epochs 2": "test_the_command_as_on_its_page",
     "hpcdist status runs/first": "test_the_command_as_on_its_page",

@@ -54,6 +54,8 @@ def test_the_wheel_in_an_empty_environment(wheel, tmp_path, clean_environ, pytho
         "fail  packages       torch is not installed; pip install torch"
     ], doctor.stdout + doctor.stderr
     assert any(line.startswith("ok    world") and "2 ranks" in line for line in lines), doctor.stdout
+    written = run(programs / "hpcdist", "new", "train.py", "--kind", "ddp", cwd=tmp_path, env=clean_environ)
+    assert "wrote train.py" in written.stdout, written.stderr
     rule = (
         "import hpcdist.restart_rule as rule; print(rule.action_after(rule.Launch(75), rule.Situation(rule.RUN)).verb)"
     )

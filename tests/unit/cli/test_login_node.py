@@ -68,6 +68,7 @@ def test_the_modules_are_hidden(hiding):
         (("ckpt", "verify", "checkpoints"), "sound"),
         (("ckpt", "diff", "checkpoints", "checkpoints"), "1 arrays have the same bits"),
         (("ckpt", "prune", "--keep", "1", "checkpoints"), ""),
+        (("new", "train.py"), "wrote train.py"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
