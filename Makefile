@@ -29,7 +29,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails documents fault slurm hosts: export CUDA_VISIBLE_DEVICES =
 mpi mpi-3 mpi-ranks openmpi system-mpi: export OMP_NUM_THREADS = 1
 
-.PHONY: train test test-ci test-all stubs docs site picture dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
+.PHONY: train test test-ci test-all stubs docs site picture figures dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
 	documents fault slurm hosts \
 	tutorial frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
@@ -81,6 +81,7 @@ stubs: .venv/test.installed
 
 docs: .venv/test.installed
 	$(BIN)/python tests/support/api_index.py
+	$(BIN)/python tests/support/features.py --page
 
 # The documentation as pages in out/site, built offline in a minute; a warning, a broken link or a missing name fails it.
 site: .venv-docs/installed docs
@@ -99,6 +100,10 @@ site: .venv-docs/installed docs
 # docs/preempted.svg, the picture of README, from real jobs: half a minute.
 picture: .venv/test.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/restart_picture.py
+
+# The figures of docs/concepts/.
+figures: .venv/test.installed
+	$(BIN)/python tests/support/figures.py
 
 # A wheel and a source distribution in dist/.
 dist: .venv/test.installed

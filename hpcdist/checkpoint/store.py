@@ -687,6 +687,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
     Not collective. Writes nothing. Skips damaged checkpoints and logs why.
 
+    >>> hpcdist.latest_checkpoint("runs/nothing-yet/checkpoints") is None
+    True
+
     Raises:
         CheckpointError: if checkpoints exist but none verifies, a newer hpcdist wrote one, one cannot be read, or each
             was pruned before it was read.

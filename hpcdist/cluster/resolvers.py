@@ -180,6 +180,10 @@ class Communicator(Protocol):
 class MPIClusterResolver(ClusterResolver):
     """Assigns roles to ranks in the order of a role map.
 
+    >>> resolver = hpcdist.MPIClusterResolver(roles="worker:*")
+    >>> resolver.task_type
+    'worker'
+
     Args:
         roles: a role map such as "chief:1,ps:2,evaluator:1,worker:*"; default: HPCDIST_ROLES, else every rank a worker.
         comm: the communicator of the ranks; default: all ranks. Without it, the properties use the launcher's

@@ -51,6 +51,11 @@ def all_reduce(
 
     Collective over `comm`. Blocking. Same shape and dtype required on every rank: yes.
 
+    >>> values = torch.full((2,), float(strategy.rank))
+    >>> hpcdist.all_reduce(values, "max")
+    >>> int(values[0]) == strategy.size - 1
+    True
+
     Args:
         buffer: numpy, torch or cupy array, any shape, contiguous; overwritten. float16 and bfloat16 are reduced in
             float32. Device arrays are reduced by NCCL where every rank has NCCL and NCCL has the dtype, else through

@@ -34,6 +34,11 @@ def broadcast(
 
     Collective over `comm`. Blocking. Same shape and dtype required on every rank: yes.
 
+    >>> values = torch.full((2,), float(strategy.rank))
+    >>> hpcdist.broadcast(values)
+    >>> values
+    tensor([0., 0.])
+
     Args:
         buffer: numpy, torch or cupy array, any shape, contiguous; overwritten except on root.
         root: the rank of `comm` whose values are taken.

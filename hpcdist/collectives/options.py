@@ -91,6 +91,9 @@ CollectiveCommunication = Implementation = CommunicationImplementation
 class CommunicationOptions:
     """Choices for the all-reduce of gradients, as `tf.distribute.experimental.CommunicationOptions` and four of ours.
 
+    >>> options = hpcdist.CommunicationOptions(bytes_per_pack=1 << 20, implementation="RING")
+    >>> strategy = hpcdist.MultiWorkerMirroredStrategy(communication_options=options)
+
     Attributes:
         bytes_per_pack: bytes of the largest bucket of gradients; 0 chooses it from the measured latency and bandwidth
             of the network.

@@ -43,8 +43,9 @@ class Dataset(Elements):
     rows can be read in any order (arrays, HDF5 files, torch's map-style datasets), else by drawing and dropping the
     earlier rows of the epoch (generators, torch's iterable datasets).
 
-    Example:
-        Dataset.from_tensor_slices((images, labels)).shuffle(seed=1).batch(64).repeat(10)
+    >>> dataset = hpcdist.Dataset.from_tensor_slices(torch.arange(10)).shuffle(seed=1).batch(4)
+    >>> [len(batch) for batch in dataset]
+    [4, 4, 2]
     """
 
     options: Options | None = None

@@ -38,6 +38,12 @@ class MetricsFile:
 
     Not collective: all ranks call it, only the chief writes.
 
+    >>> metrics = hpcdist.MetricsFile("runs/a/metrics.jsonl")
+    >>> checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy, metrics=metrics)
+    >>> metrics.write(1, loss=0.5)
+    >>> len(metrics)
+    1
+
     Args:
         path: path of the file; its folder is created if missing.
         world: the world whose chief writes; None for the world of the process.

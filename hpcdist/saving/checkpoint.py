@@ -70,6 +70,13 @@ class Checkpoint:
     The objects that drive an optimizer of the Checkpoint must be in it: schedulers, GradScalers, averages of weights.
     If one is missing, the handler refuses the program after its first step, a manager at its first save.
 
+    >>> checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy, phase="warm-up")
+    >>> checkpoint.write("state.h5")
+    >>> checkpoint["phase"] = "main"
+    >>> step = checkpoint.read("state.h5")
+    >>> checkpoint["phase"]
+    'warm-up'
+
     Args:
         leave_out: schedulers, scalers and averages of weights that are to begin anew at a restart, or classes of them.
         objects: objects with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed
@@ -490,6 +497,10 @@ def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **obje
 
     Collective over chief and workers; rank 0 reads. Writes nothing. Values of numbers and texts are not
     returned, as there is no object to load them into.
+
+    >>> checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+    >>> checkpoint.write("state.h5")
+    >>> step = hpcdist.load_checkpoint("state.h5", model=model)
 
     Args:
         path: path of a checkpoint of any run.

@@ -55,6 +55,10 @@ class CheckpointManager:
 
     Collective over chief and workers.
 
+    >>> manager = hpcdist.CheckpointManager(checkpoint, "runs/a/checkpoints", keep_best="loss")
+    >>> path = manager.restore_or_initialize()  # None in a new run
+    >>> path = manager.save(1, {"loss": 0.5})
+
     Args:
         checkpoint: the objects to save.
         directory: the folder; created by the attempt if missing. Only the chief needs access.

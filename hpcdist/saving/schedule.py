@@ -10,6 +10,9 @@ from hpcdist.errors import UsageError
 class SaveSchedule:
     """What a handler does periodically during training. None disables an action.
 
+    >>> schedule = hpcdist.SaveSchedule(every_s=600, compare_every_steps=1000)
+    >>> handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, "runs/a/checkpoints", schedule=schedule)
+
     Attributes:
         every_steps: save every N steps.
         every_s: save every N seconds, by the chief's clock.

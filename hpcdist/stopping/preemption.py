@@ -97,6 +97,14 @@ class PreemptionCheckpointHandler:
 
     Collective over chief and workers. Creating it restores the latest checkpoint. Create it in the main thread.
 
+    >>> handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, "runs/a/checkpoints", save_every_steps=100)
+    >>> with handler:
+    ...     for epoch in range(batches.epoch, 2):
+    ...         for x, y in batches:
+    ...             train_step(x, y)
+    >>> handler.step
+    4
+
     Args:
         cluster_resolver: accepted for compatibility with tf.distribute; the ranks are those of the checkpoint's
             strategy.

@@ -9,6 +9,9 @@ from typing import Any
 class TerminationConfig:
     """How a job detects its end, and how it exits.
 
+    >>> config = hpcdist.TerminationConfig(grace_period=60)
+    >>> handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, "runs/a/checkpoints", config)
+
     Attributes:
         termination_watcher_fn: returns whether the job is about to be ended; called at most once a second on each
             rank, between steps and while gradients are summed; it must not block. Signals, stop file and deadline

@@ -66,6 +66,10 @@ class Strategy(CrossReplicaContext):
         Not collective: models are made equal at their first use. A scope may be entered again inside itself. Modules
         built inside `run` belong to the replica; with more than one replica, an optimizer that steps them raises.
 
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(4, 3)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
         Raises:
             RuntimeError: inside `run`, or inside another strategy.
         """
@@ -127,6 +131,9 @@ class Strategy(CrossReplicaContext):
 
         Collective over the ranks of the role at the first use of a model made in the scope, at the first call of `run`
         if num_replicas was given, and where `fn` reduces.
+
+        >>> for batch in batches:
+        ...     strategy.run(train_step, args=batch)
 
         Args:
             fn: function. The calls in it that wait for other replicas (backward, step, all_reduce ...) are the same,
@@ -262,6 +269,11 @@ class Strategy(CrossReplicaContext):
 
         Collective over the ranks of the role, where replicas are on several ranks: they agree on the seed of the order.
 
+        >>> dataset = hpcdist.Dataset.from_tensor_slices((x, y)).shuffle(seed=1).batch(16)
+        >>> batches = strategy.experimental_distribute_dataset(dataset)
+        >>> len(batches)
+        2
+
         Args:
             dataset: an hpcdist.Dataset with a batch size, or a torch DataLoader, whose batches are the global batches.
                 Its workers, sampler and other settings are kept.
@@ -338,6 +350,10 @@ class Strategy(CrossReplicaContext):
         """Let backwards in the block accumulate this replica's gradients; the next one outside sums everything.
 
         `step` on gradients that were not summed raises.
+
+        >>> with strategy.no_sync():
+        ...     loss_of(x[:16], y[:16]).backward()
+        >>> loss_of(x[16:], y[16:]).backward()  # sums the gradients of both
         """
         return self.sums.no_sync()
 
@@ -408,7 +424,12 @@ def has_strategy() -> bool:
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy whose scope or run the caller is in; outside all, the pass-through strategy."""
+    """Return the strategy whose scope or run the caller is in; outside all, the pass-through strategy.
+
+    >>> with strategy.scope():
+    ...     hpcdist.get_strategy() is strategy
+    True
+    """
     entry = context.current()
     if entry is None:
         return pass_through

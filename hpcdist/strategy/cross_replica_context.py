@@ -119,6 +119,10 @@ class CrossReplicaContext(Ranks):
         Collective over the ranks of the role. Same dtype required on every replica: yes; same shape: yes, but for
         reduced axes.
 
+        >>> total = strategy.reduce("sum", torch.tensor(1.0), axis=None)
+        >>> int(total) == strategy.num_replicas_in_sync
+        True
+
         Args:
             reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
                 of different length are weighted by their length.

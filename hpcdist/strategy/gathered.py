@@ -21,6 +21,10 @@ def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
     a backward through the result is collective, too. As with the gradients of parameters, each rank's loss is its share
     of the whole; with ReduceOp.MEAN all ranks must have the same number of rows.
 
+    >>> ranks = hpcdist.all_gather(torch.tensor([strategy.rank]))
+    >>> ranks.tolist() == list(range(strategy.size))
+    True
+
     Args:
         array: (n_rows, ...) numbers or bools; n_rows may differ, and may be 0.
         comm: ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.

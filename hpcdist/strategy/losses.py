@@ -20,6 +20,10 @@ def compute_average_loss(
     of a scaled loss settles that for the strategy, and a later backward that reaches no scaled loss raises
     GradientError. Where a backward goes in several calls, as from saved features, give the strategy its gradient_op.
 
+    >>> losses = torch.tensor([1.0, 3.0])  # this replica's two rows of the batch's eight
+    >>> hpcdist.compute_average_loss(losses, global_batch_size=8)
+    tensor(0.5000)
+
     Args:
         per_example_loss: (rows, ...) torch tensor or numpy array; at least one dimension.
         sample_weight: a number, or an array that is broadcast against `per_example_loss`, (rows,) as one weight for

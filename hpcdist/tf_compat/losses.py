@@ -380,6 +380,10 @@ class CategoricalCrossentropy(_Smoothed):
 class SparseCategoricalCrossentropy(_OfProbabilities):
     """The cross-entropy of (rows, ..., classes) predictions with classes as labels, (rows, ...) or (rows, ..., 1).
 
+    >>> loss = hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True)
+    >>> loss(torch.tensor([1]), torch.tensor([[0.0, 0.0]]))
+    tensor(0.6931)
+
     Args:
         from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
         ignore_class: class whose labels count neither in the sum nor in the divisor of a mean. None if all count.

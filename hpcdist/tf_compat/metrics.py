@@ -31,7 +31,13 @@ _EPSILON = 1e-7
 
 
 class Mean(Metric):
-    """The weighted mean of all values seen."""
+    """The weighted mean of all values seen.
+
+    >>> mean = hpcdist.metrics.Mean()
+    >>> mean.update_state(torch.tensor([1.0, 3.0]))
+    >>> float(mean.result())  # over all ranks; collective
+    2.0
+    """
 
     def update_state(
         self,
@@ -150,7 +156,13 @@ class CategoricalAccuracy(_MeanOfRows):
 
 
 class SparseCategoricalAccuracy(_MeanOfRows):
-    """The fraction of rows whose largest of (rows, classes) predictions is at the given class, (rows,) or (rows, 1)."""
+    """The fraction of rows whose largest of (rows, classes) predictions is at the given class, (rows,) or (rows, 1).
+
+    >>> accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
+    >>> accuracy.update_state(torch.tensor([1, 0]), torch.tensor([[0.1, 0.9], [0.2, 0.8]]))
+    >>> float(accuracy.result())  # over all ranks; collective
+    0.5
+    """
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         classes = classes_of(y_true, y_pred)

@@ -145,6 +145,10 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     Call it in the strategy's scope, before optimizers are made. Parameters and statistics are the same tensors.
 
+    >>> with strategy.scope():
+    ...     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    ...     model = hpcdist.convert_sync_batchnorm(model)
+
     Args:
         module: module that is changed in place.
 

@@ -36,6 +36,9 @@ class BackupAndRestore(Callback):
 
     The folder is a run folder: `checkpoints/` and `decision.json`.
 
+    >>> resume = hpcdist.callbacks.BackupAndRestore("runs/fit", save_freq=100)
+    >>> history = keras_model.fit(x, y, batch_size=16, callbacks=[resume], verbose=0)
+
     Args:
         backup_dir: folder, a different one for each fit of a program. The chief's path counts.
         save_freq: "epoch", or a number of steps, after which it saves.

@@ -452,6 +452,9 @@ class EarlyStopping(_Monitor):
 
     NaN is no improvement, but for the first value; any number is better than a first value that was NaN.
 
+    >>> stop = hpcdist.callbacks.EarlyStopping(monitor="loss", patience=3, restore_best_weights=True)
+    >>> history = keras_model.fit(x, y, batch_size=16, callbacks=[stop], verbose=0)
+
     Args:
         monitor: name of the value in the logs.
         min_delta: an improvement is a change of more than this.

@@ -135,6 +135,9 @@ class CompiledModule(nn.Module):
     ) -> None:
         """Set how to train; inside or outside of the strategy's scope.
 
+        >>> loss = hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True)
+        >>> keras_model.compile(optimizer="adam", loss=loss, metrics=["accuracy"])
+
         Args:
             optimizer: an optimizer of torch; a function of the parameters that makes one, such as a class of
                 torch.optim; or a name, which means the formula and the defaults of Keras.

@@ -17,6 +17,11 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
 
     Collective over chief and workers; the chief reads.
 
+    >>> keras_model.save("model.h5")
+    >>> model = hpcdist.load_model("model.h5")
+    >>> model.predict(x).shape
+    (32, 3)
+
     Args:
         filepath: path of the file.
         factory: function that makes the model, or its module, as it was; needed where it is not a Sequential of layers

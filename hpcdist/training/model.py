@@ -85,6 +85,10 @@ class Model(CompiledModule):
     ) -> History:
         """Train, and return the logs of the epochs.
 
+        >>> history = keras_model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+        >>> len(history.history["loss"])
+        2
+
         Args:
             x: arrays, or a dataset; see `training.inputs.distribute`.
             y: labels for arrays.
@@ -204,6 +208,8 @@ class Model(CompiledModule):
     ) -> Any:
         """Return the loss, or a list of the loss and the metrics, over each row once; with return_dict by name.
 
+        >>> loss, accuracy = keras_model.evaluate(x, y, batch_size=16, verbose=0)
+
         Args:
             x: as `fit`.
             y: as `fit`.
@@ -239,6 +245,9 @@ class Model(CompiledModule):
         output_file: Any = None,
     ) -> Any:
         """Return the outputs for each row once, in the order of the rows, as numpy arrays, on every rank.
+
+        >>> keras_model.predict(x).shape
+        (32, 3)
 
         Args:
             x: as `fit`; y of a dataset is left out.

@@ -14,6 +14,10 @@ class ModelCheckpoint(_Monitor):
     A file is there whole, or not at all: `load_model(path)`, `load_weights(path)` and `load_checkpoint` read it. To
     resume a run at the exact sample use BackupAndRestore.
 
+    >>> best = hpcdist.callbacks.ModelCheckpoint("best.h5", monitor="loss", save_best_only=True)
+    >>> history = keras_model.fit(x, y, batch_size=16, callbacks=[best], verbose=0)
+    >>> model = hpcdist.load_model("best.h5")
+
     Args:
         filepath: path of the file, in which {epoch}, counted from 1, {batch} and names of logs are replaced.
         monitor, mode: as for EarlyStopping.

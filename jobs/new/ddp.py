@@ -99,7 +99,8 @@ def main():
             n_right += is_right.sum().cpu()
         model.train()
         hpcdist.all_reduce(n_right)  # DDP: dist.all_reduce(n_right)
-        return n_right.item() / len(validation)
+        n_rows = len(validation)
+        return n_right.item() / n_rows
 
     with handler:
         for epoch in range(loader.epoch, args.epochs):  # the epoch in which the run was stopped
@@ -108,7 +109,8 @@ def main():
             accuracy = evaluate()
             manager.save(handler.step, {"accuracy": accuracy})  # the best one stays, as best.h5
             if strategy.is_chief:  # DDP: dist.get_rank() == 0
-                print(f"epoch {epoch + 1}/{args.epochs}  accuracy {accuracy:.4f}")
+                number = epoch + 1
+                print(f"epoch {number}/{args.epochs}  accuracy {accuracy:.4f}")
 
     hpcdist.load_checkpoint(manager.best_path, model=model)
     accuracy = evaluate()

@@ -203,6 +203,21 @@ def test_an_average_of_weights(shared_path, kind, how):
         program.train(shared_path / "run")
 
 
+def test_a_model_with_an_optimizer_of_its_own_is_no_average(shared_path):
+    """As another member of an ensemble, of the same class, that is trained in the same loop and saved elsewhere."""
+    program = Program()
+    member = copy.deepcopy(program.model)
+    optimizer = torch.optim.SGD(member.parameters(), lr=0.1)
+
+    def step_member():
+        for parameter in member.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    program.after_step = [step_member]
+    assert program.train(shared_path / "run") == 8
+
+
 class Trainer:
     """Holds all, and has a step and a state, as trainers do."""
 

@@ -112,6 +112,7 @@ class Terminal:
             code = process.wait(timeout_s)
         finally:
             ender.cancel()
+            process.stdout.close()
         assert code == 75, output
         self._show(command, f"{output}$ echo $?\n{code}\n", began, _LONGEST_LINES + 6)
         return output

@@ -2,6 +2,7 @@
 
     python tests/support/features.py            the table
     python tests/support/features.py --tests    every feature with its tests
+    python tests/support/features.py --page     writes the scorecard of docs/reference/how-we-test.md
 
 A test names what it shows: @pytest.mark.feature("GROUP.NAME"). tests/features.toml says what each name means, and
 tests/feature_notes.toml what falls short.
@@ -20,6 +21,17 @@ else:
     import tomli as tomllib
 
 TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "docs" / "reference" / "how-we-test.md"
+#: Where the scorecard begins on its page, which it ends.
+SCORECARD = "## Scorecard\n"
+#: Mark of features.toml -> what it means, for readers of the page.
+MEANINGS = {
+    "MUST": "what hpcdist is for",
+    "MUST-M": "what it is for, in this or another form",
+    "EXPECTED": "what users of DDP, Horovod or TensorFlow have",
+    "BEYOND": "what only some of these have",
+    "CHECK": "exact behaviour of tf.distribute, and complaints of users of others",
+}
 MARKS = ("MUST", "MUST-M", "EXPECTED", "BEYOND", "CHECK")
 STATES = ("works", "partly", "differs", "missing")
 
@@ -131,6 +143,33 @@ def table_of(features: list[Feature]) -> str:
     return "\n".join(lines)
 
 
+def scorecard_of(features: list[Feature]) -> str:
+    """Return the scorecard of the page: features by mark and state, then what falls short of each group."""
+    counts = Counter((feature.mark, feature.state) for feature in features)
+    lines = [
+        SCORECARD,
+        "Each of these features works in a test that carries its name, or the list below says what falls",
+        "short. `python tests/support/features.py --tests` prints all of them with their tests.",
+        "",
+        "| features | works | partly | differs | missing |",
+        "|---|---|---|---|---|",
+    ]
+    for mark in MARKS:
+        numbers = " | ".join(str(counts[mark, state]) for state in STATES)
+        lines.append(f"| {MEANINGS[mark]} | {numbers} |")
+    lines += ["", "| falls short | | why |", "|---|---|---|"]
+    for feature in features:
+        if feature.state != "works":
+            lines.append(f"| {feature.name.replace('-', ' ').replace('.', ': ')} | {feature.state} | {feature.note} |")
+    return "\n".join([*lines, ""])
+
+
+def page_with(scorecard: str) -> str:
+    """Return the text of the page with a scorecard in place of the one that it has."""
+    before, _, _ = PAGE.read_text().partition(SCORECARD)
+    return before + scorecard
+
+
 def unfinished_of(features: list[Feature]) -> str:
     """Return a line for each feature that does not fully work."""
     unfinished = [feature for feature in features if feature.state != "works"]
@@ -149,8 +188,11 @@ def tests_of(features: list[Feature]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", action="store_true", help="print every feature with its tests")
+    parser.add_argument("--page", action="store_true", help=f"write the scorecard of {PAGE.name}")
     arguments = parser.parse_args()
     all_features = read_features()
+    if arguments.page:
+        PAGE.write_text(page_with(scorecard_of(all_features)))
     if arguments.tests:
         print(tests_of(all_features))
     else:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import hpcdist
+
 PACKAGE = Path(__file__).resolve().parents[3] / "hpcdist"
 #: Rooms whose functions compute, and neither communicate nor read files.
 PURE = ("plan", "cluster")
@@ -22,7 +24,7 @@ def names():
 
 @pytest.mark.parametrize("name", names())
 def test_examples(name):
-    outcome = doctest.testmod(importlib.import_module(f"hpcdist.{name}"))
+    outcome = doctest.testmod(importlib.import_module(f"hpcdist.{name}"), extraglobs={"hpcdist": hpcdist})
     assert outcome.failed == 0
 
 

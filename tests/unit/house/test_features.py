@@ -26,6 +26,11 @@ def test_every_feature_is_shown_or_explained():
     assert len(ALL) > 300
 
 
+def test_the_scorecard_is_up_to_date():
+    """`make docs` writes it."""
+    assert features.PAGE.read_text() == features.page_with(features.scorecard_of(ALL))
+
+
 RIGHT = Feature("launch.a-name", "MUST", "Users can do it.", "works", "", ("tests/test_it.py::test_it",))
 
 
