@@ -29,7 +29,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails documents fault slurm hosts: export CUDA_VISIBLE_DEVICES =
 mpi mpi-3 mpi-ranks openmpi system-mpi: export OMP_NUM_THREADS = 1
 
-.PHONY: train test test-ci test-all stubs docs site picture figures dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
+.PHONY: train test test-ci test-all stubs docs site picture figures gallery dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
 	documents fault slurm hosts \
 	tutorial frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
@@ -100,6 +100,10 @@ site: .venv-docs/installed docs
 # docs/preempted.svg, the picture of README, from real jobs: half a minute.
 picture: .venv/test.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/restart_picture.py
+
+# The pages of docs/gallery/, from programs that run as they are; NAMES="gpt gan" for some of them. Three minutes.
+gallery: .venv/test.installed
+	$(BIN)/python tests/support/gallery.py $(NAMES)
 
 # The figures of docs/concepts/.
 figures: .venv/test.installed

@@ -19,7 +19,7 @@ version = hpcdist.__version__
 release = version
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -33,6 +33,8 @@ templates_path = [str(HERE / "_templates")]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+# the notebook of the gallery has its outputs: `make gallery` executes it
+nb_execution_mode = "off"
 # docstrings write a name in single backticks: a link where there is such a name, else code
 default_role = "py:obj"
 autosummary_generate = True

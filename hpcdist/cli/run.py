@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from hpcdist.restart_rule import RESTART, RUN, Launch, Situation, action_after, 
 
 #: Longest wait, once the launcher has ended, for what it has printed.
 _COPY_S = 5.0
+#: Longest path that is read.
+_MAX_PATH_BYTES = 1 << 14
 #: Longest decision.json that is read.
 _MAX_DECISION_BYTES = 1 << 20
 
@@ -47,6 +50,28 @@ class Decision:
     verdict: str
     reason: str
     stamp: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The run folder of a program, which may be fixed in it.
+
+    Attributes:
+        note: file in which the chief names the folder when an attempt begins.
+        expected: folder by the command line; None if it says nothing.
+    """
+
+    note: Path
+    expected: Path | None
+
+    def decision(self) -> Decision | None:
+        """Return the decision in the folder; None without one, or as long as the folder is unknown."""
+        folder = self.expected
+        with contextlib.suppress(OSError, ValueError):
+            folder = Path(read_text(self.note, _MAX_PATH_BYTES))
+        if folder is None:
+            return None
+        return read_decision(folder)
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -118,8 +143,12 @@ def command(
     folder = run_dir or run_dir_of(program)
     if folder is None and environ.get("RUN_DIR"):
         folder = Path(environ["RUN_DIR"])
-    rank_environ = {**environ, **added, **_terminal()}
-    return _run(launcher, line, rank_environ, as_text(line, added), folder, restarts)
+    with tempfile.TemporaryDirectory(prefix="hpcdist-run-") as note_folder:
+        note = Path(note_folder, "run-folder")
+        own_variables = {**_terminal(), "HPCDIST_RUN_NOTE": str(note)}
+        rank_environ = {**environ, **added, **own_variables}
+        run_folder = RunFolder(note, folder)
+        return _run(launcher, line, rank_environ, as_text(line, added), run_folder, restarts)
 
 
 def n_ranks_on(hosts: str) -> int:
@@ -222,7 +251,7 @@ def _run(
     line: Sequence[str],
     environ: Mapping[str, str],
     text: str,
-    folder: Path | None,
+    folder: RunFolder,
     n_restarts: int,
 ) -> int:
     """Run a command, and run it again while it dies; return the exit code.
@@ -232,14 +261,14 @@ def _run(
         line: the command.
         environ: its environment.
         text: the command as it is printed.
-        folder: run folder; None if it is unknown.
+        folder: run folder, as far as it is known.
         n_restarts: how often the command may be run again.
     """
     for n_left in range(n_restarts, -1, -1):
         _say(f"+ {text}")
-        earlier = _decision_in(folder)
+        earlier = folder.decision()
         code, is_interrupted = _launch(launcher, line, environ)
-        decision = _decision_in(folder)
+        decision = folder.decision()
         if decision == earlier:
             decision = None
         launch = launch_of(code, launcher.path, decision, earlier)
@@ -251,13 +280,6 @@ def _run(
         if not is_restarted:
             break
     return action.code
-
-
-def _decision_in(folder: Path | None) -> Decision | None:
-    """Return the decision in a run folder; None without one, or without a run folder."""
-    if folder is None:
-        return None
-    return read_decision(folder)
 
 
 def _launch(

@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from hpcdist.cluster.whole_numbers import whole_number
@@ -26,6 +27,7 @@ HPCDIST_VARIABLES = {
     "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",
     "HPCDIST_RANK_PROCESS": "process and launch of the rank that has started this process; ranks set it",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
+    "HPCDIST_RUN_NOTE": "file in which the chief names its run folder; set by hpcdist run",
     "HPCDIST_TERMINAL_COLUMNS": "columns of the terminal that the job prints to; set by hpcdist run",
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
     "HPCDIST_TRACE": "steps recorded one by one in the run folder: some, the default, all, or off for no records",
@@ -276,6 +278,14 @@ def terminal_columns(environ: Mapping[str, str]) -> int:
     if not text.isdecimal() or len(text) > 5:
         return 0
     return int(text)
+
+
+def run_note(environ: Mapping[str, str]) -> Path | None:
+    """Return the file in which the chief names its run folder to `hpcdist run`; None if that did not start the job."""
+    path = environ.get("HPCDIST_RUN_NOTE")
+    if not path:
+        return None
+    return Path(path)
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:

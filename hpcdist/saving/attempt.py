@@ -2,9 +2,12 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.cluster.environment import read_environment, run_note
 from hpcdist.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -76,7 +79,16 @@ class RunAttempt:
                     self._require_progress()
         self._manager.begin_attempt(self._any(is_new_try))
         self.renew()
+        if self._world.is_chief:
+            self._name_folder()
         self._manager.call_after_commit(self._note_commit)
+
+    def _name_folder(self) -> None:
+        """Name the run folder to `hpcdist run`, which reads the decision there. It cannot be told on another host."""
+        note = run_note(read_environment())
+        if note is not None:
+            with suppress(OSError, UnicodeError):
+                durable.replace_text(Disk(), note, str(self.folder))
 
     def _require_progress(self) -> None:
         attempts = self._manager.ledger.attempts()

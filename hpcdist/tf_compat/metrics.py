@@ -33,7 +33,8 @@ _EPSILON = 1e-7
 class Mean(Metric):
     """The weighted mean of all values seen.
 
-    >>> mean = hpcdist.metrics.Mean()
+    >>> with strategy.scope():
+    ...     mean = hpcdist.metrics.Mean()
     >>> mean.update_state(torch.tensor([1.0, 3.0]))
     >>> float(mean.result())  # over all ranks; collective
     2.0
@@ -158,7 +159,8 @@ class CategoricalAccuracy(_MeanOfRows):
 class SparseCategoricalAccuracy(_MeanOfRows):
     """The fraction of rows whose largest of (rows, classes) predictions is at the given class, (rows,) or (rows, 1).
 
-    >>> accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
+    >>> with strategy.scope():
+    ...     accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
     >>> accuracy.update_state(torch.tensor([1, 0]), torch.tensor([[0.1, 0.9], [0.2, 0.8]]))
     >>> float(accuracy.result())  # over all ranks; collective
     0.5

@@ -24,7 +24,8 @@ class TorchMetric:
     The replicas of a rank update the same metric; nothing is sent before `result`. Sums of counts are exact; sums of
     floats are added in the order of ranks, so that another number of ranks may round them in another way.
 
-    >>> f1 = hpcdist.metrics.TorchMetric(torchmetrics.classification.MulticlassF1Score(num_classes=3))
+    >>> with strategy.scope():
+    ...     f1 = hpcdist.metrics.TorchMetric(torchmetrics.classification.MulticlassF1Score(num_classes=3))
     >>> f1.update_state(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2]))
     >>> float(f1.result())  # over all ranks; collective
     1.0

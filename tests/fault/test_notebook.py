@@ -1,10 +1,16 @@
 """notebook_launcher, called as from a cell: by a program that starts no MPI."""
 
 import os
+import re
 import signal
+from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 from real_jobs import PYTHON
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "gallery" / "notebook.ipynb"
 
 CELL = """
 import sys, time
@@ -87,3 +93,26 @@ def test_what_is_refused(cell):
     ).wait(60)
     assert "refused: notebook_launcher: expected 1 process or more, got 0" in outcome.output
     assert "refused: notebook_launcher: expected to start the ranks, got rank 1 of 2" in outcome.output
+
+
+@pytest.mark.timeout(200)
+def test_the_notebook_of_the_gallery(tmp_path, monkeypatch, clean_environ):
+    """Its outputs are those that the page shows, but for what pip and the launcher may add."""
+    for name in set(os.environ) - set(clean_environ):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    expected = numbers_printed_by(notebook)
+    assert len(expected) == 12
+    client = NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(tmp_path)}})
+    assert numbers_printed_by(client.execute()) == pytest.approx(expected, rel=0.01)
+
+
+def numbers_printed_by(notebook):
+    """Return the numbers that the cells have printed on their standard output."""
+    numbers = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.get("name") == "stdout":
+                numbers += map(float, re.findall(r"\d+\.\d+", output.text))
+    return numbers

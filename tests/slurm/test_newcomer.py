@@ -17,32 +17,32 @@ import pytest
 
 PROGRAMS = Path(__file__).parent / "newcomer"
 #: What differs on every machine, or says nothing.
-_NOISE = re.compile(r"^(WARNING: Running pip as|\[notice\]|$)")
+_NOISE = re.compile(r"^(WARNING: Running pip as|\[notice\])")
 _LONGEST_LINES = 14
 _INTRODUCTION = """# Your own script, from plain torch to a preempted Slurm job
 
-You have a training script in plain torch and a cluster with Slurm. At the end of this page the script
-runs on four ranks of two nodes, was preempted, and has gone on with the same bits. It takes less than
-ten minutes.
+You have a training script in plain torch and a cluster with Slurm. At the end of this page the
+script runs on four ranks of two nodes, was preempted, and has gone on with the same bits. It takes
+less than ten minutes.
 
-Every output is real: `make tutorial` makes an empty environment, starts a Slurm on a machine with two
-cores, types these commands, and writes this page. Long outputs are cut in the middle; the time of each
-command is below it.
+Every output is real: `make tutorial` makes an empty environment, starts a Slurm on a machine with
+two cores, types these commands, and writes this page. Long outputs are cut in the middle; the time
+of each command is below it.
 """
 
 
 _FOUR_RANKS = """\
-An import and two lines distribute it, and one rank prints. Each rank takes its part of each batch of
-128 rows, and gradients are averaged over the ranks: the batch stays as large as it was. The strategy
-is set before the model is made, so that the model is equal on all ranks."""
+An import and two lines distribute it, and one rank prints. Each rank takes its part of each batch
+of 128 rows, and gradients are averaged over the ranks: the batch stays as large as it was. The
+strategy is set before the model is made, so that the model is equal on all ranks."""
 _RESTARTS = """\
 Three lines more make it restartable. The `Checkpoint` names all that training changes: the model,
-the optimizer, the position in the data, and with the strategy the random numbers. The handler restores
-the newest checkpoint, saves every 500 steps, and saves when the job is asked to stop. The loop begins
-with the epoch in which the run was stopped."""
+the optimizer, the position in the data, and with the strategy the random numbers. The handler
+restores the newest checkpoint, saves every 500 steps, and saves when the job is asked to stop. The
+loop begins with the epoch in which the run was stopped."""
 _STOPPED = """\
 All ranks have saved after the same step. Code 75 says that the same command goes on from there, in
-the middle of the epoch:"""
+the middle of the epoch; `step` counts what is left of it:"""
 _BATCH_JOB = """\
 The first run is over, and its folder goes. `submit` writes a batch script, shows it, and submits it.
 Slurm sends the job a signal before its time is over and when it is preempted; the script answers it,
@@ -51,10 +51,13 @@ _WHAT_IT_DID = "The run folder has checkpoints, a record of each attempt, and wh
 _NEXT = """\
 - What else your script keeps between steps belongs into the Checkpoint: schedulers, a GradScaler,
   averages of weights, your own generators of random numbers. If one is missing, the handler says so
-  after the first step. [Your own loop](../how-to/data.md#your-own-loop) has what a loop must keep to.
+  after the first step. [Your own loop](../how-to/data.md#your-own-loop) says what a loop must keep
+  to.
 - [Slurm](../how-to/slurm.md): time limits, requeueing, several runs, nodes that die.
-- [Recipes for sites](../how-to/recipes.md): modules, conda, containers, PBS, LSF.
-- [Why a restart is exact](../concepts/checkpoints.md), and [when a job stops](../concepts/stopping.md)."""
+- [Modules, conda](../how-to/recipes.md), [containers](../how-to/containers.md), [PBS and
+  LSF](../how-to/pbs-lsf.md).
+- [Why a restart is exact](../concepts/checkpoints.md), and [when a job
+  stops](../concepts/stopping.md)."""
 
 
 class Terminal:
@@ -121,7 +124,7 @@ class Terminal:
         """Write a command and what it printed to the page, the middle of many lines left out."""
         seconds = time.monotonic() - began
         shown = output.replace(str(self.folder), "/home/you")
-        lines = [line for line in shown.splitlines() if not _NOISE.match(line)]
+        lines = [line for line in shown.strip("\n").splitlines() if not _NOISE.match(line)]
         if len(lines) > n_lines:
             lines = [*lines[: n_lines - 6], "...", *lines[-5:]]
         self.text += "\n".join(["", "```console", f"$ {command}", *lines, "```", "", f"{seconds:.1f} s", ""])
@@ -150,7 +153,7 @@ def test_the_tutorial_of_an_own_script(slurm, root, tmp_path, pytestconfig):
     terminal.say("Install", "hpcdist was cloned into the folder `hpcdist`. `mpich` brings an MPI, `report` the plots.")
     terminal.type("python3 -m venv env && . env/bin/activate")
     terminal.type("pip install -q -c hpcdist/constraints.txt './hpcdist[mpich,report]'", 400)
-    terminal.say("Is the machine all right?", "Each line that begins with `fail` would say what to do.")
+    terminal.say("Is the machine all right?", "A line that begins with `fail` says what to do.")
     assert "ok    world" in terminal.type("hpcdist doctor")
 
     terminal.say("The script", "A loop in plain torch, for one process.")

@@ -193,7 +193,7 @@ if __name__ == "__main__":
     all_features = read_features()
     if arguments.page:
         PAGE.write_text(page_with(scorecard_of(all_features)))
-    if arguments.tests:
+    elif arguments.tests:
         print(tests_of(all_features))
     else:
         print(table_of(all_features), unfinished_of(all_features), sep="\n\n")
