@@ -90,7 +90,7 @@ def _next_steps(path: Path, kind: str) -> str:
         lines.append("its data:      pip install scikit-learn")
     lines += [
         f"run it:        hpcdist run -n 2 {script}",
-        "stop it:       Ctrl-C; the same command goes on from there",
+        "stop it:       Ctrl-C; the same command continues there",
         "as a job:      hpcdist submit --nodes 2 --ntasks-per-node 2 --time 1:00:00 "
         f"{script} --run-dir runs/{path.stem}",
     ]

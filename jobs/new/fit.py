@@ -74,7 +74,7 @@ def main():
 
     best_path = args.run_dir / "best.h5"
     callbacks = [
-        # saves every 50 steps, and when the job is asked to stop; fit goes on from there
+        # saves every 50 steps, and when the job is asked to stop; fit continues there
         BackupAndRestore(args.run_dir, save_freq=50),
         LearningRateScheduler(learning_rate_of),
         ModelCheckpoint(best_path, monitor="val_accuracy", save_best_only=True),

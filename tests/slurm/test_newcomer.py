@@ -41,8 +41,8 @@ the optimizer, the position in the data, and with the strategy the random number
 restores the newest checkpoint, saves every 500 steps, and saves when the job is asked to stop. The
 loop begins with the epoch in which the run was stopped."""
 _STOPPED = """\
-All ranks have saved after the same step. Code 75 says that the same command goes on from there, in
-the middle of the epoch; `step` counts what is left of it:"""
+All ranks have saved after the same step. Code 75 says that the same command continues there, in the
+middle of the epoch; `step` counts what is left of it:"""
 _BATCH_JOB = """\
 The first run is over, and its folder goes. `submit` writes a batch script, shows it, and submits it.
 Slurm sends the job a signal before its time is over and when it is preempted; the script answers it,

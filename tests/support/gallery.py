@@ -106,7 +106,7 @@ JOBS = (
     Job(
         "keras_guide",
         "The Keras guide to distributed training",
-        "Only the imports differ from the guide. The training function runs twice: the second call goes on from the "
+        "Only the imports differ from the guide. The training function runs twice: the second call continues from the "
         "checkpoint of the first one.",
         "--folder runs/gallery/guide",
     ),
