@@ -265,7 +265,8 @@ class Checkpoint:
                 if is_trained(item):
                     names = plain_parameter_names(item)
                     pairs = nodes[name]["dict"]
-                    parts[name] = {"dict": [pair for pair in pairs if pair[0] in names]}
+                    trained_pairs = [pair for pair in pairs if pair[0] in names]
+                    parts[name] = {"dict": trained_pairs}
             elif is_equal_everywhere(item):
                 parts[name] = nodes[name]
         return parts
@@ -480,7 +481,10 @@ class _Part:
                 f"load_checkpoint: expected {wrong}, got {str(stored_kinds)[:1000]} in {source}; pass the objects by "
                 f"the names that the checkpoint has, or strict=False to leave out what it lacks."
             )
-        objects = {name: item for name, item in self._objects.items() if name not in wrong}
+        objects: dict[str, Any] = {}
+        for name, item in self._objects.items():
+            if name not in wrong:
+                objects[name] = item
         self._checkpoint = Checkpoint(**objects)
         chosen_nodes = {name: node for name, node in nodes.items() if name in kinds}
         return self._checkpoint._prepare(index, chosen_nodes, source, self._is_strict)

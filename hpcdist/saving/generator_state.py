@@ -14,7 +14,8 @@ def is_generator(item: Any) -> bool:
     """Return whether an object is a generator of numpy, Python or torch; this layer does not import torch."""
     if isinstance(item, (np.random.Generator, np.random.RandomState, random.Random)):
         return True
-    return all(hasattr(item, name) for name in ("get_state", "set_state", "initial_seed"))
+    names = ("get_state", "set_state", "initial_seed")
+    return all(hasattr(item, name) for name in names)
 
 
 class GeneratorState:
@@ -60,14 +61,17 @@ class GeneratorState:
 
 
 def _text_of(generator: Any) -> str:
+    state: Any
     if isinstance(generator, np.random.Generator):
-        return json.dumps(generator.bit_generator.state, default=np.ndarray.tolist)
-    if isinstance(generator, np.random.RandomState):
-        return json.dumps(generator.get_state(legacy=False), default=np.ndarray.tolist)
-    if isinstance(generator, random.Random):
-        return json.dumps(generator.getstate())
-    content: bytes = generator.get_state().numpy().tobytes()
-    return content.hex()
+        state = generator.bit_generator.state
+    elif isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+    elif isinstance(generator, random.Random):
+        state = generator.getstate()
+    else:
+        content: bytes = generator.get_state().numpy().tobytes()
+        return content.hex()
+    return json.dumps(state, default=np.ndarray.tolist)
 
 
 def _set_state(generator: Any, text: str) -> None:
@@ -80,5 +84,6 @@ def _set_state(generator: Any, text: str) -> None:
         generator.setstate((version, tuple(numbers), gauss))
     else:
         state = generator.get_state()
-        state.numpy()[:] = np.frombuffer(bytes.fromhex(text), np.uint8)
+        content = bytes.fromhex(text)
+        state.numpy()[:] = np.frombuffer(content, np.uint8)
         generator.set_state(state)

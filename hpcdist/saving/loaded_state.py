@@ -143,8 +143,10 @@ def _is_optimizer_state(loaded: Any) -> bool:
     for group in groups:
         if not isinstance(group, Mapping) or not _is_list_of_names(group.get("params")):
             return False
-    states_of_parameters = [state for key, state in states.items() if isinstance(key, int)]
-    return all(isinstance(state, Mapping) for state in states_of_parameters)
+    for key, state in states.items():
+        if isinstance(key, int) and not isinstance(state, Mapping):
+            return False
+    return True
 
 
 def _is_list_of_names(value: Any) -> bool:
@@ -179,11 +181,12 @@ def check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
     if prefix:
         hint = f"there all names begin with {prefix!r}; "
     for key in [*current, *stored]:
-        if current.get(key) != stored.get(key):
+        current_array = current.get(key, "absent")
+        stored_array = stored.get(key, "absent")
+        if current_array != stored_array:
             raise CheckpointMismatch(
-                f"restore: expected {name!r} with {len(current)} arrays, {key!r} {current.get(key, 'absent')}, got "
-                f"{len(stored)}, {key!r} {stored.get(key, 'absent')} in {source}; {hint}build the same model, or start "
-                f"with a new run folder."
+                f"restore: expected {name!r} with {len(current)} arrays, {key!r} {current_array}, got {len(stored)}, "
+                f"{key!r} {stored_array} in {source}; {hint}build the same model, or start with a new run folder."
             )
 
 

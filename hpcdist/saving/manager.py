@@ -451,8 +451,11 @@ class CheckpointManager:
         can_copy = True
         if self._is_writer:
             # a file server that hangs delays one copy only
-            for_s = 0 if self._were_records_late else _PATIENCE_S
-            can_copy = all(file.is_written(for_s) for file in self.checkpoint.files())
+            for_s = _PATIENCE_S
+            if self._were_records_late:
+                for_s = 0
+            for file in self.checkpoint.files():
+                can_copy = can_copy and file.is_written(for_s)
             self._were_records_late = not can_copy
         return self._world.all_reduce_int(int(can_copy), MPI.MIN, self._comm) == 1
 

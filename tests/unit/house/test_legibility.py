@@ -28,7 +28,7 @@ LIMITS = {
     "hpcdist/replicas": (0, 0, 5, 24, 0, 5.4),
     "hpcdist/run": (0, 0, 10, 19, 0, 5.5),
     "hpcdist/runtime": (0, 0, 11, 12, 0, 5.5),
-    "hpcdist/saving": (0, 0, 7, 16, 0, 5.6),
+    "hpcdist/saving": (0, 0, 7, 15, 0, 5.5),
     "hpcdist/stopping": (0, 0, 6, 4, 0, 5.1),
     "hpcdist/storage": (0, 0, 9, 27, 0, 5.5),
     "hpcdist/strategy": (0, 0, 18, 27, 0, 5.5),
