@@ -271,7 +271,8 @@ def run_command(monkeypatch, launch, launcher, folder, n_restarts, is_interrupte
 
     monkeypatch.setattr(run, "_launch", fake_launch)
     monkeypatch.setattr(run, "read_decision", read)
-    code = run._run(launcher, ["program"], {}, "program", folder, n_restarts)
+    run_folder = run.RunFolder(folder / "note", folder)
+    code = run._run(launcher, ["program"], {}, "program", run_folder, n_restarts)
     return SimpleNamespace(code=code, launches=launches_seen)
 
 
