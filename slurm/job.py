@@ -372,7 +372,7 @@ class Job:
             time.sleep(float(pause_s))
             facts = self.look()  # without an answer the job may have been cancelled
             if facts.is_ending:
-                self.log("not requeued: the batch system is ending the job")
+                self.log("left to the batch system, which is ending the job, or requeues it itself")
                 return RUN_AGAIN
             if facts.n_restarts is not None and facts.n_restarts > self.n_restarts:
                 self.log(

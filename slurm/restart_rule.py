@@ -173,14 +173,14 @@ def _after_no_decision(launch: Launch, situation: Situation) -> Action:
         code = launch.code or 1
     may_be_ended_from_outside = launch.code == 0 or launch.is_signalled
     if may_be_ended_from_outside and situation.is_preempted:
-        return Action(HAND_BACK, code, "preempted before it had begun")
+        return Action(HAND_BACK, code, "preempted before training had begun")
     if may_be_ended_from_outside and situation.is_out_of_time:
-        return Action(HAND_BACK, code, "out of time before it had begun", is_early=True)
+        return Action(HAND_BACK, code, "out of time before training had begun", is_early=True)
     if not launch.is_signalled and not was_under_way:
         return not_begun(launch.code)
     if can_restart and is_run:
-        return Action(RESTART, code, "died before it had begun")
-    return Action(HAND_BACK, code, "died before it had begun", is_early=True)
+        return Action(RESTART, code, "died before training had begun")
+    return Action(HAND_BACK, code, "died before training had begun", is_early=True)
 
 
 def _is_restart_possible(situation: Situation) -> bool:
@@ -189,7 +189,7 @@ def _is_restart_possible(situation: Situation) -> bool:
 
 def not_begun(code: int) -> Action:
     """Return the end of a job whose program did not begin. It is no success, whatever the launcher says."""
-    why = f"exit code {code} before it had begun"
+    why = f"exit code {code} before training had begun"
     return Action(STOP, code or 1, why)
 
 

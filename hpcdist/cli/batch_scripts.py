@@ -113,10 +113,10 @@ def _drill(job: BatchJob) -> list[str]:
     if not _uses_srun(job):
         preempt = f'scancel --batch --signal=USR1 "{job_id}"'
     has_begun = '[ "$RUN_DIR/decision.json" -nt "$RUN_DIR/jobs/$SLURM_JOB_ID" ]'
-    act = f'{{ sleep 1; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}; break; }}'
+    act = f'{{ sleep {job.drill_s}; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}; break; }}'
     return [
-        f"# A drill: preempted once, {job.drill_s} s after its first start, when the program has begun.",
-        f"(sleep {job.drill_s}; for _ in $(seq 600); do {has_begun} && {act}; sleep 1; done) &",
+        f"# A drill: preempted once, {job.drill_s} s after the program has begun to train.",
+        f"(for _ in $(seq 600); do {has_begun} && {act}; sleep 1; done) &",
     ]
 
 

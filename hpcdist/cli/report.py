@@ -442,9 +442,9 @@ def _attempts_section(run: Run) -> Section:
         origin = "nothing was restored"
         if attempt.first_step is not None:
             origin = f"step {attempt.first_step}"
-        unknown_end = "died without notice"
+        unknown_end = "died by a signal or an error"
         if attempt is run.attempts[-1]:
-            unknown_end = "runs, or died without notice"
+            unknown_end = "runs, or died by a signal or an error"
         row = [
             f"{attempt.number}",
             _date(attempt.began),

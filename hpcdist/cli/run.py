@@ -33,7 +33,16 @@ from hpcdist.cluster.environment import check_names, read_environment, slurm_tas
 from hpcdist.cluster.slurm import node_names
 from hpcdist.cluster.whole_numbers import whole_number
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
-from hpcdist.restart_rule import RESTART, RUN, Launch, Situation, action_after, is_of_signal
+from hpcdist.restart_rule import (
+    HAND_BACK,
+    RESTART,
+    RUN,
+    Action,
+    Launch,
+    Situation,
+    action_after,
+    is_of_signal,
+)
 
 #: Longest wait, once the launcher has ended, for what it has printed.
 _COPY_S = 5.0
@@ -50,6 +59,15 @@ class Decision:
     verdict: str
     reason: str
     stamp: tuple[int, int]
+
+
+def _what_follows(action: Action, n_left: int) -> str:
+    """Return what follows a launch, as the end of a line."""
+    if action.verb == RESTART:
+        return f"; starting again, {n_left} restarts left"
+    if action.verb == HAND_BACK:
+        return "; the same command resumes it"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -273,11 +291,14 @@ def _run(
             decision = None
         launch = launch_of(code, launcher.path, decision, earlier)
         action = action_after(launch, Situation(RUN, may_restart=n_left > 0 and not is_interrupted))
-        is_restarted = action.verb == RESTART
         if action.why:
-            restart_note = f"; starting again, {n_left} restarts left" if is_restarted else ""
-            _say(f"hpcdist run: exit code {action.code}: {action.why}{restart_note}")
-        if not is_restarted:
+            end = f"exit code {action.code}"
+            if action.why.startswith(end):
+                end = action.why
+            else:
+                end += f": {action.why}"
+            _say(f"hpcdist run: {end}{_what_follows(action, n_left)}")
+        if action.verb != RESTART:
             break
     return action.code
 

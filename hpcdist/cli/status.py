@@ -98,14 +98,17 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     if limit_s is not None and math.isnan(limit_s):
         raise UsageError("hpcdist stop: expected --wait as seconds, got nan; give a number.")
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
-    if attempts and attempts[-1].end:
+    last_end = attempts[-1].end if attempts else ""
+    if last_end == "finished" or (last_end and batch is None):
         raise UsageError(
             f"hpcdist stop: expected a run that is under way in {folder}, got one whose last attempt has ended "
-            f"({attempts[-1].end}); the file `stop` would end the next one after its first step."
+            f"({last_end}), and no batch job that goes on with it; the file `stop` would end the next attempt."
         )
     request = STOP_FOR_GOOD if is_for_good else "hpcdist stop"
     durable.replace_text(durable.Disk(), path, f"{request}\n")
     outcome = "the job saves after its step, and ends"
+    if last_end:  # it is being requeued, or its next attempt has not begun yet
+        outcome = "the next attempt saves after its first step, and ends"
     if is_for_good:
         outcome += ", and is not run again"
     echo(f"{path}: {outcome}")
@@ -328,9 +331,9 @@ def _line_of_attempt(attempt: dict[str, Any], is_waiting: bool) -> str:
     if attempt["end"]:
         end = f"{attempt['end']}: {attempt['reason']}"
     elif is_waiting:
-        end = "died without notice"
+        end = "died by a signal or an error"
     else:
-        end = "runs, or died without notice"
+        end = "runs, or died by a signal or an error"
     return f"attempt     {attempt['number']}{job} on {nodes}, {began}; {end}"
 
 

@@ -85,8 +85,8 @@ def decide(attempts: Sequence[Attempt], is_counted: bool) -> Decision:
     if this.end:  # failed
         return Decision(Verdict.REQUEUE, this.reason)
     if has_progress(this):
-        return Decision(Verdict.REQUEUE, "died without notice, after a newer checkpoint")
-    return Decision(Verdict.REQUEUE, "died without notice")
+        return Decision(Verdict.REQUEUE, "died by a signal or an error, after a newer checkpoint")
+    return Decision(Verdict.REQUEUE, "died by a signal or an error")
 
 
 def without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:

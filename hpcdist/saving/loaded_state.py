@@ -143,10 +143,11 @@ def _is_optimizer_state(loaded: Any) -> bool:
     for group in groups:
         if not isinstance(group, Mapping) or not _is_list_of_names(group.get("params")):
             return False
+    states_of_parameters = []
     for key, state in states.items():
-        if isinstance(key, int) and not isinstance(state, Mapping):
-            return False
-    return True
+        if isinstance(key, int):
+            states_of_parameters.append(state)
+    return all(isinstance(state, Mapping) for state in states_of_parameters)
 
 
 def _is_list_of_names(value: Any) -> bool:

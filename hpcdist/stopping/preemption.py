@@ -576,7 +576,7 @@ class PreemptionCheckpointHandler:
         now = time.strftime("%Y-%m-%dT%H:%M:%S")
         line = f"{now} attempt {self._manager.attempt} step {self.step}: {pace}"
         if self.deadline is not None:
-            line += f"; {self.deadline.left_s:.0f} s left"
+            line += f"; {self.deadline.left_s:.0f} s to the end of the job"
         self._log(line)
 
     @contextlib.contextmanager

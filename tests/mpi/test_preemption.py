@@ -680,7 +680,7 @@ def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_pa
     with pytest.raises(ZeroDivisionError), job.handler:
         raise ZeroDivisionError
     told = decision(comm, shared_path)
-    assert (told["decision"], told["reason"]) == ("requeue", "died without notice")
+    assert (told["decision"], told["reason"]) == ("requeue", "died by a signal or an error")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -118,7 +118,7 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
         "10 steps were lost and repeated",
         "90 2 3 MB 250 ms",  # step, attempt, size and time of a checkpoint
         "step 30 finished: done <i>",
-        "died without notice",
+        "died by a signal or an error",
         "roles worker:4 HPCDIST_ROLES",
     ):
         assert expected in page_text, expected
@@ -181,7 +181,7 @@ def test_an_attempt_that_starts_hides_nothing(run_dir, hpcdist):
         "nothing was restored",
     ):
         assert expected in page_text, expected
-    assert page_text.count("runs, or died without notice") == 1
+    assert page_text.count("runs, or died by a signal or an error") == 1
 
 
 def test_steps_that_a_damaged_file_does_not_name(run_dir, hpcdist):

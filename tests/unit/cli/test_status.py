@@ -36,7 +36,7 @@ def test_status(run_dir, hpcdist):
     assert code == 0
     for text in (
         "if it dies  it is to be run again\n",
-        "from step 3; runs, or died without notice",
+        "from step 3; runs, or died by a signal or an error",
         "checkpoint  step 5, ",
         "metrics     step 5  loss 0.25",
     ):
@@ -71,7 +71,7 @@ def test_the_state_of_a_batch_job(run_dir, hpcdist, monkeypatch):
     monkeypatch.setattr(subprocess, "run", squeue)
     out = hpcdist("status", run_dir)[1]
     assert "attempt     2 in job 17 on " in out
-    assert "; runs, or died without notice\n" in out
+    assert "; runs, or died by a signal or an error\n" in out
     assert "Slurm       RUNNING, 58:00 left, n1\n" in out
     assert hpcdist("status", 17)[1] == out, "the job's comment names its run folder"
     assert hpcdist("stop", 17)[0] == 0
@@ -127,10 +127,30 @@ def test_a_run_folder_whose_job_waits_to_go_on(run_dir, hpcdist, monkeypatch):
         return subprocess.CompletedProcess(command, 0, line if command[0] == "squeue" else "", "")
 
     monkeypatch.setattr(subprocess, "run", slurm)
-    assert "; died without notice\n" in hpcdist("status", run_dir)[1]
+    assert "; died by a signal or an error\n" in hpcdist("status", run_dir)[1]
     assert hpcdist("stop", run_dir)[0] == 2
     assert hpcdist("stop", run_dir, "--for-good")[0] == 0
     assert cancelled == ["17"]
+
+
+@pytest.mark.parametrize("how", ["stopped", "finished"])
+def test_a_stop_between_two_attempts_is_for_the_next_one(run_dir, hpcdist, monkeypatch, how):
+    """Slurm is requeueing the job, or has started it again, and it still imports torch."""
+    path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
+    end = json.dumps({"event": "end", "how": how, "reason": "SIGTERM on rank 0"})
+    path.write_text(path.read_text().replace('"job": null', '"job": "17"') + f"{end}\n")
+
+    def slurm(command, **options):
+        return subprocess.CompletedProcess(command, 0, f"17\tN/A\tRUNNING\t8:00:00\tn1\thpcdist:{run_dir}\n", "")
+
+    monkeypatch.setattr(subprocess, "run", slurm)
+    code, out, error = hpcdist("stop", run_dir, "--for-good")
+    if how == "finished":
+        assert (code, (run_dir / "stop").exists()) == (2, False)
+        return
+    assert code == 0, error
+    assert "the next attempt saves after its first step, and ends, and is not run again" in out
+    assert (run_dir / "stop").read_text() == "hpcdist stop --for-good\n"
 
 
 @pytest.mark.parametrize("given", ["12,13", "31+0", "21_[1-5]"])

@@ -94,8 +94,8 @@ def without_scontrol(folder):
     return str(programs)
 
 
-DIED = Decision(Verdict.REQUEUE, "died without notice")
-SAVED = Decision(Verdict.REQUEUE, "died without notice, after a newer checkpoint")
+DIED = Decision(Verdict.REQUEUE, "died by a signal or an error")
+SAVED = Decision(Verdict.REQUEUE, "died by a signal or an error, after a newer checkpoint")
 STOPPED = Decision(Verdict.REQUEUE, 'he said "stop", on rank 0')
 FINISHED = Decision(Verdict.FINISHED, "the program has finished")
 STOP = Decision(Verdict.STOP, "attempt 3 in a row that died without progress")
@@ -135,7 +135,7 @@ def test_a_launch_that_ended_before_it_wrote_is_not_taken_for_an_earlier_one(lea
     exit_code, output = leave(code, before=before)
     assert exit_code == expected
     assert "requeued" not in output
-    assert f"not run again: exit code {code} before it had begun" in output
+    assert f"not run again: exit code {code} before training had begun" in output
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_three_launches_in_a_row_may_die_early_in_a_run_that_is_under_way_or_by_
             lines = (tmp_path / "run" / "early-deaths").read_text().splitlines()
             assert len(lines) == count
             assert lines[-1].endswith(f" job 9: exit code {code}")
-            assert f"exit code {code}, to be requeued: died before it had begun" in output
+            assert f"exit code {code}, to be requeued: died before training had begun" in output
         exit_code, output = leave(code, before=before, SLURM_JOB_ID="9")
         assert exit_code == last
         assert "requeued" not in output
-        assert f"not run again: exit code {code} before it had begun" in output
+        assert f"not run again: exit code {code} before training had begun" in output
 
 
 def test_a_launch_that_began_ends_the_row_of_early_deaths(leave, tmp_path):
@@ -209,7 +209,7 @@ def test_a_decision_that_was_removed_is_none(leave, tmp_path):
     """Not waited for."""
     exit_code, output = leave(74, before=SAVED, READ_PAUSES_S="30", program='rm "$RUN_DIR/decision.json"' + PROGRAM)
     assert exit_code == 74
-    assert "not run again: exit code 74 before it had begun" in output
+    assert "not run again: exit code 74 before training had begun" in output
 
 
 @pytest.mark.parametrize("end", [nearly_over, nearly_over_as_slurm_says], ids=["variable", "slurm"])
@@ -237,13 +237,13 @@ def test_a_decision_that_says_what_stood_there_is_its_own(leave, code, decision,
         before = DIED
     exit_code, output = leave(code, decision, before=before, attempt=1)
     assert exit_code == expected
-    assert "before it had begun" not in output
+    assert "before training had begun" not in output
 
 
 def test_a_decision_that_was_written_again_word_for_word_is_its_own(leave, tmp_path):
     exit_code, output = leave(0, before=FINISHED, WRITES=str(tmp_path / "run" / "decision.json"))
     assert exit_code == 0
-    assert "before it had begun" not in output
+    assert "before training had begun" not in output
 
 
 CALLED_OFF = {"preempted": PREEMPTED, "time": nearly_over(), "slurm": nearly_over_as_slurm_says()}
@@ -265,11 +265,11 @@ def test_a_start_that_is_out_of_time_again_and_again_ends_the_run(leave, tmp_pat
         exit_code, output = leave(code, before=before, **nearly_over())
         assert exit_code == 75
         assert "requeued 7\n" in output
-        assert f"exit code {code}, to be requeued: out of time before it had begun" in output
+        assert f"exit code {code}, to be requeued: out of time before training had begun" in output
     exit_code, output = leave(code, before=before, **nearly_over())
     assert exit_code == last
     assert "requeued" not in output
-    assert f"not run again: exit code {code} before it had begun" in output
+    assert f"not run again: exit code {code} before training had begun" in output
 
 
 @pytest.mark.parametrize("before", [None, SAVED], ids=["none", "saved"])
@@ -277,7 +277,7 @@ def test_preemptions_before_it_had_begun_are_not_counted(leave, tmp_path, before
     for _ in range(5):
         exit_code, output = leave(143, before=before, **PREEMPTED, **nearly_over())
         assert exit_code == 75
-        assert "exit code 143, to be requeued: preempted before it had begun" in output
+        assert "exit code 143, to be requeued: preempted before training had begun" in output
     assert not (tmp_path / "run" / "early-deaths").exists()
 
 
@@ -505,7 +505,7 @@ def watch(leave, tmp_path):
     ("decision", "does"),
     [
         (SAVED, f"exit code 137, to be requeued: {SAVED.reason}"),
-        (None, "exit code 137, to be requeued: died before it had begun"),
+        (None, "exit code 137, to be requeued: died before training had begun"),
         (STOP, f"not run again: {STOP.reason}"),
         (FINISHED, "ends 7"),
     ],

@@ -4,7 +4,7 @@ import pytest
 from placement import failed_node, filled, restart_nodes
 from restart_rule import Launch
 
-DIED = Launch(137, "requeue", "died without notice")
+DIED = Launch(137, "requeue", "died by a signal or an error")
 NOT_BEGUN = Launch(137)
 N = ["n1", "n2", "n3"]
 

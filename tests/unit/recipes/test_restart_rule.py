@@ -30,7 +30,7 @@ from hpcdist.errors import ExitCode
 CODES = (0, 1, 2, 70, 74, 75, 76, 78, 127, 134, 135, 137, 143, 4, 6, 7, 8, 9, 10, 11, 12, 15)
 DECISIONS = [
     ("none", ""),
-    ("requeue", "died without notice"),
+    ("requeue", "died by a signal or an error"),
     ("requeue", "SIGTERM on rank 0"),
     ("stop", "ranks differ"),
     ("finished", ""),
@@ -106,14 +106,14 @@ def test_the_callers_differ_where_the_table_names_them():
 @pytest.mark.parametrize(
     ("launch", "facts", "expected"),
     [
-        (Launch(1), {}, Action(STOP, 1, "exit code 1 before it had begun")),
-        (Launch(0), {}, Action(STOP, 1, "exit code 0 before it had begun")),
-        (Launch(127), {"is_preempted": True}, Action(STOP, 127, "exit code 127 before it had begun")),
-        (Launch(137, is_signalled=True), {}, Action(HAND_BACK, 75, "died before it had begun", is_early=True)),
-        (Launch(1, earlier="requeue"), {}, Action(HAND_BACK, 75, "died before it had begun", is_early=True)),
-        (Launch(1, earlier="stop"), {}, Action(STOP, 1, "exit code 1 before it had begun")),
-        (Launch(0), {"is_preempted": True}, Action(HAND_BACK, 75, "preempted before it had begun")),
-        (Launch(0), {"is_out_of_time": True}, Action(HAND_BACK, 75, "out of time before it had begun", True)),
+        (Launch(1), {}, Action(STOP, 1, "exit code 1 before training had begun")),
+        (Launch(0), {}, Action(STOP, 1, "exit code 0 before training had begun")),
+        (Launch(127), {"is_preempted": True}, Action(STOP, 127, "exit code 127 before training had begun")),
+        (Launch(137, is_signalled=True), {}, Action(HAND_BACK, 75, "died before training had begun", is_early=True)),
+        (Launch(1, earlier="requeue"), {}, Action(HAND_BACK, 75, "died before training had begun", is_early=True)),
+        (Launch(1, earlier="stop"), {}, Action(STOP, 1, "exit code 1 before training had begun")),
+        (Launch(0), {"is_preempted": True}, Action(HAND_BACK, 75, "preempted before training had begun")),
+        (Launch(0), {"is_out_of_time": True}, Action(HAND_BACK, 75, "out of time before training had begun", True)),
         (Launch(143, "finished", is_signalled=True), {}, Action(FINISHED, 0)),
         (Launch(1, "finished"), {}, Action(FINISHED, 1, "finished, and then exit code 1")),
         (Launch(137, "another", "8"), {}, Action(STOP, 76, "job 8 has taken over the run folder")),
@@ -125,7 +125,7 @@ def test_rows_of_job_py(launch, facts, expected):
     assert action_after(launch, Situation(JOB, **facts)) == expected
 
 
-DIED = "died without notice"
+DIED = "died by a signal or an error"
 STOPPED = "SIGTERM on rank 3"
 
 
@@ -138,7 +138,7 @@ STOPPED = "SIGTERM on rank 3"
         (Launch(0, "stop", "ranks differ"), True, Action(STOP, 76, "ranks differ")),
         (Launch(78, "stop", "another model"), True, Action(STOP, 78, "another model")),
         (Launch(2), True, Action(STOP, 2, "exit code 2")),
-        (Launch(1), True, Action(STOP, 1, "exit code 1 before it had begun")),
+        (Launch(1), True, Action(STOP, 1, "exit code 1 before training had begun")),
         (Launch(0, "requeue", DIED), True, Action(RESTART, 0, DIED)),
         (Launch(0, "requeue", DIED), False, Action(HAND_BACK, 1, DIED)),
         (Launch(137, "requeue", DIED, is_signalled=True), False, Action(HAND_BACK, 137, DIED)),
@@ -148,11 +148,11 @@ STOPPED = "SIGTERM on rank 3"
         (Launch(1, "requeue", STOPPED), True, Action(HAND_BACK, 75, STOPPED)),
         (Launch(70, "requeue", "an error"), True, Action(HAND_BACK, 70, "an error")),
         (Launch(74, "requeue", "an error"), True, Action(HAND_BACK, 74, "an error")),
-        (Launch(137, is_signalled=True), True, Action(RESTART, 137, "died before it had begun")),
-        (Launch(137, is_signalled=True), False, Action(HAND_BACK, 137, "died before it had begun", True)),
-        (Launch(0, earlier="requeue"), True, Action(RESTART, 1, "died before it had begun")),
-        (Launch(0, earlier="requeue"), False, Action(HAND_BACK, 1, "died before it had begun", True)),
-        (Launch(75, earlier="requeue"), True, Action(HAND_BACK, 75, "died before it had begun", True)),
+        (Launch(137, is_signalled=True), True, Action(RESTART, 137, "died before training had begun")),
+        (Launch(137, is_signalled=True), False, Action(HAND_BACK, 137, "died before training had begun", True)),
+        (Launch(0, earlier="requeue"), True, Action(RESTART, 1, "died before training had begun")),
+        (Launch(0, earlier="requeue"), False, Action(HAND_BACK, 1, "died before training had begun", True)),
+        (Launch(75, earlier="requeue"), True, Action(HAND_BACK, 75, "died before training had begun", True)),
     ],
 )
 def test_rows_of_hpcdist_run(launch, may_restart, expected):
@@ -254,7 +254,7 @@ def run_command(monkeypatch, launch, launcher, folder, n_restarts, is_interrupte
     launches_seen = []
     earlier = None
     if launch.earlier != "none":
-        earlier = run.Decision(launch.earlier, "died without notice", (1, 1))
+        earlier = run.Decision(launch.earlier, "died by a signal or an error", (1, 1))
 
     def fake_launch(launcher, line, environ):
         launches_seen.append(line)
