@@ -284,7 +284,19 @@ class CompiledModule(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def require_compiled(self, call: str) -> Objective:
-        """Return what the model was compiled with; raise UsageError before `compile`."""
+        """Return what the model was compiled with.
+
+        Raises:
+            UsageError: before `compile`; for a learning rate that the program has set in Keras' way, which changes no
+                optimizer of torch.
+        """
+        attributes = getattr(self.optimizer, "__dict__", {})
+        if "learning_rate" in attributes:
+            rate = attributes["learning_rate"]
+            raise UsageError(
+                f"{call}: expected model.learning_rate = {rate}, got model.optimizer.learning_rate, which no optimizer "
+                f"of torch reads; set the model's."
+            )
         if self._objective is None:
             raise UsageError(
                 f"{call}: expected model.compile(optimizer, loss, metrics) first, got none; call it."

@@ -276,6 +276,7 @@ class Fit:
 
     def _epoch(self, epoch: int) -> None:
         position = self.position
+        self._model.require_compiled("fit")  # a callback may have changed the optimizer
         if not position.has_begun:
             self._call("on_epoch_begin", epoch)
             position.has_begun = True

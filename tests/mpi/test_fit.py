@@ -846,6 +846,28 @@ def test_a_loss_that_ignores_a_class_counts_all_probabilities(strategy, rows):
     assert trained.train_on_batch(x, weights)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("where", ["before fit", "in a hook"])
+def test_a_learning_rate_in_keras_way_is_refused(strategy, rows, where):
+    """An optimizer of torch takes any attribute and does not read it; the model has the learning rate."""
+
+    class Set(hpcdist.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.5
+
+    model = make_model(strategy, optimizer="adam")
+    callbacks = []
+    if where == "in a hook":
+        callbacks = [Set()]
+    else:
+        model.optimizer.learning_rate = 0.5
+    with pytest.raises(UsageError, match=r"fit: expected model.learning_rate = 0.5"):
+        model.fit(*rows, batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
+    del model.optimizer.learning_rate
+    model.learning_rate = 0.5
+    assert model.optimizer.param_groups[0]["lr"] == 0.5
+    model.fit(*rows, batch_size=16, epochs=1, verbose=0)
+
+
 def test_the_older_names_of_batch_hooks(strategy, rows):
     seen = []
 
