@@ -136,7 +136,7 @@ def command(
 
     A program that ends in .py is run by this Python. The command is printed. Scripts written for torchrun find RANK,
     WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Launchers change exit codes, so decision.json in the run folder
-    counts where this run has written one: docs/how-to/slurm.md has the rule.
+    counts where this run has written one: docs/reference/restarts.md has the rule.
 
     \b
     hpcdist run -n 4 train.py --epochs 3

@@ -292,7 +292,7 @@ def test_the_codes_are_those_of_the_package():
 def test_the_docs_show_the_table(root):
     table = re.findall(r"^\|.*\|$", hpcdist.restart_rule.__doc__, re.MULTILINE)
     assert len(table) > 10
-    assert "\n".join(table) in (root / "docs" / "how-to" / "slurm.md").read_text()
+    assert "\n".join(table) in (root / "docs" / "reference" / "restarts.md").read_text()
 
 
 def test_one_file_is_the_rule_of_both(root):
