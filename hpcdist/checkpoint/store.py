@@ -556,7 +556,14 @@ class Store:
             CheckpointDamaged: if the newest checkpoint differs from what was written; nothing is removed then.
             CheckpointError: if the newest checkpoint cannot be read; nothing is removed then.
         """
-        self._use(newest, lambda _, file: file.verify(self._count_block))
+        try:
+            self._use(newest, lambda _, file: file.verify(self._count_block))
+        except CheckpointError as error:
+            reason = str(error).removeprefix("restore: ")
+            raise type(error)(
+                f"save: expected to read back what was written to {self.path / str(newest)}, got an error: {reason} "
+                f"Look at this disk. Earlier checkpoints are untouched."
+            ) from None
         with self._tolerated("old checkpoints stay"):
             self.check_current()
             readable = self._facts_of_readable()

@@ -428,7 +428,8 @@ class CheckpointManager:
 
         The state must be equal on all ranks, as models, optimizers, distributed datasets and metrics are. A node that
         cannot make a copy logs it and continues without. The chief's node makes none while a save is being written, and
-        no node does while records of metrics do not get into their file: copies rely on them.
+        no node does while records of metrics wait to be written, on which copies rely. Where they cannot be written at
+        all, copies are made: a restart then misses these records.
 
         Collective over chief and workers.
 
