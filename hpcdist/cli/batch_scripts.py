@@ -105,14 +105,16 @@ def _options_of_all(job: BatchJob) -> list[str]:
 
 
 def _drill(job: BatchJob) -> list[str]:
-    """Return the lines that preempt a job of Slurm once, after its first start."""
+    """Return the lines that preempt a job of Slurm once, after its program has begun to train."""
     job_id = "$SLURM_JOB_ID"
     if job.array:
         job_id = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
     preempt = f'scancel --signal=USR1 "{job_id}"'
     if not _uses_srun(job):
         preempt = f'scancel --batch --signal=USR1 "{job_id}"'
-    has_begun = '[ "$RUN_DIR/decision.json" -nt "$RUN_DIR/jobs/$SLURM_JOB_ID" ]'
+    # made by job.py before it starts the program; the decision may be one of an earlier job
+    started = '"$RUN_DIR/jobs/$SLURM_JOB_ID"'
+    has_begun = f'[ -e {started} ] && [ "$RUN_DIR/decision.json" -nt {started} ]'
     act = f'{{ sleep {job.drill_s}; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}; break; }}'
     return [
         f"# A drill: preempted once, {job.drill_s} s after the program has begun to train.",

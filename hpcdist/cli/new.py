@@ -23,7 +23,7 @@ KINDS = {
     "ddp": "a script for torch DDP, and what changes in it",
 }
 #: Names that need no quotes in a shell, a batch script or a docstring.
-_NAME = re.compile(r"\w[\w.+-]*\.py")
+_NAME = re.compile(r"\w[\w+-]*\.py")
 
 
 @click.command()
@@ -56,7 +56,7 @@ def _require_name(path: Path) -> None:
     """Raise UsageError for a name that a script cannot have, such as torch.py, which would hide torch from it."""
     if not _NAME.fullmatch(path.name):
         raise UsageError(
-            f"hpcdist new: expected a file name of letters, digits, '.', '+' and '-' that ends in .py, got "
+            f"hpcdist new: expected a file name of letters, digits, '_', '+' and '-' that ends in .py, got "
             f"{path.name!r}; choose another one, such as train.py."
         )
     # the first folder is that of the command, or the one that the user is in

@@ -64,7 +64,7 @@ class Decision:
 def _what_follows(action: Action, n_left: int) -> str:
     """Return what follows a launch, as the end of a line."""
     if action.verb == RESTART:
-        return f"; starting again, {n_left} restarts left"
+        return f"; starting again, {n_left - 1} restarts left"
     if action.verb == HAND_BACK:
         return "; the same command resumes it"
     return ""
@@ -75,8 +75,8 @@ class RunFolder:
     """The run folder of a program, which may be fixed in it.
 
     Attributes:
-        note: file in which the chief names the folder when an attempt begins.
-        expected: folder by the command line; None if it says nothing.
+        note: file in which the chief names the folder when an attempt begins: the last one, of several.
+        expected: folder by the command line, which counts; None if it says nothing.
     """
 
     note: Path
@@ -84,12 +84,12 @@ class RunFolder:
 
     def decision(self) -> Decision | None:
         """Return the decision in the folder; None without one, or as long as the folder is unknown."""
-        folder = self.expected
+        if self.expected is not None:
+            return read_decision(self.expected)
         with contextlib.suppress(OSError, ValueError):
             folder = Path(read_text(self.note, _MAX_PATH_BYTES))
-        if folder is None:
-            return None
-        return read_decision(folder)
+            return read_decision(folder)
+        return None
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -163,8 +163,8 @@ def command(
         folder = Path(environ["RUN_DIR"])
     with tempfile.TemporaryDirectory(prefix="hpcdist-run-") as note_folder:
         note = Path(note_folder, "run-folder")
-        own_variables = {**_terminal(), "HPCDIST_RUN_NOTE": str(note)}
-        rank_environ = {**environ, **added, **own_variables}
+        launch_variables = {**_terminal(), "HPCDIST_RUN_NOTE": str(note)}
+        rank_environ = {**environ, **added, **launch_variables}
         run_folder = RunFolder(note, folder)
         return _run(launcher, line, rank_environ, as_text(line, added), run_folder, restarts)
 
@@ -292,11 +292,9 @@ def _run(
         launch = launch_of(code, launcher.path, decision, earlier)
         action = action_after(launch, Situation(RUN, may_restart=n_left > 0 and not is_interrupted))
         if action.why:
-            end = f"exit code {action.code}"
-            if action.why.startswith(end):
-                end = action.why
-            else:
-                end += f": {action.why}"
+            end = action.why
+            if not end.startswith("exit code "):
+                end = f"exit code {action.code}: {end}"
             _say(f"hpcdist run: {end}{_what_follows(action, n_left)}")
         if action.verb != RESTART:
             break

@@ -99,7 +99,9 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
         raise UsageError("hpcdist stop: expected --wait as seconds, got nan; give a number.")
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
     last_end = attempts[-1].end if attempts else ""
-    if last_end == "finished" or (last_end and batch is None):
+    decision = read_decision(folder)
+    goes_on = batch is not None and decision is not None and decision.verdict == "requeue"
+    if last_end and not goes_on:
         raise UsageError(
             f"hpcdist stop: expected a run that is under way in {folder}, got one whose last attempt has ended "
             f"({last_end}), and no batch job that goes on with it; the file `stop` would end the next attempt."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.cluster.environment import read_environment, run_note
+from hpcdist.cluster.environment import launcher_of, read_environment, run_note
 from hpcdist.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -84,9 +84,13 @@ class RunAttempt:
         self._manager.call_after_commit(self._note_commit)
 
     def _name_folder(self) -> None:
-        """Name the run folder to `hpcdist run`, which reads the decision there. It cannot be told on another host."""
-        note = run_note(read_environment())
-        if note is not None:
+        """Name the run folder to `hpcdist run`, which reads the decision there. It cannot be told on another host.
+
+        A program that a rank has started, and that trains alone, names none.
+        """
+        environ = read_environment()
+        note = run_note(environ)
+        if note is not None and launcher_of(environ) is not None:
             with suppress(OSError, UnicodeError):
                 durable.replace_text(Disk(), note, str(self.folder))
 

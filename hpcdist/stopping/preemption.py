@@ -615,9 +615,9 @@ class PreemptionCheckpointHandler:
         request = agreed_request or _END_OF_TIME
         is_urgent = self._agreement.any_rank(is_end_near)
         # a deadline that is no longer near asks for the stop that all ranks have agreed on, and for no grace period
-        may_go_on = agreed_request is not None and not is_urgent
+        is_before_deadline = agreed_request is not None and not is_urgent
         grace_s = self._config.grace_period
-        if grace_s and may_go_on and not self._time_left.is_counting_down:
+        if grace_s and is_before_deadline and not self._time_left.is_counting_down:
             self._log(
                 f"{request.reason}: training continues from step {self.step} within the grace period of {grace_s:g} s"
             )
@@ -634,7 +634,7 @@ class PreemptionCheckpointHandler:
         if self._agreement.any_rank(self._flag.is_for_good()):
             request = replace(request, is_for_good=True)
         # the batch system chose the time, as far as a SIGTERM tells: not at the deadline
-        is_excused = request.may_be_preemption and may_go_on
+        is_excused = request.may_be_preemption and is_before_deadline
         code, why = self._attempt.stopped(request, last_save.step, is_excused, is_too_late)
         self._remove_stop_file()  # people wait for that: the decision is there by now
         self._log(

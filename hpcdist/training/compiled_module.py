@@ -81,6 +81,7 @@ class CompiledModule(nn.Module):
         self.name = name or type(module or self).__name__
         self.strategy: Strategy = get_strategy()
         self.optimizer: Any = None
+        self._has_rate = False
         self.stop_training = False
         self.history = History()
         self.n_steps_of_epoch = 0
@@ -172,6 +173,7 @@ class CompiledModule(nn.Module):
         self._require_applicable(options)
         with self.strategy.scope():
             self.optimizer = optimizers.get(optimizer, self.parameters())
+            self._has_rate = hasattr(self.optimizer, "learning_rate")
             if options.scales_losses and isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 raise UsageError(
                     "compile: expected no mixed_float16 with a ZeroRedundancyOptimizer, whose gradients nobody can "
@@ -290,12 +292,11 @@ class CompiledModule(nn.Module):
             UsageError: before `compile`; for a learning rate that the program has set in Keras' way, which changes no
                 optimizer of torch.
         """
-        attributes = getattr(self.optimizer, "__dict__", {})
-        if "learning_rate" in attributes:
-            rate = attributes["learning_rate"]
+        if not self._has_rate and hasattr(self.optimizer, "learning_rate"):
+            rate = self.optimizer.learning_rate
             raise UsageError(
-                f"{call}: expected model.learning_rate = {rate}, got model.optimizer.learning_rate, which no optimizer "
-                f"of torch reads; set the model's."
+                f"{call}: expected model.learning_rate = {rate}, got model.optimizer.learning_rate, which this "
+                f"optimizer does not read; del it, and set the model's."
             )
         if self._objective is None:
             raise UsageError(

@@ -26,6 +26,7 @@ RUN_DIR = Path("runs", SCRIPT.stem)
 def parse_args():
     summary, _, _ = __doc__.partition("\n")
     parser = argparse.ArgumentParser(description=summary)
+    # the schedule is as long: another number needs a new run folder
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, default=RUN_DIR)
     return parser.parse_args()
@@ -43,7 +44,7 @@ def load_data():
 
 
 def build_model():
-    """Return the network. Put your own one here."""
+    """Return the network. Put yours here."""
     return nn.Sequential(
         nn.Linear(64, 256),
         nn.ReLU(),

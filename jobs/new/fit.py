@@ -48,7 +48,7 @@ def load_data():
 
 
 def build_model():
-    """Return the network. Put your own one here; layers of torch, as in any module."""
+    """Return the network. Put yours here, of torch's layers."""
     layers = [nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10)]
     return hpcdist.Model(nn.Sequential(*layers))
 
@@ -75,7 +75,7 @@ def main():
     best_path = args.run_dir / "best.h5"
     callbacks = [
         # saves every 50 steps, and when the job is asked to stop; fit continues there
-        BackupAndRestore(args.run_dir, save_freq=50),
+        BackupAndRestore(args.run_dir, save_freq=50, delete_checkpoint=False),
         LearningRateScheduler(learning_rate_of),
         ModelCheckpoint(best_path, monitor="val_accuracy", save_best_only=True),
         EarlyStopping(monitor="val_accuracy", patience=5),

@@ -25,6 +25,7 @@ RUN_DIR = Path("runs", SCRIPT.stem)
 def parse_args():
     summary, _, _ = __doc__.partition("\n")
     parser = argparse.ArgumentParser(description=summary)
+    # the schedule is as long: another number needs a new run folder
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, default=RUN_DIR)
     return parser.parse_args()
@@ -45,7 +46,7 @@ def load_data():
 
 
 def build_model():
-    """Return the network. Put your own one here."""
+    """Return the network. Put yours here."""
     return nn.Sequential(
         nn.Linear(64, 256),
         nn.ReLU(),
@@ -111,18 +112,21 @@ def main():
                 train_step(images, labels)
             loss = float(mean_loss.result())
             mean_loss.reset_state()
-            right = evaluate()
-            manager.save(handler.step, {"accuracy": right})  # the best one stays, as best.h5
+            validation_accuracy = evaluate()
+            manager.save(
+                handler.step, {"accuracy": validation_accuracy}
+            )  # the best one stays, as best.h5
             if strategy.is_chief:  # one rank prints
                 number = epoch + 1
-                print(f"epoch {number}/{args.epochs}  loss {loss:.4f}  accuracy {right:.4f}")
+                scores = f"loss {loss:.4f}  accuracy {validation_accuracy:.4f}"
+                print(f"epoch {number}/{args.epochs}  {scores}")
 
     hpcdist.load_checkpoint(manager.best_path, model=model)
-    right = evaluate()
+    validation_accuracy = evaluate()
     if strategy.is_chief:
         best_path = args.run_dir / "best.pt"
         torch.save(model.state_dict(), best_path)
-        print(f"best accuracy {right:.4f}, of the weights in {best_path}")
+        print(f"best accuracy {validation_accuracy:.4f}, of the weights in {best_path}")
 
 
 if __name__ == "__main__":

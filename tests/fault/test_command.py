@@ -93,7 +93,7 @@ def test_a_killed_rank_and_a_restart(run, start, root, tmp_path, monkeypatch, no
         os.kill(job.pid_of(1), signal.SIGKILL)
         outcome = job.wait(90)
         assert (outcome.code == 0) is (restarts == 1), outcome.output
-        assert ("; starting again, 1 restarts left" in outcome.output) is (restarts == 1)
+        assert ("; starting again, 0 restarts left" in outcome.output) is (restarts == 1)
         nothing_left(job)
     assert final_state(tmp_path / "harmed-1") == final_state(tmp_path / "whole")
 
@@ -158,7 +158,7 @@ def test_a_run_folder_that_is_fixed_in_the_program_is_known(start, root, tmp_pat
     program.write_text(FIXED_FOLDER)
     outcome = start(0, command=[python, "-m", "hpcdist", "run", "-n", 2, "--restarts", 1, program, 8]).wait(60)
     assert outcome.code == 0, outcome.output
-    assert "starting again, 1 restarts left" in outcome.output
+    assert "starting again, 0 restarts left" in outcome.output
     job = start(0, command=[python, "-m", "hpcdist", "run", "-n", 2, program, 100_000])
     job.wait_for_line("step 20")
     os.kill(job.process.pid, signal.SIGINT)

@@ -39,7 +39,7 @@ COMMANDS = {
     "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
     "mpirun -n 2 python -m pytest --with-mpi tests/test_mine.py": "test_pytest_plugin.py",
     "python -m pytest --with-mpi tests/test_mine.py": "test_pytest_plugin.py",
-    "pip install -e '.[mpich,jobs,report]'": "test_the_first_job: the environment of make train has the same",
+    "pip install -c constraints.txt -e '.[mpich,jobs,report]'": "test_the_first_job: as the environment of make train",
     "hpcdist new digits.py": "test_the_first_job",
     "hpcdist run -n 2 digits.py --epochs 40": "test_the_first_job",
     "hpcdist status runs/digits": "test_the_first_job",

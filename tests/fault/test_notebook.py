@@ -97,7 +97,7 @@ def test_what_is_refused(cell):
 
 @pytest.mark.timeout(200)
 def test_the_notebook_of_the_gallery(tmp_path, monkeypatch, clean_environ):
-    """Its outputs are those that the page shows, but for what pip and the launcher may add."""
+    """Its numbers are those that the page shows, within a hundredth: processors round differently."""
     for name in set(os.environ) - set(clean_environ):
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -32,7 +32,7 @@ def test_example(strategy):
     assert isinstance(example.globs.get("model"), torch.nn.Linear)
 
 
-#: What users meet first. An example has at most ten lines, and may use what `made` makes.
+#: What users meet first. An example has at most ten lines, and may use what `example_globals` makes.
 NAMES = [
     "get_strategy",
     "set_random_seed",
@@ -74,7 +74,7 @@ MAX_LINES = 10
 
 
 @pytest.fixture
-def made():
+def example_globals():
     """Return what the examples may use, by its name."""
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     generator = torch.Generator().manual_seed(1)
@@ -111,9 +111,9 @@ def documented(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_does_what_it_shows(made, shared_path, monkeypatch, name):
+def test_an_example_does_what_it_shows(example_globals, shared_path, monkeypatch, name):
     monkeypatch.chdir(shared_path)
-    (example,) = doctest.DocTestFinder(recurse=False).find(documented(name), name, globs=made)
+    (example,) = doctest.DocTestFinder(recurse=False).find(documented(name), name, globs=example_globals)
     n_lines = sum(len(part.source.splitlines()) for part in example.examples)
     assert 0 < n_lines <= MAX_LINES
     report = []

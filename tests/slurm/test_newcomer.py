@@ -46,7 +46,7 @@ middle of the epoch; `step` counts what is left of it:"""
 _BATCH_JOB = """\
 The first run is over, and its folder goes. `submit` writes a batch script, shows it, and submits it.
 Slurm sends the job a signal before its time is over and when it is preempted; the script answers it,
-and has Slurm run the job again. The drill preempts it once, 8 s after its start."""
+and has Slurm run the job again. The drill preempts it once, 8 s after it has begun to train."""
 _WHAT_IT_DID = "The run folder has checkpoints, a record of each attempt, and where each rank's time went."
 _NEXT = """\
 - What else your script keeps between steps belongs into the Checkpoint: schedulers, a GradScaler,

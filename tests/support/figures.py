@@ -175,7 +175,11 @@ def sums() -> Figure:
         Text(420, 206, "by MPI, in chunks", "small", "middle"),
         Text(20, 266, "1  Ranks of a host add into memory that they share: nothing is sent."),
         Text(20, 288, "2  One sum for each host goes over the network, in a ring or by halving."),
-        Text(20, 310, "3  Every rank reads the total where it lies. Buckets are summed while backward still runs."),
+        Text(
+            20,
+            310,
+            "3  Every rank reads the total where it lies. Between hosts, buckets travel while backward still runs.",
+        ),
     ]
     return Figure("Gradients are summed inside each host, then between hosts", 840, 326, elements)
 

@@ -1,4 +1,4 @@
-"""Runs the programs of jobs/ and writes a page about each to docs/gallery/: `make gallery`, two minutes.
+"""Runs the programs of jobs/ and writes a page about each to docs/gallery/: `make gallery`, three minutes.
 
     python tests/support/gallery.py [NAME ...]
 
@@ -251,8 +251,8 @@ def index_of(jobs: Sequence[Job]) -> str:
     lines = [
         "# Gallery",
         "",
-        "What the programs in `jobs/` show. Each runs as it is, on this many ranks or another number;",
-        "`make gallery` has written these pages.",
+        "What the programs in `jobs/` show. Each runs as it is, on other numbers of ranks too. `make gallery`",
+        "has run them and written these pages.",
         "",
         "```{toctree}",
         ":maxdepth: 1",

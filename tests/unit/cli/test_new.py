@@ -53,7 +53,9 @@ def test_an_existing_file_stays(hpcdist):
     assert not Path("nowhere.py").exists()
 
 
-@pytest.mark.parametrize("name", ["train", "a b.py", 'a"""b.py', "a\\b.py", ".py", "-train.py", "a\nb.py", "$HOME.py"])
+@pytest.mark.parametrize(
+    "name", ["train", "a b.py", 'a"""b.py', "a\\b.py", ".py", "-train.py", "a\nb.py", "$HOME.py", "a.b.py"]
+)
 def test_names_that_need_quotes_are_refused(hpcdist, name):
     code, text = hpcdist("new", "--", name)
     assert code == 2

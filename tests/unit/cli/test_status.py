@@ -133,19 +133,21 @@ def test_a_run_folder_whose_job_waits_to_go_on(run_dir, hpcdist, monkeypatch):
     assert cancelled == ["17"]
 
 
-@pytest.mark.parametrize("how", ["stopped", "finished"])
-def test_a_stop_between_two_attempts_is_for_the_next_one(run_dir, hpcdist, monkeypatch, how):
+@pytest.mark.parametrize(("how", "verdict"), [("stopped", "requeue"), ("stopped", "stop"), ("finished", "finished")])
+def test_a_stop_between_two_attempts_is_for_the_next_one(run_dir, hpcdist, monkeypatch, how, verdict):
     """Slurm is requeueing the job, or has started it again, and it still imports torch."""
     path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
     end = json.dumps({"event": "end", "how": how, "reason": "SIGTERM on rank 0"})
     path.write_text(path.read_text().replace('"job": null', '"job": "17"') + f"{end}\n")
+
+    (run_dir / "decision.json").write_text(json.dumps({"decision": verdict, "reason": "SIGTERM on rank 0"}))
 
     def slurm(command, **options):
         return subprocess.CompletedProcess(command, 0, f"17\tN/A\tRUNNING\t8:00:00\tn1\thpcdist:{run_dir}\n", "")
 
     monkeypatch.setattr(subprocess, "run", slurm)
     code, out, error = hpcdist("stop", run_dir, "--for-good")
-    if how == "finished":
+    if verdict != "requeue":
         assert (code, (run_dir / "stop").exists()) == (2, False)
         return
     assert code == 0, error

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -405,3 +406,30 @@ def test_a_library_that_the_job_loads(here, call, monkeypatch):
 def test_a_drill_of_an_array_signals_its_own_task(here, call):
     text = call("--array", "1-2", "--drill", "5", "--dry-run", "train.py", "--run-dir", "a-{task}")[1]
     assert 'scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in text
+
+
+def test_a_drill_waits_until_this_job_trains(here, call):
+    """A decision of an earlier job in the same folder is no sign of that, nor the start of the job."""
+    script = call("--drill", "1", "--dry-run", "train.py", "--run-dir", "a")[1]
+    (drill,) = (line for line in script.splitlines() if line.startswith("(for "))
+    (here / "scancel").write_text("#!/bin/sh\ntouch preempted\n")
+    (here / "scancel").chmod(0o755)
+    run_dir = here / "a"
+    (run_dir / "jobs").mkdir(parents=True)
+    (run_dir / "decision.json").touch()
+    environ = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "RUN_DIR": str(run_dir), "SLURM_JOB_ID": "7"}
+    process = subprocess.Popen(["bash", "-c", f"{drill}\nwait"], cwd=here, env=environ)
+    try:
+        time.sleep(2.5)
+        assert not (here / "preempted").exists(), "the job has not begun"
+        (run_dir / "jobs" / "7").touch()
+        time.sleep(2.5)
+        assert not (here / "preempted").exists(), "the program has not begun"
+        began = time.monotonic()
+        (run_dir / "decision.json").touch()
+        process.wait(30)
+        assert (here / "preempted").exists()
+        assert time.monotonic() - began >= 1
+    finally:
+        process.kill()
+        process.wait(10)

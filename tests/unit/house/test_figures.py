@@ -7,8 +7,8 @@ import pytest
 from figures import FIGURES, FOLDER, Box, Text
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-#: Least width of a letter of the fonts that browsers take for system-ui, in parts of the font's size.
-LETTER = 0.5
+#: Average width of a letter in wide fonts that browsers take for system-ui, in parts of the font's size.
+LETTER = 0.56
 
 
 def size_of(kind):
@@ -34,6 +34,7 @@ def test_texts_fit(name):
     figure = FIGURES[name]()
     for element in figure.elements:
         if isinstance(element, Box):
+            assert min(element.x, element.y) >= 0
             assert element.x + element.width <= figure.width
             assert element.y + element.height <= figure.height
             for number, line in enumerate(element.lines):
