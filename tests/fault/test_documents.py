@@ -45,8 +45,8 @@ COMMANDS = {
     "hpcdist status runs/digits": "test_the_first_job",
     "hpcdist report runs/digits": "test_the_first_job",
     "mpirun -n 3 python beside.py": "test_programs: on two ranks",
-    "hpcdist new train.py": "tests/fault/test_new.py",
-    "hpcdist run -n 2 train.py": "tests/fault/test_new.py: by mpirun",
+    "hpcdist new train.py": "test_the_command_as_on_its_page",
+    "hpcdist run -n 2 train.py": "test_the_command_as_on_its_page",
     "hpcdist doctor": "test_the_command_as_on_its_page",
     "hpcdist run -n 2 jobs/train.py --run-dir runs/first --epochs 2": "test_the_command_as_on_its_page",
     "hpcdist status runs/first": "test_the_command_as_on_its_page",
@@ -239,17 +239,21 @@ def test_estimators_as_on_the_page(clone, clean_environ):
         assert float(re.search(r"^global step 600  accuracy (0\.\d+)$", output, re.MULTILINE)[1]) > 0.95, output
 
 
+@pytest.mark.timeout(200)
 def test_the_command_as_on_its_page(clone, clean_environ):
     """In the order of the page: each shows what the one before has left."""
-    (block,) = blocks(ROOT / "docs" / "reference" / "command.md", "sh")
+    commands = command_lines(ROOT / "docs" / "reference" / "command.md")
+    (clone / "train.py").unlink(missing_ok=True)  # of the first screen
     expected = (
+        "wrote train.py",
+        "best accuracy 0.9",
         "ok    world          2 ranks",
         "test accuracy 0.",
         "to follow   nothing: it has finished",
         "step-00000046-0001.h5",
     )
     expected += ("runs/first/report/report.html, and ", "steps of 2 ranks; open it", "#SBATCH --time=8:00:00")
-    for command, text in zip(block.splitlines(), expected, strict=True):
+    for command, text in zip(commands, expected, strict=True):
         output, seconds = run(command, clone, clean_environ, 60)
         assert text in output, output
         print(f"{seconds:.1f} s: {command}")
