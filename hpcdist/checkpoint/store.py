@@ -559,10 +559,10 @@ class Store:
         try:
             self._use(newest, lambda _, file: file.verify(self._count_block))
         except CheckpointError as error:
-            reason = str(error).removeprefix("restore: ")
+            fact, _, _ = str(error).removeprefix("restore: ").rpartition("; ")
             raise type(error)(
-                f"save: expected to read back what was written to {self.path / str(newest)}, got an error: {reason} "
-                f"Look at this disk. Earlier checkpoints are untouched."
+                f"save: expected to read back what was written to {self.path / str(newest)}, got an error ({fact}); "
+                f"look at this disk. Earlier checkpoints are untouched."
             ) from None
         with self._tolerated("old checkpoints stay"):
             self.check_current()

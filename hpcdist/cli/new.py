@@ -36,14 +36,14 @@ _NAME = re.compile(r"\w[\w+-]*\.py")
     help="; ".join(f"{kind}: {text}" for kind, text in KINDS.items()) + ".",
 )
 def command(path: Path, kind: str) -> None:
-    """Write a training script to begin with: PATH, such as train.py.
+    """Write a training script to begin with: PATH, such as my_job.py.
 
     It has checkpoints, a learning rate schedule, validation and the best model, and trains a small network on the
     handwritten digits that come with scikit-learn. Put your own data and your own model into it.
 
     \b
-    hpcdist new train.py
-    hpcdist new train.py --kind fit
+    hpcdist new my_job.py
+    hpcdist new my_job.py --kind fit
     """
     _require_name(path)
     template = shipped_folder("jobs/new", f"{kind}.py") / f"{kind}.py"
@@ -57,7 +57,7 @@ def _require_name(path: Path) -> None:
     if not _NAME.fullmatch(path.name):
         raise UsageError(
             f"hpcdist new: expected a file name of letters, digits, '_', '+' and '-' that ends in .py, got "
-            f"{path.name!r}; choose another one, such as train.py."
+            f"{path.name!r}; choose another one, such as my_job.py."
         )
     # the first folder is that of the command, or the one that the user is in
     spec = PathFinder.find_spec(path.stem, sys.path[1:])
@@ -65,7 +65,7 @@ def _require_name(path: Path) -> None:
     if path.stem == "hpcdist" or path.stem in sys.stdlib_module_names or is_installed:
         raise UsageError(
             f"hpcdist new: expected a name that no module has, got {path.name!r}, which would hide the module "
-            f"{path.stem} from the script; choose another one, such as train.py."
+            f"{path.stem} from the script; choose another one, such as my_job.py."
         )
 
 

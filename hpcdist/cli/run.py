@@ -61,22 +61,13 @@ class Decision:
     stamp: tuple[int, int]
 
 
-def _what_follows(action: Action, n_left: int) -> str:
-    """Return what follows a launch, as the end of a line."""
-    if action.verb == RESTART:
-        return f"; starting again, {n_left - 1} restarts left"
-    if action.verb == HAND_BACK:
-        return "; the same command resumes it"
-    return ""
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """The run folder of a program, which may be fixed in it.
 
     Attributes:
         note: file in which the chief names the folder when an attempt begins: the last one, of several.
-        expected: folder by the command line, which counts; None if it says nothing.
+        expected: folder by the command line, which counts where it has a decision; None if it says nothing.
     """
 
     note: Path
@@ -85,7 +76,9 @@ class RunFolder:
     def decision(self) -> Decision | None:
         """Return the decision in the folder; None without one, or as long as the folder is unknown."""
         if self.expected is not None:
-            return read_decision(self.expected)
+            decision = read_decision(self.expected)
+            if decision is not None:
+                return decision
         with contextlib.suppress(OSError, ValueError):
             folder = Path(read_text(self.note, _MAX_PATH_BYTES))
             return read_decision(folder)
@@ -299,6 +292,15 @@ def _run(
         if action.verb != RESTART:
             break
     return action.code
+
+
+def _what_follows(action: Action, n_left: int) -> str:
+    """Return what follows a launch, as the end of a line."""
+    if action.verb == RESTART:
+        return f"; starting again, {n_left - 1} restarts left"
+    if action.verb == HAND_BACK:
+        return "; the same command resumes it"
+    return ""
 
 
 def _launch(

@@ -13,7 +13,6 @@ import torch
 import xxhash
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
@@ -184,8 +183,7 @@ def averages_of(models: Sequence[nn.Module]) -> list[AveragedModel]:
 def copies_of(models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return modules of the classes of models, with parameters of the same names and shapes in separate memory.
 
-    Modules in torch's averages are left out, as `averages_of` returns the averages, and modules that an optimizer
-    steps: models of their own, such as other members of an ensemble.
+    Modules in torch's averages are left out; `averages_of` returns the averages.
 
     Cost: a walk over all objects of the process.
     """
@@ -198,25 +196,13 @@ def copies_of(models: Sequence[nn.Module]) -> list[nn.Module]:
         known_ids.update(map(id, model.parameters()))
     for average in list(_averaged):
         known_ids.update(map(id, average.parameters()))
-    candidates: list[nn.Module] = []
-    for item in gc.get_objects():
-        if issubclass(type(item), Optimizer):
-            known_ids.update(_parameter_ids_of(item))
-        elif type(item) in kinds and _layout_of(item) in layouts:
-            candidates.append(item)
     copies: list[nn.Module] = []
-    for module in candidates:
-        if not any(id(parameter) in known_ids for parameter in module.parameters()):
-            copies.append(module)
+    for item in gc.get_objects():
+        if type(item) not in kinds or _layout_of(item) not in layouts:
+            continue
+        if not any(id(parameter) in known_ids for parameter in item.parameters()):
+            copies.append(item)
     return copies
-
-
-def _parameter_ids_of(optimizer: Optimizer) -> set[int]:
-    """Return the ids of the parameters that an optimizer steps; none of one that is only being made."""
-    parameter_ids: set[int] = set()
-    for group in getattr(optimizer, "param_groups", ()):
-        parameter_ids.update(map(id, group["params"]))
-    return parameter_ids
 
 
 def _layout_of(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:

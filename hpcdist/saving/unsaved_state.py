@@ -14,6 +14,7 @@ from hpcdist.program.optimizer_drivers import (
     scalers_of,
     schedulers_of,
 )
+from hpcdist.program.torch_hooks import Handle, after_any_step
 from hpcdist.saving.items import is_module, is_optimizer, is_strategy
 
 #: Depth to which objects are looked for inside the objects of the Checkpoint, such as wrappers.
@@ -27,7 +28,8 @@ class UnsavedState:
 
     It looks for schedulers of torch, and others that hold an optimizer and have a state; enabled GradScalers; torch's
     AveragedModel; and copies of the models that change from one step to the next, such as an exponential moving
-    average. Copies that stand still or are set to the model's weights, such as the best model, do not count.
+    average. Copies that stand still or are set to the model's weights, such as the best model, do not count; nor do
+    models that an optimizer steps, such as other members of an ensemble.
 
     Args:
         objects: the objects of the Checkpoint.
@@ -43,6 +45,8 @@ class UnsavedState:
         ]
         self._has_looked = False
         self._copies: list[tuple[Any, int]] = []
+        self._steps: Handle | None = None
+        self._stepped_ids: set[int] = set()
 
     def look(self) -> None:
         """Look for schedulers, scalers and torch's averages that are missing. Not collective.
@@ -65,6 +69,8 @@ class UnsavedState:
         if self._optimizers:
             copies = copies_of(self._models)
             self._copies = [(copy, fingerprint(copy)) for copy in copies]
+        if self._copies:
+            self._steps = after_any_step(self._note_step)
 
     def look_at_copies(self) -> None:
         """Look for copies of the models that have changed since `note_copies`, one step before. Not collective.
@@ -75,10 +81,19 @@ class UnsavedState:
         fingerprints = [fingerprint(model) for model in self._models if self._copies]
         changing: list[Any] = []
         for copy, old_fingerprint in self._copies:
+            copy_ids = set(map(id, copy.parameters()))
+            if copy_ids & self._stepped_ids:
+                continue
             if fingerprint(copy) not in (old_fingerprint, *fingerprints):
                 changing.append(copy)
         self._copies = []
+        if self._steps is not None:
+            self._steps.remove()
         self._require("ema", changing)
+
+    def _note_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            self._stepped_ids.update(map(id, group["params"]))
 
     def _require(self, name: str, drivers: Sequence[Any]) -> None:
         """Raise UsageError unless all drivers are saved or left out.

@@ -18,8 +18,8 @@ import hpcdist
 
 BATCH = 64  # DDP: rows of a step on one rank; here on all ranks together
 SEED = 1
-# what the run resumes from: remove the folder to train anew
 SCRIPT = Path(__file__)
+# what the run resumes from: remove the folder to train anew
 RUN_DIR = Path("runs", SCRIPT.stem)
 
 

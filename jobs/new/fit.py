@@ -21,8 +21,8 @@ from hpcdist.callbacks import (
 
 GLOBAL_BATCH = 64  # rows of a step, on all ranks together
 SEED = 1
-# what the run resumes from: remove the folder to train anew
 SCRIPT = Path(__file__)
+# what the run resumes from: remove the folder to train anew
 RUN_DIR = Path("runs", SCRIPT.stem)
 
 

@@ -17,8 +17,8 @@ import hpcdist
 
 GLOBAL_BATCH = 64  # rows of a step, on all ranks together
 SEED = 1
-# what the run resumes from: remove the folder to train anew
 SCRIPT = Path(__file__)
+# what the run resumes from: remove the folder to train anew
 RUN_DIR = Path("runs", SCRIPT.stem)
 
 
@@ -111,11 +111,10 @@ def main():
             for images, labels in batches:
                 train_step(images, labels)
             loss = float(mean_loss.result())
-            mean_loss.reset_state()
             validation_accuracy = evaluate()
-            manager.save(
-                handler.step, {"accuracy": validation_accuracy}
-            )  # the best one stays, as best.h5
+            mean_loss.reset_state()
+            # the best checkpoint stays, as best.h5
+            manager.save(handler.step, {"accuracy": validation_accuracy})
             if strategy.is_chief:  # one rank prints
                 number = epoch + 1
                 scores = f"loss {loss:.4f}  accuracy {validation_accuracy:.4f}"

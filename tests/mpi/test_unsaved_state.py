@@ -182,12 +182,15 @@ class Average:
             average.lerp_(parameter, 0.1)
 
 
-@pytest.mark.parametrize("kind", ["torch's", "by hand"])
+@pytest.mark.parametrize("kind", ["torch's", "by hand", "by hand, with an optimizer that never steps"])
 @pytest.mark.parametrize("how", ["saved", "left out", "forgotten"])
 def test_an_average_of_weights(shared_path, kind, how):
     program = Program()
-    if kind == "by hand":
+    optimizers = []
+    if kind.startswith("by hand"):
         average = Average(program.model)
+        if kind != "by hand":
+            optimizers.append(torch.optim.SGD(average.copy.parameters(), lr=0.1))
         program.after_step = [lambda: average.update(program.model)]
         objects = {"ema": average.copy}
     else:

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from hpcdist.cli import main
-from hpcdist.cli.run import Decision, launch_of, read_decision
+from hpcdist.cli.run import Decision, RunFolder, launch_of, read_decision
 from hpcdist.restart_rule import Launch
 
 
@@ -36,6 +36,21 @@ def test_a_decision_that_is_written_again_is_another_one(tmp_path):
     (tmp_path / "decision.json").write_text(decision_text)
     assert first.verdict == "finished"
     assert read_decision(tmp_path) != first
+
+
+def test_the_run_folder_of_the_command_line_counts_where_it_has_a_decision(tmp_path):
+    """An option of that name may mean another folder than the one that the program uses."""
+    by_line, noted = tmp_path / "by-line", tmp_path / "noted"
+    for folder, verdict in ((by_line, "stop"), (noted, "finished")):
+        folder.mkdir()
+        (folder / "decision.json").write_text(json.dumps({"decision": verdict, "reason": "x"}))
+    note = tmp_path / "note"
+    assert RunFolder(note, None).decision() is None
+    note.write_text(str(noted))
+    assert RunFolder(note, None).decision().verdict == "finished"
+    assert RunFolder(note, by_line).decision().verdict == "stop"
+    (by_line / "decision.json").unlink()
+    assert RunFolder(note, by_line).decision().verdict == "finished"
 
 
 @pytest.mark.parametrize(

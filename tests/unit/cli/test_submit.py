@@ -19,6 +19,7 @@ from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cli.site import site_defaults
 from hpcdist.errors import ConfigurationError
 
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 NASTY = ["a b", "$HOME", "$(touch harm)", "`touch harm`", "'", '"', "*", "", "-n", "\\", "x\ny", "é", ";exit 3", "#"]
 
 
@@ -59,6 +60,19 @@ def test_a_plain_job(here, call):
         f'--cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\\n  {sys.executable} train.py --run-dir runs/a\n'
     )
     assert sorted(os.listdir(here)) == ["train.py"], "a dry run writes nothing"
+
+
+def test_the_script_in_the_tutorial_is_what_submit_writes(here, call):
+    """Lines with the reader's folders, and those that the page leaves out, are not compared."""
+    page = (DOCS / "tutorials" / "own-script.md").read_text()
+    shown = re.search(r"^\$ hpcdist submit ([^\n]*)\n(.*?)^submitted job", page, re.MULTILINE | re.DOTALL)
+    (here / "restarts.py").write_text("")
+    code, text, _ = call("--dry-run", *shown[1].split())
+    assert code == 0
+    written_lines = text.splitlines()
+    shown_lines = [line for line in shown[2].splitlines() if "/home/you" not in line and "..." not in line]
+    assert len(shown_lines) > 6
+    assert [line for line in shown_lines if line not in written_lines] == []
 
 
 @pytest.mark.feature("slurm.heterogeneous-jobs")
@@ -188,9 +202,6 @@ def test_other_systems_take_the_script(here, call, monkeypatch, system, name, ta
     code, text, error = call("--system", system, "train.py", "--run-dir", "runs/a")
     assert (code, (here / "taken").read_text()) == (0, text), error
     assert f'submitted job {job}: "{here}/runs/a/runs-a.{system}"' in error
-
-
-DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def files_of_the_pages():
