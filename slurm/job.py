@@ -257,11 +257,14 @@ class Job:
             action = action_after(launch, situation)
             if action.verb != RESTART or remaining is None:
                 break
-            nodes = remaining
-            names = ",".join(nodes) or "it"
+            names = ",".join(remaining) or "it"
+            left_out = [node for node in nodes if node not in remaining]
+            if left_out:
+                names += f"; {','.join(left_out)} stays out until the job is requeued"
             self.log(
                 f"exit code {launch.code}: restart {restart} inside the allocation, on {names}"
             )
+            nodes = remaining
         if launch.decision != "finished" and launch.code != RUN_AGAIN:
             self._forget_copies(nodes)
         return self.leave(launch)

@@ -9,6 +9,8 @@ from hpcdist.cli.batch_scripts import COMMENT, TASK
 from hpcdist.errors import UsageError
 
 _JOB = re.compile(r"\d+(_\d+)?$")
+#: A field of scontrol, whose value may have spaces.
+_FIELD = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|\s*$)")
 _ANSWER_S = 10.0
 #: Fields of squeue, separated by tabs: id, number in an array, state, time left, reason, comment.
 _FORMAT = "%i\t%K\t%T\t%L\t%R\t%k"
@@ -25,6 +27,22 @@ class BatchJobState(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.state}, {self.time_left} left, {self.reason}"
+
+
+class JobRecord(NamedTuple):
+    """What Slurm's controller holds of a job, also for some minutes after its end; "" for what it does not know.
+
+    Attributes:
+        state: such as FAILED.
+        exit_code: exit code of the script.
+        log: path of the file of its output.
+        run_dir: run folder, if `hpcdist submit` has made the job.
+    """
+
+    state: str
+    exit_code: str
+    log: str
+    run_dir: str
 
 
 def is_job_number(run: str) -> bool:
@@ -44,7 +62,7 @@ def run_folder(run: str) -> Path:
     if len(jobs) > 1:
         tasks = ", ".join(job.job for job in jobs[:4])
         raise UsageError(f"expected one job, got {run}, an array with {tasks}; name one of them.")
-    run_dir = jobs[0].run_dir if jobs else _run_dir_of_ended(run)
+    run_dir = jobs[0].run_dir if jobs else record_of(run).run_dir
     if not run_dir:
         raise UsageError(
             f"expected a run folder, or a job of `hpcdist submit` that Slurm knows, got {run!r}; give the run folder."
@@ -55,6 +73,21 @@ def run_folder(run: str) -> Path:
 def state_of(job: str) -> BatchJobState | None:
     """Return the state of a job that waits or runs; None if Slurm does not know the job, or is not installed."""
     return next(iter(_states_of(job)), None)
+
+
+def is_gone(job: str) -> bool:
+    """Return whether Slurm answers here, and has no such job that waits or runs."""
+    if state_of(job) is not None:
+        return False
+    return _answer_of("squeue", "--me", "--noheader") is not None
+
+
+def waiting_or_running(folder: Path) -> BatchJobState | None:
+    """Return a job of this user that waits or runs for a run folder; None if there is none."""
+    for job in own_jobs():
+        if Path(job.run_dir).resolve() == folder.resolve():
+            return job
+    return None
 
 
 def cancel(job: str) -> bool:
@@ -73,13 +106,14 @@ def cancel(job: str) -> bool:
 
 def _states_of(job: str) -> list[BatchJobState]:
     """Return the state of a job, or of each task of an array."""
-    return _parse(_output_of("squeue", "--noheader", "--array", "--jobs", job, "--format", _FORMAT))
+    text = _answer_of("squeue", "--noheader", "--array", "--jobs", job, "--format", _FORMAT)
+    return _parse(text or "")
 
 
 def own_jobs() -> list[BatchJobState]:
     """Return the jobs of this user that `hpcdist submit` has made and that wait or run."""
-    jobs = _parse(_output_of("squeue", "--me", "--noheader", "--array", "--format", _FORMAT))
-    return [job for job in jobs if job.run_dir]
+    text = _answer_of("squeue", "--me", "--noheader", "--array", "--format", _FORMAT)
+    return [job for job in _parse(text or "") if job.run_dir]
 
 
 def _parse(text: str) -> list[BatchJobState]:
@@ -107,25 +141,24 @@ def _run_dir_in(comment: str, task: str) -> str:
     return comment.removeprefix(COMMENT).replace(TASK, task)
 
 
-def _run_dir_of_ended(job: str) -> str:
-    """Return the run folder of a job that has ended; Slurm knows it for some minutes."""
-    text = _output_of("scontrol", "--oneliner", "show", "job", job)
-    comment = re.search(r" Comment=(\S+)", text)
-    if comment is None:
-        return ""
-    task = re.search(r" ArrayTaskId=(\d+)", text)
-    return _run_dir_in(comment[1], task[1] if task else "")
+def record_of(job: str) -> JobRecord:
+    """Return what Slurm's controller holds of a job."""
+    text = _answer_of("scontrol", "--oneliner", "show", "job", job) or ""
+    fields = dict(_FIELD.findall(text))
+    exit_code, _, _ = fields.get("ExitCode", "").partition(":")
+    run_dir = _run_dir_in(fields.get("Comment", ""), fields.get("ArrayTaskId", ""))
+    return JobRecord(fields.get("JobState", ""), exit_code, fields.get("StdOut", ""), run_dir)
 
 
-def _output_of(*command: str) -> str:
-    """Return what a command of Slurm prints; "" if it fails or is not installed."""
+def _answer_of(*command: str) -> str | None:
+    """Return what a command of Slurm prints; None if it fails or is not installed."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
         )
     except (OSError, ValueError, subprocess.TimeoutExpired):
         # ValueError: a run folder's ledger may hold any text as the id of the job
-        return ""
+        return None
     if done.returncode:
-        return ""
+        return None
     return done.stdout

@@ -61,7 +61,8 @@ def command(
         expected_rank = missing_ranks[0] if missing_ranks else 0
         raise UsageError(
             f"hpcdist logs: expected rank-{expected_rank:05d}.log in {log_folder}, got {len(files)} log files; have "
-            f"the program call hpcdist.log_to, or correct the folder."
+            f"the program call hpcdist.log_to, or correct the folder; what a batch job printed is in the log that "
+            f"`hpcdist status` names."
         )
     chosen = [_records(path, rank) for rank, path in files.items() if not ranks or rank in ranks]
     records: Iterable[Record] = heapq.merge(*chosen)

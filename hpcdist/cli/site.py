@@ -1,4 +1,4 @@
-"""Reads hpcdist.toml: a site's defaults for commands, in this folder or in ~/.config."""
+"""Reads hpcdist.toml: defaults for commands, in this folder, in ~/.config, or for a whole site in /etc."""
 
 import os
 import stat
@@ -34,6 +34,8 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
         "time": (str,),
     },
 }
+#: Defaults for all users of a machine.
+SITE_PATH = Path("/etc/hpcdist.toml")
 #: Longest part of a value that an error quotes, in characters.
 _MAX_QUOTED = 60
 #: Key -> its valid values. Of a key that is not listed only the type is checked.
@@ -47,7 +49,9 @@ _VALUES = {
 
 
 def site_defaults(table: str) -> dict[str, Any]:
-    """Return the defaults in the table of a command. A value in this folder replaces the one in ~/.config.
+    """Return the defaults in the table of a command. A value in this folder counts before the one in ~/.config.
+
+    Last comes the value in /etc/hpcdist.toml, for all users of a machine.
 
     Lines of the files are run as this user. So a file must belong to this user or to root, and must not be writable by
     other users.
@@ -56,7 +60,8 @@ def site_defaults(table: str) -> dict[str, Any]:
         ConfigurationError: if a file belongs to another user, is not TOML, or has unknown keys or values.
     """
     defaults: dict[str, Any] = {}
-    for path in (Path("hpcdist.toml"), Path(os.path.expanduser("~/.config/hpcdist.toml"))):
+    own_path = Path(os.path.expanduser("~/.config/hpcdist.toml"))
+    for path in (Path("hpcdist.toml"), own_path, SITE_PATH):
         if path.is_file():
             defaults = {**_table_of(path, table), **defaults}
     return defaults

@@ -16,10 +16,13 @@ from hpcdist.checkpoint.store import Saved, Store, use_one
 from hpcdist.cli.batch_jobs import (
     BatchJobState,
     cancel,
+    is_gone,
     is_job_number,
     own_jobs,
+    record_of,
     run_folder,
     state_of,
+    waiting_or_running,
 )
 from hpcdist.cli.output import echo
 from hpcdist.cli.run import read_decision
@@ -54,6 +57,7 @@ def status(run: str | None, is_json: bool) -> None:
     folder = run_folder(run)
     batch = _batch_of(run, folder)
     if batch is None:
+        _require_begun(run, folder)
         _require_run(folder)
     facts = _facts_of(folder, batch)
     if is_json:
@@ -99,6 +103,11 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
         raise UsageError("hpcdist stop: expected --wait as seconds, got nan; give a number.")
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
     last_end = attempts[-1].end if attempts else ""
+    if attempts and batch is None and _has_left_queue(attempts[-1]):
+        raise UsageError(
+            f"hpcdist stop: expected a run that is under way in {folder}, got one whose job {attempts[-1].job} is not "
+            f"in the queue; the file `stop` would end the next attempt."
+        )
     decision = read_decision(folder)
     goes_on = batch is not None and decision is not None and decision.verdict == "requeue"
     if last_end and not goes_on:
@@ -138,7 +147,8 @@ def _batch_of(run: str, folder: Path) -> BatchJobState | None:
 
     Args:
         run: number of the job, or the run folder.
-        folder: run folder, whose last attempt names the job if `run` does not.
+        folder: run folder, whose last attempt names the job if `run` does not. Another job may go on with it: the
+            next one of a chain, or one that was submitted since.
     """
     if is_job_number(run):
         return state_of(run)
@@ -148,7 +158,12 @@ def _batch_of(run: str, folder: Path) -> BatchJobState | None:
     job = attempts[-1].job
     if job is None:
         return None
-    return state_of(job)
+    return state_of(job) or waiting_or_running(folder)
+
+
+def _has_left_queue(attempt: Attempt) -> bool:
+    """Return whether an attempt was in a job of Slurm that neither waits nor runs."""
+    return attempt.job is not None and is_job_number(attempt.job) and is_gone(attempt.job)
 
 
 def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
@@ -179,9 +194,25 @@ def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
     return 0
 
 
+def _require_begun(run: str, folder: Path) -> None:
+    """Raise UsageError if `run` is the number of a job that has ended before there was a run in its folder."""
+    if not is_job_number(run) or _is_run(folder):
+        return
+    record = record_of(run)
+    raise UsageError(
+        f"hpcdist status: expected a job that has begun to train in {folder}, got {run}, which has ended before that "
+        f"({record.state}, exit code {record.exit_code}); read its log, {record.log}."
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is a run folder."""
+    return (folder / "checkpoints").is_dir() or (folder / "decision.json").exists()
+
+
 def _require_run(folder: Path) -> None:
     """Raise UsageError unless a folder is a run folder."""
-    if not (folder / "checkpoints").is_dir() and not (folder / "decision.json").exists():
+    if not _is_run(folder):
         raise UsageError(
             f"expected a run folder, with checkpoints or a decision.json, got {str(folder)!r}; give the folder that "
             f"--run-dir names in the job."
@@ -204,6 +235,8 @@ def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
         "batch": None,
         "errors": [dataclasses.asdict(error) for error in read_side_errors(folder)],
         "is_asked_to_stop": (folder / "stop").exists(),
+        "has_left_queue": False,
+        "log": None,
     }
     if decision is not None:
         facts["decision"] = decision.verdict
@@ -211,8 +244,14 @@ def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
     if attempts:
         facts["n_attempts"] = attempts[-1].number
         facts["attempt"] = _facts_of_attempt(attempts[-1])
+    job = attempts[-1].job if attempts else None
     if batch is not None:
         facts["batch"] = str(batch)
+        job = batch.job
+    elif attempts:
+        facts["has_left_queue"] = _has_left_queue(attempts[-1])
+    if job is not None and is_job_number(job):
+        facts["log"] = record_of(job).log or None
     return facts
 
 
@@ -299,13 +338,20 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     stop_note = ", asked to stop" if facts["is_asked_to_stop"] else ""
     yield f"run         {facts['folder']}{stop_note}"
     attempt = facts["attempt"]
-    if facts["decision"]:
-        has_ended = bool(attempt and attempt["end"])
+    has_left_queue = facts["has_left_queue"]
+    if facts["decision"] == "requeue" and has_left_queue:
+        job = attempt["job"]
+        yield f"to follow   nothing by itself: job {job} is not in the queue; started again, it resumes"
+    elif facts["decision"]:
+        has_ended = has_left_queue or bool(attempt and attempt["end"])
         yield _what_follows(facts["decision"], facts["reason"], has_ended)
     if attempt:
-        yield _line_of_attempt(attempt, is_waiting=(facts["batch"] or "").startswith("PENDING"))
+        is_waiting = (facts["batch"] or "").startswith("PENDING")
+        yield _line_of_attempt(attempt, is_waiting or has_left_queue)
     if facts["batch"]:
         yield f"Slurm       {facts['batch']}"
+    if facts["log"]:
+        yield f"log         {facts['log']}"
     for error in facts["errors"]:
         yield f"beside it   {SideError(**error)}, {_ago(time.time() - error['time_s'])} ago"
     checkpoint = facts["checkpoint"]
@@ -316,12 +362,12 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"metrics     {'  '.join(values)}"
 
 
-def _line_of_attempt(attempt: dict[str, Any], is_waiting: bool) -> str:
+def _line_of_attempt(attempt: dict[str, Any], is_over: bool) -> str:
     """Return the line about the last attempt.
 
     Args:
         attempt: facts of the attempt.
-        is_waiting: whether its batch job waits for its next start.
+        is_over: whether it does not run, as its batch job waits for its next start, or has left the queue.
     """
     job = ""
     if attempt["job"]:
@@ -332,7 +378,7 @@ def _line_of_attempt(attempt: dict[str, Any], is_waiting: bool) -> str:
         began = f"from step {attempt['resumed_step']}"
     if attempt["end"]:
         end = f"{attempt['end']}: {attempt['reason']}"
-    elif is_waiting:
+    elif is_over:
         end = "died by a signal or an error"
     else:
         end = "runs, or died by a signal or an error"

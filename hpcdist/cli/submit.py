@@ -125,7 +125,7 @@ def command(program: tuple[str, ...], dry_run: bool, **options: Any) -> int:
     The job is started again after a stop, a preemption, a lost rank or node, and its time limit, from its checkpoints,
     as docs/how-to/slurm.md describes. Its run folder, in which `checkpoints` lies, is the program's --run-dir; if that
     is fixed in the program, it is given before the program. Scripts for PBS and LSF follow their manuals, and have not
-    been run on one. Defaults of a site are in hpcdist.toml here or in ~/.config:
+    been run on one. Defaults of a site are in hpcdist.toml here, in ~/.config or in /etc:
 
     \b
     [submit]
@@ -182,6 +182,7 @@ def _job_of(
         launcher_name = options["launcher"] or site.get("launcher")
     _check(name, system_options, program, {**options, "time": limit}, system)
     _check_servers(n_servers, n_nodes * n_per_node, options)
+    _check_lead(options["lead"], sbatch_values.get("--time", limit))
     script = _folder_above_tasks(run_dir) / f"{name}.{key}"
     return BatchJob(
         name=name,
@@ -354,6 +355,41 @@ def _check_servers(n_servers: int, n_ranks: int, options: dict[str, Any]) -> Non
             f"hpcdist submit: expected fewer parameter servers than the {n_ranks} ranks, got {n_servers}; ask for more "
             f"nodes or tasks."
         )
+
+
+def _check_lead(lead_s: int, limit: str) -> None:
+    """Raise UsageError if a job would be asked to save and end as soon as it starts."""
+    limit_s = seconds_of(limit)
+    if limit_s is not None and lead_s >= limit_s:
+        raise UsageError(
+            f"hpcdist submit: expected a time limit of more than the {lead_s} s that --lead keeps for the last save, "
+            f"got {limit}; give more --time, or less --lead."
+        )
+
+
+def seconds_of(limit: str) -> int | None:
+    """Return a time limit in seconds; None for no limit, or for another form, which the batch system judges.
+
+    Args:
+        limit: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as sbatch takes it; 0 is no limit.
+    """
+    days, dash, clock = limit.rpartition("-")
+    texts = clock.split(":")
+    units_s: tuple[int, ...] = (60, 1)
+    if len(texts) == 3:
+        units_s = (3600, 60, 1)
+    if dash:
+        texts = [days, *texts]
+        units_s = (86400, 3600, 60, 1)
+    if len(texts) > len(units_s):
+        return None
+    total_s = 0
+    for text, unit_s in zip(texts, units_s, strict=False):
+        number = whole_number(text)
+        if number is None:
+            return None
+        total_s += number * unit_s
+    return total_s or None
 
 
 def _launcher_of(launcher_name: str | None, library: str | None) -> tuple[str, ...]:

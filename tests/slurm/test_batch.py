@@ -224,7 +224,10 @@ def test_a_node_on_which_ranks_die_is_left_out(submit, options, unbroken, folder
     path = folder / "runs" / "hpcdist-train" / "decision.json"
     job = submit("train", *options, environ={"PROBE_DIE_AFTER": str(path), "PROBE_DIE_RANK": "1"})
     job.finish()
-    assert f"restart 1 inside the allocation, on {job.nodes[0]}\n" in job.log
+    assert (
+        f"restart 1 inside the allocation, on {job.nodes[0]}; {job.nodes[1]} stays out until the job is requeued\n"
+        in job.log
+    )
     assert job.log.count("inside the allocation") == 1
     assert job.final_state() == unbroken
 

@@ -57,7 +57,9 @@ def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unb
     os.kill(next(pid for pid in pids if f"SLURMD_NODENAME={lost}" in environ_of(pid)), signal.SIGKILL)
     job.wait_for_text("exit code 0: restart 1 inside the allocation, on ")
     job.finish()
-    assert f"restart 1 inside the allocation, on {surviving_node}\n" in job.log
+    assert (
+        f"restart 1 inside the allocation, on {surviving_node}; {lost} stays out until the job is requeued\n" in job.log
+    )
     assert job.final_state() == unbroken
     assert job.decision["attempt"] == 3
 

@@ -70,7 +70,12 @@ def test_a_clock_that_goes_back_keeps_the_order_of_a_file(run_dir, call):
 
 
 @pytest.mark.parametrize(
-    ("options", "text"), [([], "expected rank-00000.log in"), (["--rank", "7"], "expected rank-00007.log")]
+    ("options", "text"),
+    [
+        ([], "expected rank-00000.log in"),
+        ([], "in the log that `hpcdist status` names"),
+        (["--rank", "7"], "expected rank-00007.log"),
+    ],
 )
 def test_logs_that_are_not_there(call, tmp_path, options, text):
     if options:

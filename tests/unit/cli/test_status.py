@@ -30,6 +30,28 @@ def run_dir(tmp_path):
     return folder
 
 
+@pytest.fixture
+def slurm(monkeypatch):
+    """Return a dict: command of Slurm -> what it prints, None where it fails. A command that is missing prints nothing.
+
+    For a job by its number squeue prints what is under "job".
+    """
+    texts = {}
+
+    def answer(command, **options):
+        key = "job" if "--jobs" in command else command[0]
+        text = texts.get(key, "")
+        return subprocess.CompletedProcess(command, text is None, text or "", "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    return texts
+
+
+def in_job_17(run_dir):
+    path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
+    path.write_text(path.read_text().replace('"job": null', '"job": "17"'))
+
+
 @pytest.mark.feature("slurm.status-log-cancel")
 def test_status(run_dir, hpcdist):
     code, out, _ = hpcdist("status", run_dir)
@@ -60,15 +82,9 @@ def test_an_attempt_that_has_ended(run_dir, hpcdist):
     assert not (run_dir / "stop").exists()
 
 
-def test_the_state_of_a_batch_job(run_dir, hpcdist, monkeypatch):
-    path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
-    path.write_text(path.read_text().replace('"job": null', '"job": "17"'))
-
-    def squeue(command, **options):
-        assert command[:5] == ("squeue", "--noheader", "--array", "--jobs", "17")
-        return subprocess.CompletedProcess(command, 0, f"17\tN/A\tRUNNING\t58:00\tn1\thpcdist:{run_dir}\n", "")
-
-    monkeypatch.setattr(subprocess, "run", squeue)
+def test_the_state_of_a_batch_job(run_dir, hpcdist, slurm):
+    in_job_17(run_dir)
+    slurm["job"] = f"17\tN/A\tRUNNING\t58:00\tn1\thpcdist:{run_dir}\n"
     out = hpcdist("status", run_dir)[1]
     assert "attempt     2 in job 17 on " in out
     assert "; runs, or died by a signal or an error\n" in out
@@ -117,8 +133,7 @@ def test_a_stop_for_good_is_said_in_the_file(run_dir, hpcdist):
 
 
 def test_a_run_folder_whose_job_waits_to_go_on(run_dir, hpcdist, monkeypatch):
-    path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
-    path.write_text(path.read_text().replace('"job": null', '"job": "17"'))
+    in_job_17(run_dir)
     cancelled = []
 
     def slurm(command, **options):
@@ -131,6 +146,47 @@ def test_a_run_folder_whose_job_waits_to_go_on(run_dir, hpcdist, monkeypatch):
     assert hpcdist("stop", run_dir)[0] == 2
     assert hpcdist("stop", run_dir, "--for-good")[0] == 0
     assert cancelled == ["17"]
+
+
+@pytest.mark.feature("slurm.status-log-cancel")
+@pytest.mark.parametrize("how", ["died", "stopped"])
+def test_a_job_that_has_left_the_queue(run_dir, hpcdist, slurm, how):
+    """Cancelled, say: neither does it run, nor is it run again by itself, and there is nothing to stop."""
+    in_job_17(run_dir)
+    if how == "stopped":
+        path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
+        path.write_text(path.read_text() + json.dumps({"event": "end", "how": "stopped", "reason": "SIGTERM"}) + "\n")
+    slurm["job"] = None
+    code, out, _ = hpcdist("status", run_dir)
+    assert code == 0
+    assert "to follow   nothing by itself: job 17 is not in the queue; started again, it resumes\n" in out
+    end = {"died": "died by a signal or an error", "stopped": "stopped: SIGTERM"}[how]
+    assert f"from step 3; {end}\n" in out
+    code, _, error = hpcdist("stop", run_dir)
+    assert (code, (run_dir / "stop").exists()) == (2, False)
+    assert "whose job 17 is not in the queue" in error
+    slurm["squeue"] = None
+    assert "not in the queue" not in hpcdist("status", run_dir)[1], "without an answer nothing is known"
+
+
+def test_another_job_goes_on_with_the_run_folder(run_dir, hpcdist, slurm):
+    """The next one of a chain."""
+    in_job_17(run_dir)
+    slurm["squeue"] = f"18\tN/A\tPENDING\t8:00:00\t(Dependency)\thpcdist:{run_dir}\n"
+    slurm["scontrol"] = "JobId=18 JobState=PENDING StdOut=/home/a b/runs-18.log Power=\n"
+    out = hpcdist("status", run_dir)[1]
+    assert "Slurm       PENDING, 8:00:00 left, (Dependency)\nlog         /home/a b/runs-18.log\n" in out
+    assert "not in the queue" not in out
+
+
+@pytest.mark.feature("slurm.status-log-cancel")
+def test_a_job_that_ended_before_it_began_to_train(tmp_path, hpcdist, slurm):
+    slurm["scontrol"] = (
+        f"JobId=19 JobState=FAILED ExitCode=78:0 Comment=hpcdist:{tmp_path}/run StdOut=/home/you/runs-19.log\n"
+    )
+    code, _, error = hpcdist("status", 19)
+    assert code == 2
+    assert "got 19, which has ended before that (FAILED, exit code 78); read its log, /home/you/runs-19.log." in error
 
 
 @pytest.mark.parametrize(("how", "verdict"), [("stopped", "requeue"), ("stopped", "stop"), ("finished", "finished")])
@@ -189,16 +245,8 @@ def test_json_has_no_nan(run_dir, hpcdist):
 
 
 @pytest.mark.feature("slurm.status-log-cancel")
-def test_a_job_that_has_ended(run_dir, hpcdist, monkeypatch):
-    def scontrol(command, **_):
-        is_known = command[0] == "scontrol"
-        if is_known:
-            text = f"JobId=17 JobState=COMPLETED Comment=hpcdist:{run_dir} Power= \n"
-        else:
-            text = ""
-        return subprocess.CompletedProcess(command, 0, text, "")
-
-    monkeypatch.setattr(subprocess, "run", scontrol)
+def test_a_job_that_has_ended(run_dir, hpcdist, slurm):
+    slurm["scontrol"] = f"JobId=17 JobState=COMPLETED Comment=hpcdist:{run_dir} Power= \n"
     assert f"run         {run_dir}" in hpcdist("status", 17)[1]
 
 

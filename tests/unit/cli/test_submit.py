@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from requirements import skip_unless_ci
 
-from hpcdist.cli import shipped, submit
+from hpcdist.cli import shipped, site, submit
 from hpcdist.cli.launcher import Launcher
 from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cli.site import site_defaults
@@ -30,6 +30,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(submit, "mpi_library", lambda: "mpich")
     monkeypatch.setattr(submit, "find_launcher", lambda library, environ: Launcher(library, "/opt/mpi bin/mpirun"))
+    monkeypatch.setattr(site, "SITE_PATH", tmp_path / "site.toml")
     (tmp_path / "train.py").write_text("")
     return tmp_path
 
@@ -381,12 +382,42 @@ def test_numbers_of_the_site_and_of_the_command_line(here, call):
     assert "'ps:18,worker:*'" in text
 
 
-def test_two_files_of_defaults(here, call):
-    """What the one here does not say, the one in ~/.config does."""
+def test_files_of_defaults(here, call):
+    """What the one here does not say, the one in ~/.config does, and then the site's."""
+    site_lines = '[submit]\nsbatch = ["--account=site"]\ntime = "5:00:00"\nsetup = ["module load mpich"]\n'
+    (here / "site.toml").write_text(site_lines)
     (here / "home" / ".config").mkdir(parents=True)
     (here / "home" / ".config" / "hpcdist.toml").write_text('[submit]\nsbatch = ["--account=abc"]\ntime = "9:00:00"\n')
     (here / "hpcdist.toml").write_text('[run]\ntrace = "all"\n[submit]\ntime = "1:00:00"\n')
-    assert {"account=abc", "time=1:00:00"} <= set(headers(call("--dry-run", "train.py", "--run-dir", "a")[1]))
+    script = call("--dry-run", "train.py", "--run-dir", "a")[1]
+    assert {"account=abc", "time=1:00:00"} <= set(headers(script))
+    assert "account=site" not in headers(script)
+    assert "module load mpich\n" in script
+
+
+@pytest.mark.parametrize(
+    ("limit", "limit_s"),
+    [
+        ("5", 300),
+        ("1:30", 90),
+        ("8:00:00", 28800),
+        ("2-0", 172800),
+        ("1-1:30", 91800),
+        ("1-0:0:7", 86407),
+        *[(text, None) for text in ("0", "", "UNLIMITED", "1:2:3:4", "1-2:3:4:5", "-5", "1-", "9" * 40)],
+    ],
+)
+def test_the_forms_of_a_time_limit(limit, limit_s):
+    assert submit.seconds_of(limit) == limit_s
+
+
+@pytest.mark.parametrize(
+    "options", [["--time", "2:00"], ["--sbatch", "--time=0:02:00"], ["--time", "0-1", "--lead", 3600]]
+)
+def test_a_job_that_would_stop_when_it_starts_is_refused(here, call, options):
+    code, _, error = call(*options, "--dry-run", "train.py", "--run-dir", "a")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "that --lead keeps for the last save, got" in error
 
 
 @pytest.mark.parametrize("option", ['-R "select[mem>4000]"', "-q long", "-P project"])
