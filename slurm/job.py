@@ -258,9 +258,10 @@ class Job:
             if action.verb != RESTART or remaining is None:
                 break
             names = ",".join(remaining) or "it"
-            left_out = [node for node in nodes if node not in remaining]
+            left_out = set(nodes) - set(remaining)
             if left_out:
-                names += f"; {','.join(left_out)} stays out until the job is requeued"
+                out_names = ",".join(sorted(left_out))
+                names += f"; {out_names} stays out until the job is requeued"
             self.log(
                 f"exit code {launch.code}: restart {restart} inside the allocation, on {names}"
             )

@@ -20,6 +20,9 @@ from hpcdist.training.callbacks import Callback, Logs
 #: Time until the first report of a long epoch in a batch log, and time between later reports.
 _FIRST_REPORT_S = 10.0
 _REPORT_S = 60.0
+#: Bars that leave room for metrics on 80 columns.
+_BAR = "{desc} |{bar}| {n_fmt}/{total_fmt} {remaining} left{postfix}"
+_BAR_WITHOUT_END = "{desc} {n_fmt} steps {elapsed}{postfix}"
 
 
 class Progress(Callback):
@@ -91,11 +94,15 @@ class Progress(Callback):
         """Return a bar for an epoch that is at this batch."""
         epoch = f"epoch {self._epoch + 1}/{self.params['epochs']}"
         begun_at = max(0, batch + 1 - self.steps_until(batch))  # not 0 where a run resumes
+        bar_format = _BAR
+        if self.params["steps"] is None:
+            bar_format = _BAR_WITHOUT_END
         return tqdm(
             total=self.params["steps"],
             desc=epoch,
             file=sys.stdout,
             leave=False,
+            bar_format=bar_format,
             initial=begun_at,
             ncols=self._n_columns or None,  # None for the terminal that tqdm finds by itself
         )

@@ -24,7 +24,7 @@ from hpcdist.callbacks import BackupAndRestore, LambdaCallback
 
 with hpcdist.MultiWorkerMirroredStrategy().scope():
     model = hpcdist.Model(torch.nn.Linear(4, 1))
-    model.compile("sgd", "mse", steps_per_execution=2)
+    model.compile("sgd", "mse", metrics=["mae", "mse"], steps_per_execution=2)
 callbacks = [
     BackupAndRestore(sys.argv[1], save_freq=25),
     LambdaCallback(on_train_batch_begin=lambda batch, logs=None: time.sleep(0.15)),
@@ -35,19 +35,22 @@ model.fit(torch.ones(40, 4), torch.ones(40), batch_size=4, epochs=2, callbacks=c
 
 @pytest.mark.feature("training.progress-for-batch-logs")
 def test_a_bar_on_a_terminal(tmp_path):
-    """It counts steps, also where callbacks act after two of them, and says when fit saves; a line stays."""
+    """It counts steps, also where callbacks act after two of them, and says when fit saves; a line stays.
+
+    80 columns have room for the loss and two metrics.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))  # else it has no columns
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))  # else it has no columns
     command = [sys.executable, tmp_path / "program.py", tmp_path / "run"]
     with subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave) as job:
         os.close(slave)
         text = read_all(master)
         assert job.wait(60) == 0, text
-    bars = re.findall(r"epoch 1/2: +\d+%\|[^|]*\| (\d+)/10 \[[^\]]*\]", text)
+    bars = re.findall(r"epoch 1/2 \|[^|]*\| (\d+)/10 \S+ left", text)
     assert bars[-1] == "10", text
     assert {int(step_count) % 2 for step_count in bars} == {0}
-    assert re.search(r"\d+/10 \[.*loss 0?\.?\d.*save in \d+ steps\]", text), text
+    assert re.search(r"\d+/10 \S+ left, loss \S+  mae \S+  mse \S+  save in \d", text), text
     lines = [part.split("\r")[-1] for part in text.replace("\r\n", "\n").split("\n")]
     assert [line[:19] for line in lines if line.startswith("epoch")] == ["epoch 1/2  10 steps", "epoch 2/2  10 steps"]
 
@@ -68,7 +71,15 @@ def test_a_bar_through_the_pipe_of_a_launcher(model, capsys, monkeypatch):
     monkeypatch.setenv("HPCDIST_TERMINAL_COLUMNS", "100")
     monkeypatch.setattr(progress, "_is_pipe", lambda stream: True)
     model.fit(torch.ones(12, 4), torch.ones(12), batch_size=4, epochs=1)
-    assert re.search(r"epoch 1/1: +0%\|.*0/3 \[", capsys.readouterr().out)
+    assert re.search(r"epoch 1/1 \|.*0/3 \S+ left", capsys.readouterr().out)
+
+
+def test_a_bar_without_a_known_end(model, capsys, monkeypatch):
+    monkeypatch.setenv("HPCDIST_TERMINAL_COLUMNS", "80")
+    monkeypatch.setattr(progress, "_is_pipe", lambda stream: True)
+    rows = hpcdist.Dataset.from_tensor_slices((torch.ones(12, 4), torch.ones(12))).filter(lambda x, y: True).batch(4)
+    model.fit(rows, epochs=1)
+    assert re.search(r"\repoch 1/1 [03] steps \d\d:\d\d", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("verbose", [1, 2, "auto"])
