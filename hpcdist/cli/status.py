@@ -147,18 +147,17 @@ def _batch_of(run: str, folder: Path) -> BatchJobState | None:
 
     Args:
         run: number of the job, or the run folder.
-        folder: run folder, whose last attempt names the job if `run` does not. Another job may go on with it: the
-            next one of a chain, or one that was submitted since.
+        folder: run folder, whose last attempt names the job if `run` does not. Another job may go on with it, or begin
+            in it: the next one of a chain, or one that was submitted since.
     """
     if is_job_number(run):
         return state_of(run)
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
-    if not attempts:
-        return None
-    job = attempts[-1].job
-    if job is None:
-        return None
-    return state_of(job) or waiting_or_running(folder)
+    job = attempts[-1].job if attempts else None
+    state: BatchJobState | None = None
+    if job is not None:
+        state = state_of(job)
+    return state or waiting_or_running(folder)
 
 
 def _has_left_queue(attempt: Attempt) -> bool:
@@ -195,14 +194,39 @@ def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
 
 
 def _require_begun(run: str, folder: Path) -> None:
-    """Raise UsageError if `run` is the number of a job that has ended before there was a run in its folder."""
-    if not is_job_number(run) or _is_run(folder):
+    """Raise UsageError if a batch job has ended before there was a run in its folder.
+
+    Args:
+        run: number of the job, or the run folder.
+        folder: run folder.
+    """
+    job = run
+    if not is_job_number(run):
+        job = _last_marked_job(folder)
+    if not job or _is_run(folder):
         return
-    record = record_of(run)
+    record = record_of(job)
+    if not record.log:
+        raise UsageError(
+            f"hpcdist status: expected a job that has begun to train in {folder}, got {job}, which has ended before "
+            f"that; read its log."
+        )
     raise UsageError(
-        f"hpcdist status: expected a job that has begun to train in {folder}, got {run}, which has ended before that "
+        f"hpcdist status: expected a job that has begun to train in {folder}, got {job}, which has ended before that "
         f"({record.state}, exit code {record.exit_code}); read its log, {record.log}."
     )
+
+
+def _last_marked_job(folder: Path) -> str:
+    """Return the job that has begun last in a run folder, by the files that its batch script made; "" without one."""
+    newest = ""
+    newest_time_s = 0.0
+    for path in folder.glob("jobs/*"):
+        time_s = path.stat().st_mtime
+        if path.name.isdecimal() and time_s >= newest_time_s:
+            newest = path.name
+            newest_time_s = time_s
+    return newest
 
 
 def _is_run(folder: Path) -> bool:

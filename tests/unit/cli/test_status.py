@@ -184,9 +184,18 @@ def test_a_job_that_ended_before_it_began_to_train(tmp_path, hpcdist, slurm):
     slurm["scontrol"] = (
         f"JobId=19 JobState=FAILED ExitCode=78:0 Comment=hpcdist:{tmp_path}/run StdOut=/home/you/runs-19.log\n"
     )
-    code, _, error = hpcdist("status", 19)
-    assert code == 2
-    assert "got 19, which has ended before that (FAILED, exit code 78); read its log, /home/you/runs-19.log." in error
+    (tmp_path / "run" / "jobs").mkdir(parents=True)
+    (tmp_path / "run" / "jobs" / "19").touch()
+    for run in (19, tmp_path / "run"):
+        code, _, error = hpcdist("status", run)
+        assert code == 2
+        assert (
+            "got 19, which has ended before that (FAILED, exit code 78); read its log, /home/you/runs-19.log" in error
+        )
+    slurm["scontrol"] = None  # it forgets jobs after some minutes
+    assert "got 19, which has ended before that; read its log." in hpcdist("status", tmp_path / "run")[2]
+    slurm["squeue"] = f"19\tN/A\tRUNNING\t8:00:00\tn1\thpcdist:{tmp_path}/run\n"
+    assert "Slurm       RUNNING" in hpcdist("status", tmp_path / "run")[1], "it starts"
 
 
 @pytest.mark.parametrize(("how", "verdict"), [("stopped", "requeue"), ("stopped", "stop"), ("finished", "finished")])
@@ -213,8 +222,16 @@ def test_a_stop_between_two_attempts_is_for_the_next_one(run_dir, hpcdist, monke
 
 @pytest.mark.parametrize("given", ["12,13", "31+0", "21_[1-5]"])
 def test_what_is_no_job_number_cancels_nothing(hpcdist, monkeypatch, given):
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: pytest.fail(f"{command} was run"))
+    """It is taken for a folder: Slurm is asked who works in it at most."""
+    commands = []
+
+    def answer(command, **options):
+        commands.append(command[0])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
     assert hpcdist("stop", given, "--for-good")[0] == 2
+    assert set(commands) <= {"squeue"}
 
 
 ARRAY = "21_1\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n21_2\t2\tPENDING\t10:00\t(Resources)\thpcdist:/r/a-{task}\n"
