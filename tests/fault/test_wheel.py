@@ -1,8 +1,10 @@
 """The wheel, as an index would have it: built from the source distribution, and installed in empty environments."""
 
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,31 @@ def test_the_wheel_in_an_empty_environment(wheel, tmp_path, clean_environ, pytho
         "import hpcdist.restart_rule as rule; print(rule.action_after(rule.Launch(75), rule.Situation(rule.RUN)).verb)"
     )
     assert run(programs / "python", "-c", rule, cwd=tmp_path, env=clean_environ, check=True).stdout == "stop\n"
+
+
+@pytest.mark.timeout(400)
+def test_the_first_page_of_the_tutorial_from_the_wheel(wheel, tmp_path, clean_environ):
+    """Its commands behind the installation, in a folder with nothing of the repository.
+
+    The other packages are those of this environment, as torch takes minutes to install.
+    """
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", venv, cwd=tmp_path, check=True)
+    [packages] = venv.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    run(venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path, check=True)
+    own_programs = Path(sys.executable).parent
+    environ = {**clean_environ, "PATH": f"{venv}/bin:{own_programs}:{clean_environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    where = run("python", "-c", "import hpcdist; print(hpcdist.__file__)", cwd=tmp_path, env=environ, check=True)
+    assert where.stdout.startswith(f"{packages}/")
+    page = (ROOT / "docs" / "tutorials" / "first-job.md").read_text()
+    install, *commands = re.search(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1].splitlines()
+    assert install.startswith("pip install")
+    expected = ("ok    world ", "wrote digits.py", "epoch 40/40", "nothing: it has finished", "report.html, and ")
+    for command, text in zip(commands, expected, strict=True):
+        done = run("bash", "-c", command, cwd=tmp_path, env=environ)
+        assert done.returncode == 0, done.stderr
+        assert text in done.stdout, done.stdout
 
 
 @pytest.mark.timeout(400)
