@@ -91,7 +91,9 @@ class CompiledModule(nn.Module):
         self._compile_options = CompileOptions()
         self._objective: Objective | None = None
         self._regularizers: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
-        self._added_losses: list[Any] = []
+        self._added_losses: list[Callable[[], Any]] = []
+        # the losses that `forward` has added, by the number of the replica: several may share this process
+        self._step_losses: dict[int, list[Any]] = {}
         self._class_weights: Tensor | None = None
         self._step_state = _StepState()
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
@@ -265,16 +267,24 @@ class CompiledModule(nn.Module):
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the optimizer's first group; setting it scales the rates of further groups in proportion."""
+        """The rate of the optimizer's first group; setting it scales the rates of further groups in proportion.
+
+        A rate of 0 keeps the proportions, in the entry "rate_ratio" of a group, until another one is set.
+        """
         return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
         before = self.learning_rate
         for group in self.optimizer.param_groups:
+            ratio = group.pop("rate_ratio", 1.0)
+            if before:
+                ratio = group["lr"] / before
             new_rate = rate
-            if before and group["lr"] != before:
-                new_rate = group["lr"] * rate / before
+            if ratio != 1.0:
+                new_rate = ratio * rate
+            if ratio != 1.0 and not rate:
+                group["rate_ratio"] = float(ratio)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(new_rate)
             else:
@@ -320,7 +330,18 @@ class CompiledModule(nn.Module):
 
         It counts as a regularization: its mean over the replicas.
         """
-        self._added_losses.append(loss)
+        if callable(loss):
+            self._added_losses.append(loss)
+        else:
+            self._losses_of_step().append(loss)
+
+    def _losses_of_step(self) -> list[Any]:
+        """Return the losses that `forward` has added in this replica's step."""
+        replica = get_replica_context()
+        number = -1
+        if replica is not None:
+            number = replica.replica_id_in_sync_group
+        return self._step_losses.setdefault(number, [])
 
     @property
     def regularizers(self) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
@@ -330,17 +351,15 @@ class CompiledModule(nn.Module):
     @property
     def has_added_losses(self) -> bool:
         """Whether `add_loss` was called with a function, for every step."""
-        return any(map(callable, self._added_losses))
+        return bool(self._added_losses)
 
     @property
     def losses(self) -> list[Tensor]:
         """The losses of regularizers and `add_loss`, as they are now; for custom loops: `sum(model.losses)`."""
         losses = [make(parameter) for make, parameter in self._regularizers]
-        for loss in self._added_losses:
-            value = loss
-            if callable(loss):
-                value = loss()
-            losses.append(value)
+        losses += [make() for make in self._added_losses]
+        if self._step_losses:
+            losses += self._losses_of_step()
         return losses
 
     def compute_loss(
@@ -363,8 +382,9 @@ class CompiledModule(nn.Module):
         counts = self._counts_of(y) if piece.counts is None else piece.counts
         rows = objective.loss_of_rows(y, y_pred, sample_weight, self._step_state.must_check, counts)
         extra = None
-        if self._regularizers or self._added_losses:
-            extra = torch.stack([torch.as_tensor(loss).sum() for loss in self.losses]).sum()
+        added_losses = self.losses
+        if added_losses:
+            extra = torch.stack([torch.as_tensor(loss).sum() for loss in added_losses]).sum()
         counted_rows = rows.detach()
         if extra is not None:
             counted_rows = counted_rows + extra.detach()
@@ -526,8 +546,8 @@ class CompiledModule(nn.Module):
 
     def call_with(self, x: Any) -> Any:
         """Return the outputs for x: a tuple is several inputs, a dict inputs by name."""
-        if self._added_losses:
-            self._added_losses[:] = filter(callable, self._added_losses)
+        if self._step_losses:
+            self._losses_of_step().clear()
         device = self._device
         x = map_nest(lambda leaf: leaf.to(device), x)
         is_empty = not self.training and inputs.is_empty(x)

@@ -109,6 +109,37 @@ def test_steps_of_an_evaluation_and_a_prediction(comm, rows):
         np.testing.assert_allclose(model.predict(rows[0], 16), 2 * model.net(torch.tensor(rows[0])), rtol=1e-5)
 
 
+def with_two_groups():
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = hpcdist.Model(nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 1)))
+        first, second = (layer.parameters() for layer in model.module)
+        groups = [{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}]
+        model.compile(torch.optim.SGD(groups, momentum=0.9), "mse")
+    return strategy, model
+
+
+def test_groups_keep_their_proportion_through_a_rate_of_0(rows, shared_path):
+    """As a warm-up begins at 0; a run may resume there."""
+    strategy, model = with_two_groups()
+    model.learning_rate = 0.0
+    model.fit(*rows, 16, epochs=1, verbose=0)
+    objects = {"model": model, "optimizer": model.optimizer, "strategy": strategy}
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(**objects), shared_path / "run")
+    manager.save(1)
+    manager.wait()
+    strategy, other = with_two_groups()
+    objects = {"model": other, "optimizer": other.optimizer, "strategy": strategy}
+    hpcdist.CheckpointManager(hpcdist.Checkpoint(**objects), shared_path / "run").restore_or_initialize()
+    for resumed in (model, other):
+        rates = [group["lr"] for group in resumed.optimizer.param_groups]
+        assert rates == [0.0, 0.0]
+        resumed.learning_rate = 0.0
+        resumed.learning_rate = 0.2
+        rates = [group["lr"] for group in resumed.optimizer.param_groups]
+        assert rates == pytest.approx([0.2, 0.02])
+
+
 class WithPenalty(hpcdist.Model):
     def forward(self, x):
         outputs = super().forward(x)
@@ -131,6 +162,29 @@ def test_losses_that_are_added_count_once(rows):
     assert by_tensor["loss"] == pytest.approx(by_function["loss"], rel=1e-6)
     assert by_tensor["loss"] == pytest.approx(by_regularizer["loss"], rel=1e-6)
     assert by_tensor["loss"][0] > fitted(rows)[1]["loss"][0]
+
+
+class WithPenaltyAndStatistics(hpcdist.Model):
+    """Its forward adds a loss, and meets the other replicas after that, of which some share the process."""
+
+    def forward(self, x):
+        self.add_loss(0.5 * next(self.parameters()).square().sum())
+        outputs = super().forward(x)
+        total = hpcdist.get_replica_context().all_reduce(hpcdist.ReduceOp.SUM, outputs.detach().sum())
+        return outputs - 0 * total
+
+
+def test_losses_that_are_added_are_those_of_their_replica(rows):
+    """Whoever begins a step drops the losses of the last one: its own, not those of the replicas beside it."""
+    losses = []
+    for kind in (WithPenaltyAndStatistics, WithPenalty):
+        strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=6)
+        with strategy.scope():
+            torch.manual_seed(1)
+            model = kind(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)))
+            model.compile("adam", "mse")
+        losses.append(model.fit(*rows, 24, epochs=2, shuffle=False, verbose=0).history["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 class Seeing(hpcdist.Model):
