@@ -357,6 +357,21 @@ def _check_servers(n_servers: int, n_ranks: int, options: dict[str, Any]) -> Non
         )
 
 
+def _library_here() -> str:
+    """Return which MPI library mpi4py loads where the job is submitted.
+
+    Raises:
+        ConfigurationError: if it loads none, as on a login node whose MPI is a module of the job.
+    """
+    try:
+        return mpi_library()
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            "hpcdist submit: expected an MPI library that mpi4py can load here, or the name of the job's, got neither; "
+            'write library = "mpich" or "openmpi" under [submit] in hpcdist.toml, or load the module of an MPI first.'
+        ) from error
+
+
 def _check_lead(lead_s: int, limit: str) -> None:
     """Raise UsageError if a job would be asked to save and end as soon as it starts."""
     limit_s = seconds_of(limit)
@@ -400,7 +415,7 @@ def _launcher_of(launcher_name: str | None, library: str | None) -> tuple[str, .
         library: MPI library that the site's setup loads in the job, where its mpirun is in PATH. None for the library
             that mpi4py loads here.
     """
-    library_name = library or mpi_library()
+    library_name = library or _library_here()
     is_mpich = library_name == "mpich"
     if launcher_name == "srun" or (launcher_name is None and is_mpich):
         return ("srun", "--mpi=pmi2") if is_mpich else ("srun", "--mpi=pmix")

@@ -2,7 +2,8 @@
 
     python tests/support/gallery.py [NAME ...]
 
-A page has what the program shows, its command, how long it took, what it printed, and the curve that its lines give.
+A page has what the program shows, its command, how long it took, what it printed, and a picture: the curve that its
+lines or its TensorBoard files give, or bars of several commands.
 """
 
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "gallery"
@@ -31,10 +33,12 @@ STYLE = """
 svg { font: 12px system-ui, sans-serif; }
 text { fill: #57606a; }
 line { stroke: #d8dee4; }
+rect { fill: #0969da; }
 polyline { fill: none; stroke: #0969da; stroke-width: 2; stroke-linejoin: round; }
 @media (prefers-color-scheme: dark) {
 text { fill: #9aa4af; }
 line { stroke: #30363d; }
+rect { fill: #58a6ff; }
 polyline { stroke: #58a6ff; }
 }
 """
@@ -52,7 +56,10 @@ class Job:
         arguments: its arguments, as they are typed.
         n_ranks: number of ranks.
         curve: pattern of its lines with two numbers, x and y; empty if it prints no series.
-        axes: what x and y are.
+        scalars: folder of TensorBoard files and the name of a series in them, in place of a curve.
+        variants: label -> further arguments, of commands that are compared; empty for one command.
+        bar: pattern of the lines of a variant with the number that is compared.
+        axes: what x and y are; of bars only the second one counts.
     """
 
     name: str
@@ -61,12 +68,32 @@ class Job:
     arguments: str = ""
     n_ranks: int = 2
     curve: str = ""
+    scalars: tuple[str, str] | None = None
+    variants: tuple[tuple[str, str], ...] = ()
+    bar: str = ""
     axes: tuple[str, str] = ("epoch", "loss")
 
     @property
-    def command(self) -> str:
-        """The command as it is typed."""
-        return f"mpirun -n {self.n_ranks} python jobs/{self.name}.py {self.arguments}".rstrip()
+    def commands(self) -> list[str]:
+        """The commands as they are typed."""
+        start = f"mpirun -n {self.n_ranks} python jobs/{self.name}.py {self.arguments}".rstrip()
+        if not self.variants:
+            return [start]
+        return [f"{start} {more}".rstrip() for _, more in self.variants]
+
+    @property
+    def has_picture(self) -> bool:
+        """Whether its results are a series, or numbers to compare."""
+        return bool(self.curve or self.scalars or self.variants)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command printed, and how long it took."""
+
+    command: str
+    lines: list[str]
+    seconds: float
 
 
 JOBS = (
@@ -93,7 +120,9 @@ JOBS = (
         "A script as people have them",
         "A CNN with a DataLoader with workers, AMP, a schedule, averaged weights, the best model and TensorBoard: "
         "[twelve lines differ](../how-to/full-script.md) from `own_script_plain.py`, which runs in one process.",
-        "--epochs 4 --run-dir runs/gallery/own",
+        "--run-dir runs/gallery/own",
+        scalars=("runs/gallery/own/rank-0/tensorboard", "accuracy"),
+        axes=("epoch", "accuracy of the averaged weights"),
     ),
     Job(
         "custom_loop",
@@ -143,6 +172,8 @@ JOBS = (
         "An Estimator",
         "`train_and_evaluate` of `hpcdist.estimator`, with roles from TF_CONFIG.",
         "--model-dir runs/gallery/estimator",
+        curve=r"step (\d+)  .*loss (\S+)",
+        axes=("step", "loss"),
     ),
     Job(
         "coordinated",
@@ -156,26 +187,32 @@ JOBS = (
         "stragglers",
         "Workers of uneven speed",
         "A tenth of the steps of each worker take six times as long. With a bounded staleness nobody waits for each of "
-        "them: `--synchronous` in place of `--max-staleness 4` shows the difference.",
-        "--roles 'ps:1,worker:*' --max-staleness 4",
+        "them.",
+        "--roles 'ps:1,worker:*'",
         n_ranks=5,
+        variants=(("staleness of at most 4", "--max-staleness 4"), ("synchronous", "--synchronous")),
+        bar=r"([\d.]+) steps/s",
+        axes=("", "steps/s of each worker"),
     ),
     Job(
         "wide_embedding",
         "A wide embedding",
-        "200,000 rows, of which a step uses a few: workers push and pull only these.",
+        "200,000 rows, of which a step uses a few: workers push and pull only these; all of them with `--dense`.",
         "--roles 'ps:1,worker:*'",
         n_ranks=3,
+        variants=(("sparse", ""), ("dense", "--dense")),
+        bar=r"([\d.]+) steps/s",
+        axes=("", "steps/s"),
     ),
 )
 
 
-def run(job: Job, folder: Path) -> tuple[list[str], float]:
-    """Run a program in a folder with links to jobs/; return its lines and seconds. Raises SystemExit if it fails."""
+def run(command: str, folder: Path) -> Outcome:
+    """Run a command in a folder with a link to jobs/. Raises SystemExit if it fails."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     began = time.monotonic()
     done = subprocess.run(
-        ["setsid", "--wait", "bash", "-c", job.command],
+        ["setsid", "--wait", "bash", "-c", command],
         cwd=folder,
         env=environ,
         stdout=subprocess.PIPE,
@@ -185,20 +222,74 @@ def run(job: Job, folder: Path) -> tuple[list[str], float]:
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"gallery: expected {job.command} to end with 0, got {done.returncode}:\n{done.stdout}")
+        raise SystemExit(f"gallery: expected {command} to end with 0, got {done.returncode}:\n{done.stdout}")
     shown = done.stdout.replace(str(folder), "/home/you")
     lines = [line for line in shown.splitlines() if not line.startswith("hpcdist: attempt")]
-    return lines, time.monotonic() - began
+    return Outcome(command, lines, time.monotonic() - began)
 
 
 def points_of(job: Job, lines: Sequence[str]) -> list[Point]:
-    """Return the points of a program's curve; none if it prints no series."""
+    """Return the points of the curve in a program's lines."""
     points: list[Point] = []
     for line in lines:
-        match = re.search(job.curve, line) if job.curve else None
+        match = re.search(job.curve, line)
         if match is not None:
             points.append((float(match[1]), float(match[2])))
     return points
+
+
+def recorded_points(folder: Path, name: str) -> list[Point]:
+    """Return a series in the TensorBoard files of a folder; its epochs count from 1."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step + 1, event.value) for event in events.Scalars(name)]
+
+
+def picture_of(job: Job, outcomes: Sequence[Outcome], folder: Path) -> str:
+    """Return the SVG of a program's results.
+
+    Args:
+        job: the program.
+        outcomes: what its commands printed.
+        folder: folder in which they ran.
+    """
+    if job.variants:
+        values = []
+        for outcome in outcomes:
+            match = re.search(job.bar, "\n".join(outcome.lines))
+            assert match is not None, outcome.lines
+            values.append(float(match[1]))
+        return bars_of(job, values)
+    if job.scalars is not None:
+        path, name = job.scalars
+        return chart_of(job, recorded_points(folder / path, name))
+    return chart_of(job, points_of(job, outcomes[0].lines))
+
+
+def bars_of(job: Job, values: Sequence[float]) -> str:
+    """Return the SVG of a bar for each variant, with its number."""
+    label_width = 190
+    bar_height = 26
+    scale = (WIDTH - label_width - 2 * MARGIN) / max(values)
+    elements = [f'<text x="{label_width}" y="{MARGIN - 14}">{escape(job.axes[1])}</text>']
+    top = MARGIN
+    for (label, _), value in zip(job.variants, values, strict=True):
+        width = value * scale
+        middle = top + bar_height / 2 + 4
+        elements += [
+            f'<text x="{label_width - 8}" y="{middle:g}" text-anchor="end">{escape(label)}</text>',
+            f'<rect x="{label_width}" y="{top}" width="{width:.1f}" height="{bar_height}"/>',
+            f'<text x="{label_width + width + 6:.1f}" y="{middle:g}">{value:g}</text>',
+        ]
+        top += bar_height + 12
+    labels = ", ".join(label for label, _ in job.variants)
+    return drawing(f"{job.title}: {job.axes[1]}, {labels}", top + 8, elements)
+
+
+def drawing(title: str, height: int, elements: Sequence[str]) -> str:
+    """Return an SVG of our width."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
+    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *elements, "</svg>", ""])
 
 
 def chart_of(job: Job, points: Sequence[Point]) -> str:
@@ -225,20 +316,26 @@ def chart_of(job: Job, points: Sequence[Point]) -> str:
         f'<text x="{right}" y="{bottom + 20}" text-anchor="end">{x_label} {x_values[-1]:g}</text>',
         f'<text x="{MARGIN}" y="{MARGIN - 14}">{escape(y_label)}</text>',
     ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-    title = f"<title>{escape(job.title)}: {escape(y_label)} against {x_label}</title>"
-    return "\n".join([head, title, f"<style>{STYLE}</style>", *elements, "</svg>", ""])
+    return drawing(f"{job.title}: {y_label} against {x_label}", HEIGHT, elements)
 
 
-def page_of(job: Job, lines: list[str], seconds: float, has_chart: bool) -> str:
+def page_of(job: Job, outcomes: Sequence[Outcome]) -> str:
     """Return the text of a page."""
-    if len(lines) > MAX_LINES:
-        lines = [*lines[: MAX_LINES - 4], "...", *lines[-3:]]
     parts = [f"# {job.title}", "", job.text, ""]
-    if has_chart:
-        parts += [f"![{job.axes[1]} against {job.axes[0]}]({job.name}.svg)", ""]
-    parts += ["```console", f"$ {job.command}", *lines, "```", ""]
+    if job.has_picture:
+        against = f" against {job.axes[0]}" if job.axes[0] else ""
+        parts += [f"![{job.axes[1]}{against}]({job.name}.svg)", ""]
+    parts.append("```console")
+    seconds = 0.0
+    for outcome in outcomes:
+        lines = outcome.lines
+        if len(lines) > MAX_LINES:
+            lines = [*lines[: MAX_LINES - 4], "...", *lines[-3:]]
+        parts += [f"$ {outcome.command}", *lines]
+        seconds += outcome.seconds
     parts += [
+        "```",
+        "",
         f"On two cores this takes {seconds:.0f} s. The program is",
         f"[`jobs/{job.name}.py`](../../jobs/{job.name}.py).",
         "",
@@ -288,12 +385,11 @@ def main(names: Sequence[str]) -> None:
         for job in JOBS:
             if names and job.name not in names:
                 continue
-            lines, seconds = run(job, folder)
-            points = points_of(job, lines)
-            if points:
-                (FOLDER / f"{job.name}.svg").write_text(chart_of(job, points))
-            (FOLDER / f"{job.name}.md").write_text(page_of(job, lines, seconds, bool(points)))
-            print(f"{job.name}: {seconds:.0f} s, {len(points)} points", flush=True)
+            outcomes = [run(command, folder) for command in job.commands]
+            if job.has_picture:
+                (FOLDER / f"{job.name}.svg").write_text(picture_of(job, outcomes, folder))
+            (FOLDER / f"{job.name}.md").write_text(page_of(job, outcomes))
+            print(job.name, flush=True)
 
 
 if __name__ == "__main__":

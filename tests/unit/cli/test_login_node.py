@@ -79,6 +79,19 @@ def test_a_run_is_read(hiding, run_folder, monkeypatch, arguments, text):
     assert text in done.stdout + done.stderr
 
 
+def test_a_job_is_submitted_if_its_library_is_named(hiding, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    arguments = ("submit", "--dry-run", "train.py", "--run-dir", "runs/a")
+    done = hpcdist(hiding, *arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr
+    assert 'library = "mpich" or "openmpi" under [submit] in hpcdist.toml' in done.stderr
+    (tmp_path / "hpcdist.toml").write_text('[submit]\nlibrary = "mpich"\n')
+    done = hpcdist(hiding, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "srun --mpi=pmi2" in done.stdout
+
+
 def test_a_run_that_has_ended_is_not_stopped(hiding, run_folder):
     done = hpcdist(hiding, "stop", run_folder)
     assert done.returncode == 2

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from gallery import FOLDER, JOBS, chart_of, index_of, points_of
+from gallery import FOLDER, JOBS, Outcome, chart_of, index_of, picture_of, points_of
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Modules of the programs, and what one of them is compared with.
@@ -24,9 +24,10 @@ def test_the_index_is_up_to_date():
 def test_a_page_is_of_its_command(job):
     page = (FOLDER / f"{job.name}.md").read_text()
     assert page.startswith(f"# {job.title}\n\n{job.text}\n")
-    assert f"\n$ {job.command}\n" in page
-    assert (f"({job.name}.svg)" in page) is bool(job.curve)
-    assert (FOLDER / f"{job.name}.svg").exists() is bool(job.curve)
+    for command in job.commands:
+        assert f"\n$ {command}\n" in page
+    assert (f"({job.name}.svg)" in page) is job.has_picture
+    assert (FOLDER / f"{job.name}.svg").exists() is job.has_picture
 
 
 def test_a_curve_is_of_the_numbers_in_the_lines():
@@ -36,3 +37,12 @@ def test_a_curve_is_of_the_numbers_in_the_lines():
     chart = chart_of(job, points)
     assert 'points="46.0,46.0 320.0,194.0 594.0,120.0"' in chart
     assert "epoch 3</text>" in chart
+
+
+def test_bars_are_as_long_as_the_numbers_in_the_lines():
+    (job,) = (job for job in JOBS if job.name == "wide_embedding")
+    lines = (["loss 0.7 to 0.5, 40.0 steps/s"], ["loss 0.7 to 0.5, 10.0 steps/s"])
+    outcomes = [Outcome(command, printed, 1.0) for command, printed in zip(job.commands, lines, strict=True)]
+    picture = picture_of(job, outcomes, FOLDER)
+    assert [picture.count(f'width="{width}"') for width in ("358.0", "89.5")] == [1, 1]
+    assert ">40</text>" in picture
