@@ -1,5 +1,6 @@
 """The base of all metrics: sums of each replica, and arrays of rows that fit together."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,19 @@ from torch import Tensor
 
 from hpcdist.errors import UsageError
 from hpcdist.strategy import context
+from hpcdist.strategy.base import live_strategies, pass_through
 from hpcdist.tf_compat.variables import Variable, as_tensor
 
 Array = npt.NDArray[Any]
+logger = logging.getLogger("hpcdist")
 
 
 class Metric:
     """The base of all metrics: each replica keeps sums, by default of weighted values and of weights.
 
     Make it in the strategy's scope, call `update_state` inside `run`, or in a loop without `run` where no num_replicas
-    was given, and `result` outside.
+    was given, and `result` outside. One that is made outside of all scopes counts what its own rank sees; the chief
+    logs a warning then.
 
     Collective over the ranks of the role, in a strategy's scope.
 
@@ -39,6 +43,7 @@ class Metric:
             aggregation="SUM",
             name=self.name,
         )
+        self._has_warned = False
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make a metric like this one, as plain numbers, texts and lists."""
@@ -61,6 +66,8 @@ class Metric:
                 f"update_state: expected metric {self.name!r} made in the scope of the strategy that runs, got one "
                 f"made elsewhere, which would not see other ranks; make it in strategy.scope()."
             )
+        if entry is None:
+            self._warn_if_local()
         self._sums.assign_add(sums)
 
     def result(self) -> Tensor:
@@ -73,6 +80,21 @@ class Metric:
             return torch.zeros_like(total)
         mean: Tensor = total / weight
         return mean
+
+    def _warn_if_local(self) -> None:
+        """Log once, on the chief, that other ranks' values do not count."""
+        if self._has_warned or self._sums.strategy is not pass_through:
+            return
+        for strategy in live_strategies():
+            if strategy.size > 1 and strategy.is_chief:
+                self._has_warned = True
+                logger.warning(
+                    "metrics: expected %s made in strategy.scope(), where it counts the rows of all ranks, got one "
+                    "made outside, which counts those of its own rank; make it in the scope, or leave it if each rank "
+                    "sees all rows.",
+                    self.name,
+                )
+                return
 
     def reset_state(self) -> None:
         """Forget all values of all replicas; inside `run` of this replica. Outside `run` all ranks call it."""

@@ -349,3 +349,19 @@ def test_half_precision(strategy):
     metric = make(strategy, metrics.SparseCategoricalAccuracy)
     update(strategy, metric, CLASSES, LOGITS.bfloat16())
     assert float(metric.result()) == pytest.approx(float((LOGITS.bfloat16().argmax(-1) == CLASSES).double().mean()))
+
+
+def test_a_metric_made_outside_of_the_scope_is_warned_of_once(comm, caplog):
+    """It counts this rank's rows alone: a plain loop printed a wrong number, and nobody noticed."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    metric = metrics.Mean()
+    metric.update_state(torch.tensor([float(comm.rank)]))
+    for _ in range(2):
+        assert float(metric.result()) == comm.rank
+    is_told = comm.size > 1 and comm.rank == 0
+    assert caplog.text.count("expected Mean made in strategy.scope()") == is_told
+    caplog.clear()
+    inside = make(strategy, metrics.Mean)
+    inside.update_state(torch.tensor([float(comm.rank)]))
+    assert float(inside.result()) == pytest.approx((comm.size - 1) / 2)
+    assert not caplog.text
