@@ -261,7 +261,7 @@ class Job:
             left_out = set(nodes) - set(remaining)
             if left_out:
                 out_names = ",".join(sorted(left_out))
-                names += f"; {out_names} stays out until the job is requeued"
+                names += f"; {out_names} stays out until this allocation ends"
             self.log(
                 f"exit code {launch.code}: restart {restart} inside the allocation, on {names}"
             )

@@ -78,9 +78,10 @@ def _text_of(path: Path, table: str) -> str:
         status = os.fstat(file.fileno())
         if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigurationError(
-                f"hpcdist {table}: expected {path.absolute()} to be a file of yours that nobody else can write, as its "
-                f"lines are run as you, got user {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}; "
-                f"chown or chmod go-w it, or remove it."
+                f"hpcdist {table}: expected {path.absolute()} to be a file of yours or root's that nobody else can "
+                f"write, as its lines are run as you, got user {status.st_uid} and mode "
+                f"{stat.S_IMODE(status.st_mode):o}; chown or chmod go-w it, or remove it; one in /etc is your "
+                f"administrator's."
             )
         return file.read()
 

@@ -15,14 +15,14 @@ from hpcdist.checkpoint.read import read_end
 from hpcdist.checkpoint.store import Saved, Store, use_one
 from hpcdist.cli.batch_jobs import (
     BatchJobState,
+    Lookup,
     cancel,
-    is_gone,
     is_job_number,
+    look_up,
     own_jobs,
     record_of,
     run_folder,
     state_of,
-    waiting_or_running,
 )
 from hpcdist.cli.output import echo
 from hpcdist.cli.run import read_decision
@@ -55,11 +55,12 @@ def status(run: str | None, is_json: bool) -> None:
         _list_jobs(is_json)
         return
     folder = run_folder(run)
-    batch = _batch_of(run, folder)
-    if batch is None:
-        _require_begun(run, folder)
+    lookup = _look_up(run, folder)
+    if lookup.gone:
+        _require_begun(lookup.gone, folder)
+    if lookup.state is None:
         _require_run(folder)
-    facts = _facts_of(folder, batch)
+    facts = _facts_of(folder, lookup)
     if is_json:
         echo(json.dumps(finite(facts), indent=1))
     else:
@@ -94,7 +95,8 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     hpcdist stop 1234 --for-good
     """
     folder = run_folder(run)
-    batch = _batch_of(run, folder)
+    lookup = _look_up(run, folder)
+    batch = lookup.state
     if batch is not None and batch.state == "PENDING":
         return _stop_waiting(batch, is_for_good)
     _require_run(folder)
@@ -103,17 +105,17 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
         raise UsageError("hpcdist stop: expected --wait as seconds, got nan; give a number.")
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
     last_end = attempts[-1].end if attempts else ""
-    if attempts and batch is None and _has_left_queue(attempts[-1]):
-        raise UsageError(
-            f"hpcdist stop: expected a run that is under way in {folder}, got one whose job {attempts[-1].job} is not "
-            f"in the queue; the file `stop` would end the next attempt."
-        )
     decision = read_decision(folder)
     goes_on = batch is not None and decision is not None and decision.verdict == "requeue"
+    obstacle = ""
     if last_end and not goes_on:
+        obstacle = f"one whose last attempt has ended ({last_end})"
+    elif lookup.gone:
+        obstacle = f"one whose job {lookup.gone} is not in the queue of this cluster"
+    if obstacle:
         raise UsageError(
-            f"hpcdist stop: expected a run that is under way in {folder}, got one whose last attempt has ended "
-            f"({last_end}), and no batch job that goes on with it; the file `stop` would end the next attempt."
+            f"hpcdist stop: expected a run that is under way in {folder}, got {obstacle}; the file `stop` would end "
+            f"the next attempt; make it by hand if that is meant."
         )
     request = STOP_FOR_GOOD if is_for_good else "hpcdist stop"
     durable.replace_text(durable.Disk(), path, f"{request}\n")
@@ -142,27 +144,20 @@ def _wait_for_end(stop_file: Path, limit_s: float) -> int:
     return 0
 
 
-def _batch_of(run: str, folder: Path) -> BatchJobState | None:
-    """Return the state of a batch job; None if it neither waits nor runs.
+def _look_up(run: str, folder: Path) -> Lookup:
+    """Return what Slurm knows of the job of a run.
 
     Args:
         run: number of the job, or the run folder.
-        folder: run folder, whose last attempt names the job if `run` does not. Another job may go on with it, or begin
-            in it: the next one of a chain, or one that was submitted since.
+        folder: run folder; its last attempt names the job if `run` does not, or else the last start of a batch script.
     """
     if is_job_number(run):
-        return state_of(run)
+        return look_up(run, folder)
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
-    job = attempts[-1].job if attempts else None
-    state: BatchJobState | None = None
-    if job is not None:
-        state = state_of(job)
-    return state or waiting_or_running(folder)
-
-
-def _has_left_queue(attempt: Attempt) -> bool:
-    """Return whether an attempt was in a job of Slurm that neither waits nor runs."""
-    return attempt.job is not None and is_job_number(attempt.job) and is_gone(attempt.job)
+    job = _last_marked_job(folder)
+    if attempts:
+        job = attempts[-1].job or ""
+    return look_up(job, folder)
 
 
 def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
@@ -193,27 +188,17 @@ def _stop_waiting(batch: BatchJobState, is_for_good: bool) -> int:
     return 0
 
 
-def _require_begun(run: str, folder: Path) -> None:
-    """Raise UsageError if a batch job has ended before there was a run in its folder.
-
-    Args:
-        run: number of the job, or the run folder.
-        folder: run folder.
-    """
-    job = run
-    if not is_job_number(run):
-        job = _last_marked_job(folder)
-    if not job or _is_run(folder):
+def _require_begun(job: str, folder: Path) -> None:
+    """Raise UsageError if there is no run in the folder of a batch job that has ended."""
+    if _is_run(folder):
         return
-    record = record_of(job)
-    if not record.log:
-        raise UsageError(
-            f"hpcdist status: expected a job that has begun to train in {folder}, got {job}, which has ended before "
-            f"that; read its log."
-        )
+    record = record_of(job, folder)
+    detail = "; read its log"
+    if record.log:
+        detail = f" ({record.state}, {record.end}); read its log, {record.log}"
     raise UsageError(
-        f"hpcdist status: expected a job that has begun to train in {folder}, got {job}, which has ended before that "
-        f"({record.state}, exit code {record.exit_code}); read its log, {record.log}."
+        f"hpcdist status: expected a job that has begun to train in {folder}, got {job}, which has ended before that"
+        f"{detail}."
     )
 
 
@@ -243,7 +228,7 @@ def _require_run(folder: Path) -> None:
         )
 
 
-def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
+def _facts_of(folder: Path, lookup: Lookup) -> dict[str, Any]:
     """Return the facts of a run, for JSON. The folder of a batch job that waits may not exist yet."""
     store = Store(folder / "checkpoints")
     attempts = Ledger(store).attempts()
@@ -259,7 +244,7 @@ def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
         "batch": None,
         "errors": [dataclasses.asdict(error) for error in read_side_errors(folder)],
         "is_asked_to_stop": (folder / "stop").exists(),
-        "has_left_queue": False,
+        "gone_job": lookup.gone or None,
         "log": None,
     }
     if decision is not None:
@@ -268,14 +253,12 @@ def _facts_of(folder: Path, batch: BatchJobState | None) -> dict[str, Any]:
     if attempts:
         facts["n_attempts"] = attempts[-1].number
         facts["attempt"] = _facts_of_attempt(attempts[-1])
-    job = attempts[-1].job if attempts else None
-    if batch is not None:
-        facts["batch"] = str(batch)
-        job = batch.job
-    elif attempts:
-        facts["has_left_queue"] = _has_left_queue(attempts[-1])
-    if job is not None and is_job_number(job):
-        facts["log"] = record_of(job).log or None
+    job = lookup.gone
+    if lookup.state is not None:
+        job = lookup.state.job
+        facts["batch"] = str(lookup.state)
+    if job:
+        facts["log"] = record_of(job, folder).log or None
     return facts
 
 
@@ -362,16 +345,15 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     stop_note = ", asked to stop" if facts["is_asked_to_stop"] else ""
     yield f"run         {facts['folder']}{stop_note}"
     attempt = facts["attempt"]
-    has_left_queue = facts["has_left_queue"]
-    if facts["decision"] == "requeue" and has_left_queue:
-        job = attempt["job"]
-        yield f"to follow   nothing by itself: job {job} is not in the queue; started again, it resumes"
+    gone_job = facts["gone_job"]
+    if facts["decision"] == "requeue" and gone_job:
+        yield f"to follow   nothing by itself: job {gone_job} is not in the queue; started again, it resumes"
     elif facts["decision"]:
-        has_ended = has_left_queue or bool(attempt and attempt["end"])
+        has_ended = bool(gone_job) or bool(attempt and attempt["end"])
         yield _what_follows(facts["decision"], facts["reason"], has_ended)
     if attempt:
         is_waiting = (facts["batch"] or "").startswith("PENDING")
-        yield _line_of_attempt(attempt, is_waiting or has_left_queue)
+        yield _line_of_attempt(attempt, is_waiting or bool(gone_job))
     if facts["batch"]:
         yield f"Slurm       {facts['batch']}"
     if facts["log"]:

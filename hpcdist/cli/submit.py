@@ -1,6 +1,7 @@
 """`hpcdist submit`: writes a batch script for a user's program, shows it, and submits it."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -182,7 +183,12 @@ def _job_of(
         launcher_name = options["launcher"] or site.get("launcher")
     _check(name, system_options, program, {**options, "time": limit}, system)
     _check_servers(n_servers, n_nodes * n_per_node, options)
-    _check_lead(options["lead"], sbatch_values.get("--time", limit))
+    if is_slurm:
+        limit_of_job = _values_of(system_options).get("--time", "")
+        _check_lead(options["lead"], limit_of_job)
+    elif system == "lsf":  # whose script has whole minutes; PBS ignores the lead
+        n_minutes = math.ceil(options["lead"] / 60)
+        _check_lead(60 * n_minutes, limit)
     script = _folder_above_tasks(run_dir) / f"{name}.{key}"
     return BatchJob(
         name=name,
@@ -367,8 +373,7 @@ def _library_here() -> str:
         return mpi_library()
     except ConfigurationError as error:
         raise ConfigurationError(
-            "hpcdist submit: expected an MPI library that mpi4py can load here, or the name of the job's, got neither; "
-            'write library = "mpich" or "openmpi" under [submit] in hpcdist.toml, or load the module of an MPI first.'
+            f'{error} Or write library = "mpich" or "openmpi" under [submit] in hpcdist.toml, which names the job\'s.'
         ) from error
 
 

@@ -93,7 +93,9 @@ class UnsavedState:
 
     def _note_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
-            self._stepped_ids.update(map(id, group["params"]))
+            for parameter in group["params"]:
+                if parameter.grad is not None:  # others are held, and not stepped
+                    self._stepped_ids.add(id(parameter))
 
     def _require(self, name: str, drivers: Sequence[Any]) -> None:
         """Raise UsageError unless all drivers are saved or left out.

@@ -604,6 +604,7 @@ class CompiledModule(nn.Module):
         is_training = step == self.train_step
         state.is_training = is_training
         state.has_own_call = False
+        self._step_losses.clear()
         if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
         try:

@@ -182,16 +182,21 @@ class Average:
             average.lerp_(parameter, 0.1)
 
 
-@pytest.mark.parametrize("kind", ["torch's", "by hand", "by hand, with an optimizer that never steps"])
+@pytest.mark.parametrize(
+    "kind",
+    ["torch's", "by hand", "by hand, with an optimizer that never steps", "by hand, without gradients in an optimizer"],
+)
 @pytest.mark.parametrize("how", ["saved", "left out", "forgotten"])
 def test_an_average_of_weights(shared_path, kind, how):
     program = Program()
     optimizers = []
     if kind.startswith("by hand"):
         average = Average(program.model)
+        program.after_step = [lambda: average.update(program.model)]
         if kind != "by hand":
             optimizers.append(torch.optim.SGD(average.copy.parameters(), lr=0.1))
-        program.after_step = [lambda: average.update(program.model)]
+        if kind.endswith("gradients in an optimizer"):
+            program.after_step += [optimizer.step for optimizer in optimizers]
         objects = {"ema": average.copy}
     else:
         average = swa_utils.AveragedModel(program.model)

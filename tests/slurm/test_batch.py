@@ -225,7 +225,7 @@ def test_a_node_on_which_ranks_die_is_left_out(submit, options, unbroken, folder
     job = submit("train", *options, environ={"PROBE_DIE_AFTER": str(path), "PROBE_DIE_RANK": "1"})
     job.finish()
     assert (
-        f"restart 1 inside the allocation, on {job.nodes[0]}; {job.nodes[1]} stays out until the job is requeued\n"
+        f"restart 1 inside the allocation, on {job.nodes[0]}; {job.nodes[1]} stays out until this allocation ends\n"
         in job.log
     )
     assert job.log.count("inside the allocation") == 1

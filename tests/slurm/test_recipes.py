@@ -58,7 +58,8 @@ def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unb
     job.wait_for_text("exit code 0: restart 1 inside the allocation, on ")
     job.finish()
     assert (
-        f"restart 1 inside the allocation, on {surviving_node}; {lost} stays out until the job is requeued\n" in job.log
+        f"restart 1 inside the allocation, on {surviving_node}; {lost} stays out until this allocation ends\n"
+        in job.log
     )
     assert job.final_state() == unbroken
     assert job.decision["attempt"] == 3

@@ -82,6 +82,7 @@ def test_a_run_is_read(hiding, run_folder, monkeypatch, arguments, text):
 def test_a_job_is_submitted_if_its_library_is_named(hiding, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    hiding = {**hiding, "HOME": str(tmp_path)}
     arguments = ("submit", "--dry-run", "train.py", "--run-dir", "runs/a")
     done = hpcdist(hiding, *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr

@@ -32,15 +32,14 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def slurm(monkeypatch):
-    """Return a dict: command of Slurm -> what it prints, None where it fails. A command that is missing prints nothing.
-
-    For a job by its number squeue prints what is under "job".
-    """
+    """Return a dict: command of Slurm -> what it prints, None where it fails; empty for a command that is missing."""
     texts = {}
 
     def answer(command, **options):
-        key = "job" if "--jobs" in command else command[0]
-        text = texts.get(key, "")
+        text = texts.get(command[0], "")
+        if text and "--jobs" in command:
+            number = command[command.index("--jobs") + 1]
+            text = "".join(line for line in text.splitlines(True) if number in line.split("\t")[:2])
         return subprocess.CompletedProcess(command, text is None, text or "", "")
 
     monkeypatch.setattr(subprocess, "run", answer)
@@ -84,7 +83,7 @@ def test_an_attempt_that_has_ended(run_dir, hpcdist):
 
 def test_the_state_of_a_batch_job(run_dir, hpcdist, slurm):
     in_job_17(run_dir)
-    slurm["job"] = f"17\tN/A\tRUNNING\t58:00\tn1\thpcdist:{run_dir}\n"
+    slurm["squeue"] = f"17\t17\tN/A\tRUNNING\t58:00\tn1\thpcdist:{run_dir}\n"
     out = hpcdist("status", run_dir)[1]
     assert "attempt     2 in job 17 on " in out
     assert "; runs, or died by a signal or an error\n" in out
@@ -105,7 +104,7 @@ def test_a_job_that_waits(tmp_path, run_dir, hpcdist, monkeypatch, has_begun):
         if command[0] == "scancel":
             assert command[1] == "--state=PENDING"
             cancelled.append(command[2])
-        line = f"31\tN/A\tPENDING\t8:00:00\t(Priority)\thpcdist:{folder}\n"
+        line = f"31\t31\tN/A\tPENDING\t8:00:00\t(Priority)\thpcdist:{folder}\n"
         return subprocess.CompletedProcess(command, 0, line if command[0] == "squeue" else "", "")
 
     monkeypatch.setattr(subprocess, "run", slurm)
@@ -138,7 +137,7 @@ def test_a_run_folder_whose_job_waits_to_go_on(run_dir, hpcdist, monkeypatch):
 
     def slurm(command, **options):
         cancelled.extend(command[2:] if command[0] == "scancel" else [])
-        line = f"17\tN/A\tPENDING\t8:00:00\t(BeginTime)\thpcdist:{run_dir}\n"
+        line = f"17\t17\tN/A\tPENDING\t8:00:00\t(BeginTime)\thpcdist:{run_dir}\n"
         return subprocess.CompletedProcess(command, 0, line if command[0] == "squeue" else "", "")
 
     monkeypatch.setattr(subprocess, "run", slurm)
@@ -156,7 +155,6 @@ def test_a_job_that_has_left_the_queue(run_dir, hpcdist, slurm, how):
     if how == "stopped":
         path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
         path.write_text(path.read_text() + json.dumps({"event": "end", "how": "stopped", "reason": "SIGTERM"}) + "\n")
-    slurm["job"] = None
     code, out, _ = hpcdist("status", run_dir)
     assert code == 0
     assert "to follow   nothing by itself: job 17 is not in the queue; started again, it resumes\n" in out
@@ -164,19 +162,56 @@ def test_a_job_that_has_left_the_queue(run_dir, hpcdist, slurm, how):
     assert f"from step 3; {end}\n" in out
     code, _, error = hpcdist("stop", run_dir)
     assert (code, (run_dir / "stop").exists()) == (2, False)
-    assert "whose job 17 is not in the queue" in error
+    expected = {"died": "whose job 17 is not in the queue", "stopped": "whose last attempt has ended (stopped)"}
+    assert expected[how] in error
     slurm["squeue"] = None
     assert "not in the queue" not in hpcdist("status", run_dir)[1], "without an answer nothing is known"
 
 
-def test_another_job_goes_on_with_the_run_folder(run_dir, hpcdist, slurm):
-    """The next one of a chain."""
+@pytest.mark.parametrize("first_state", [None, "RUNNING"])
+def test_the_next_job_of_a_chain(run_dir, hpcdist, slurm, first_state):
+    """It waits while the first one runs: squeue prints it first."""
     in_job_17(run_dir)
-    slurm["squeue"] = f"18\tN/A\tPENDING\t8:00:00\t(Dependency)\thpcdist:{run_dir}\n"
+    slurm["squeue"] = f"18\t18\tN/A\tPENDING\t8:00:00\t(Dependency)\thpcdist:{run_dir}\n"
+    if first_state:
+        slurm["squeue"] += f"17\t17\tN/A\tRUNNING\t8:00\tn1\thpcdist:{run_dir}\n"
     slurm["scontrol"] = "JobId=18 JobState=PENDING StdOut=/home/a b/runs-18.log Power=\n"
     out = hpcdist("status", run_dir)[1]
-    assert "Slurm       PENDING, 8:00:00 left, (Dependency)\nlog         /home/a b/runs-18.log\n" in out
+    job = {None: "PENDING, 8:00:00 left, (Dependency)", "RUNNING": "RUNNING, 8:00 left, n1"}[first_state]
+    assert f"Slurm       {job}\nlog         /home/a b/runs-18.log\n" in out
     assert "not in the queue" not in out
+    out = hpcdist("stop", run_dir, "--for-good")[1]
+    assert ("cancelled" in out) == (first_state is None)
+    assert "job 18 waited, and is cancelled" in hpcdist("stop", 18, "--for-good")[1]
+
+
+def test_a_task_of_an_array_is_that_of_its_folder(run_dir, hpcdist, slurm):
+    """The ledger of the last task has the id of the whole array, as tasks that wait have."""
+    in_job_17(run_dir)
+    other_lines = "17_1\t18\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n17_2\t17\t2\tPENDING\t9:00\tn1\thpcdist:/r/b\n"
+    slurm["squeue"] = other_lines
+    records = ("JobId=18 Comment=hpcdist:/r/a-1 StdOut=/1.log", f"JobId=17 Comment=hpcdist:{run_dir} StdOut=/3.log")
+    slurm["scontrol"] = "\n".join(records)
+    out = hpcdist("status", run_dir)[1]
+    assert "job 17 is not in the queue" in out
+    assert "log         /3.log\n" in out
+    slurm["squeue"] += f"17_3\t17\t3\tRUNNING\t7:00\tn2\thpcdist:{run_dir}\n"
+    assert "Slurm       RUNNING, 7:00 left, n2\n" in hpcdist("status", run_dir)[1]
+
+
+def test_an_array_that_has_ended_is_not_one_job(hpcdist, slurm):
+    slurm["scontrol"] = "JobId=22 ArrayTaskId=1 Comment=hpcdist:/r/a\nJobId=21 ArrayTaskId=2 Comment=hpcdist:/r/b\n"
+    assert "expected one job, got 21, an array with 21_1 and others; name one of them." in hpcdist("status", 21)[2]
+
+
+def test_a_job_of_a_recipe_that_starts(tmp_path, hpcdist, slurm):
+    """It has no comment, and its run has not begun."""
+    (tmp_path / "run" / "jobs").mkdir(parents=True)
+    (tmp_path / "run" / "jobs" / "19").touch()
+    slurm["squeue"] = "19\t19\tN/A\tRUNNING\t8:00:00\tn1\t(null)\n"
+    assert "Slurm       RUNNING" in hpcdist("status", tmp_path / "run")[1]
+    slurm["squeue"] = None
+    assert "expected a run folder, with checkpoints" in hpcdist("status", tmp_path / "run")[2], "it may run"
 
 
 @pytest.mark.feature("slurm.status-log-cancel")
@@ -192,9 +227,11 @@ def test_a_job_that_ended_before_it_began_to_train(tmp_path, hpcdist, slurm):
         assert (
             "got 19, which has ended before that (FAILED, exit code 78); read its log, /home/you/runs-19.log" in error
         )
+    slurm["scontrol"] = slurm["scontrol"].replace("78:0", "0:9")
+    assert "(FAILED, signal 9)" in hpcdist("status", 19)[2]
     slurm["scontrol"] = None  # it forgets jobs after some minutes
     assert "got 19, which has ended before that; read its log." in hpcdist("status", tmp_path / "run")[2]
-    slurm["squeue"] = f"19\tN/A\tRUNNING\t8:00:00\tn1\thpcdist:{tmp_path}/run\n"
+    slurm["squeue"] = f"19\t19\tN/A\tRUNNING\t8:00:00\tn1\thpcdist:{tmp_path}/run\n"
     assert "Slurm       RUNNING" in hpcdist("status", tmp_path / "run")[1], "it starts"
 
 
@@ -208,7 +245,7 @@ def test_a_stop_between_two_attempts_is_for_the_next_one(run_dir, hpcdist, monke
     (run_dir / "decision.json").write_text(json.dumps({"decision": verdict, "reason": "SIGTERM on rank 0"}))
 
     def slurm(command, **options):
-        return subprocess.CompletedProcess(command, 0, f"17\tN/A\tRUNNING\t8:00:00\tn1\thpcdist:{run_dir}\n", "")
+        return subprocess.CompletedProcess(command, 0, f"17\t17\tN/A\tRUNNING\t8:00:00\tn1\thpcdist:{run_dir}\n", "")
 
     monkeypatch.setattr(subprocess, "run", slurm)
     code, out, error = hpcdist("stop", run_dir, "--for-good")
@@ -234,13 +271,16 @@ def test_what_is_no_job_number_cancels_nothing(hpcdist, monkeypatch, given):
     assert set(commands) <= {"squeue"}
 
 
-ARRAY = "21_1\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n21_2\t2\tPENDING\t10:00\t(Resources)\thpcdist:/r/a-{task}\n"
+ARRAY = (
+    "21_1\t22\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n"
+    "21_2\t21\t2\tPENDING\t10:00\t(Resources)\thpcdist:/r/a-{task}\n"
+)
 
 
 @pytest.mark.feature("slurm.status-log-cancel")
 def test_jobs_of_this_user(hpcdist, monkeypatch):
     """Those of `hpcdist submit`, each with its run folder; what somebody else's script has as a comment is left out."""
-    listing = ARRAY + "22\tN/A\tRUNNING\t1:00\tn2\tmine\n"
+    listing = ARRAY + "22\t22\tN/A\tRUNNING\t1:00\tn2\tmine\n"
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listing, ""))
     assert hpcdist("status")[1].splitlines() == [
         "21_1  RUNNING, 9:00 left, n1  /r/a-1",

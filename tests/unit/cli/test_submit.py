@@ -412,12 +412,27 @@ def test_the_forms_of_a_time_limit(limit, limit_s):
 
 
 @pytest.mark.parametrize(
-    "options", [["--time", "2:00"], ["--sbatch", "--time=0:02:00"], ["--time", "0-1", "--lead", 3600]]
+    "options",
+    [
+        ["--time", "2:00"],
+        ["--sbatch", "--time=0:02:00"],
+        ["--sbatch", "--time=0:02:00", "--time", "8:00:00"],
+        ["--time", "0-1", "--lead", 3600],
+        ["--system", "lsf", "--time", "0:01:30", "--lead", 61],
+    ],
 )
 def test_a_job_that_would_stop_when_it_starts_is_refused(here, call, options):
     code, _, error = call(*options, "--dry-run", "train.py", "--run-dir", "a")
     assert (code, error.count("\n")) == (2, 1)
     assert "that --lead keeps for the last save, got" in error
+
+
+@pytest.mark.parametrize("options", [["--time", "8:00:00"], ["--system", "pbs", "--time", "0:01:00"]])
+def test_the_limit_that_counts_is_the_one_of_the_job(here, call, options):
+    """The command line comes before the site's, and PBS ignores the lead."""
+    (here / "hpcdist.toml").write_text('[submit]\nsbatch = ["--time=0:01:00"]\n')
+    code, _, error = call(*options, "--dry-run", "train.py", "--run-dir", "a")
+    assert code == 0, error
 
 
 @pytest.mark.parametrize("option", ['-R "select[mem>4000]"', "-q long", "-P project"])
