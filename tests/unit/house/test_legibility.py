@@ -15,7 +15,7 @@ from legibility import Figures
 LIMITS = {
     "hpcdist": (0, 0, 2, 15, 0, 4.7),
     "hpcdist/checkpoint": (0, 0, 3, 12, 0, 5.5),
-    "hpcdist/cli": (0, 0, 14, 26, 0, 5.4),
+    "hpcdist/cli": (0, 0, 12, 26, 0, 5.4),
     "hpcdist/cluster": (0, 0, 13, 23, 0, 5.5),
     "hpcdist/collectives": (1, 0, 14, 23, 0, 5.5),
     "hpcdist/data": (1, 0, 6, 21, 0, 5.5),
