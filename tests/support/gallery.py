@@ -266,6 +266,13 @@ def picture_of(job: Job, outcomes: Sequence[Outcome], folder: Path) -> str:
     return chart_of(job, points_of(job, outcomes[0].lines))
 
 
+def label_of(value: float) -> str:
+    """Return a number at an axis, short enough for the margin."""
+    if abs(value) < 0.1:
+        return f"{value:.2g}"
+    return f"{value:.3g}"
+
+
 def bars_of(job: Job, values: Sequence[float]) -> str:
     """Return the SVG of a bar for each variant, with its number."""
     label_width = 190
@@ -310,8 +317,8 @@ def chart_of(job: Job, points: Sequence[Point]) -> str:
         f'<line x1="{MARGIN}" x2="{right}" y1="{bottom}" y2="{bottom}"/>',
         f'<line x1="{MARGIN}" x2="{right}" y1="{MARGIN}" y2="{MARGIN}"/>',
         f'<polyline points="{" ".join(places)}"/>',
-        f'<text x="{MARGIN - 6}" y="{bottom + 4}" text-anchor="end">{lowest:.3g}</text>',
-        f'<text x="{MARGIN - 6}" y="{MARGIN + 4}" text-anchor="end">{highest:.3g}</text>',
+        f'<text x="{MARGIN - 6}" y="{bottom + 4}" text-anchor="end">{label_of(lowest)}</text>',
+        f'<text x="{MARGIN - 6}" y="{MARGIN + 4}" text-anchor="end">{label_of(highest)}</text>',
         f'<text x="{MARGIN}" y="{bottom + 20}">{x_values[0]:g}</text>',
         f'<text x="{right}" y="{bottom + 20}" text-anchor="end">{x_label} {x_values[-1]:g}</text>',
         f'<text x="{MARGIN}" y="{MARGIN - 14}">{escape(y_label)}</text>',
