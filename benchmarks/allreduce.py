@@ -17,7 +17,12 @@ from functools import partial
 import numpy as np
 import torch
 from buffers import RandomSets
-from command_line import add_merge_options, add_report_options, parse_bytes, parser_of
+from command_line import (
+    add_merge_options,
+    add_report_options,
+    parse_bytes,
+    parser_of,
+)
 from gloo import start_gloo
 from measure import Environment, last_cache_bytes, timed_block
 from report import compare, publish_merged
@@ -31,7 +36,13 @@ QUICK_SIZES = "1K,256K,4M"
 MPI_IN_PLACE = "MPI_Allreduce in place"
 #: For buffers on a GPU, without NCCL.
 COPY_AND_MPI = "copy to the host, MPI_Allreduce, copy back"
-BASELINES = [MPI_IN_PLACE, "MPI_Allreduce", COPY_AND_MPI, "torch gloo", "torch nccl"]
+BASELINES = [
+    MPI_IN_PLACE,
+    "MPI_Allreduce",
+    COPY_AND_MPI,
+    "torch gloo",
+    "torch nccl",
+]
 
 
 @dataclass
@@ -77,14 +88,19 @@ def parse_args():
     parser.add_argument("--sizes", help=f"bytes per rank, default {SIZES}")
     parser.add_argument("--seconds", type=float, default=30.0, help="rough limit for one size")
     parser.add_argument(
-        "--quick", action="store_true", help="few small sizes, for a look whether all works"
+        "--quick",
+        action="store_true",
+        help="few small sizes, for a look whether all works",
     )
     parser.add_argument(
         "--algorithms",
         help="built-in algorithms to time beside AUTO, such as RING,HALVING,HIERARCHICAL",
     )
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="memory that the buffers are in"
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="memory that the buffers are in",
     )
     return parser.parse_args()
 

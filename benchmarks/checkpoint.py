@@ -39,14 +39,21 @@ def parse_args():
     parser = parser_of(__doc__)
     add_report_options(parser, "checkpoint", n_rounds=6)
     parser.add_argument(
-        "--folder", type=Path, help="where files are written; default: a temporary folder"
+        "--folder",
+        type=Path,
+        help="where files are written; default: a temporary folder",
     )
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument(
-        "--training", action="store_true", help="train with and without a save every --seconds"
+        "--training",
+        action="store_true",
+        help="train with and without a save every --seconds",
     )
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="between two saves of --training"
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="between two saves of --training",
     )
     return parser.parse_args()
 

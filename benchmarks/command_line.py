@@ -33,10 +33,16 @@ def add_report_options(parser, files, n_rounds):
 def add_merge_options(parser):
     """Add the options of a benchmark whose launches can be merged."""
     parser.add_argument(
-        "--label", default="", help="what this launch is called when several are merged"
+        "--label",
+        default="",
+        help="what this launch is called when several are merged",
     )
     parser.add_argument(
-        "--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports"
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="JSON",
+        help="time nothing, merge these reports",
     )
 
 

@@ -25,7 +25,10 @@ def parse_args():
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=3, help="launches of each number of ranks")
     parser.add_argument(
-        "--epochs", type=int, default=3, help="timed epochs of a launch, after one to warm up"
+        "--epochs",
+        type=int,
+        default=3,
+        help="timed epochs of a launch, after one to warm up",
     )
     parser.add_argument("--steps", type=int, default=128, help="of an epoch")
     parser.add_argument("--job", metavar="MODEL", help="train in this process; what launches do")

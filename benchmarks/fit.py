@@ -27,7 +27,10 @@ def parse_args():
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--rounds", type=int, default=20, help="pairs of epochs")
     parser.add_argument(
-        "--repeat", type=int, default=1, help="an epoch has this many times 32 steps"
+        "--repeat",
+        type=int,
+        default=1,
+        help="an epoch has this many times 32 steps",
     )
     return parser.parse_args()
 

@@ -34,7 +34,11 @@ def start_gloo(comm: MPI.Comm, backend: str = "gloo") -> Iterator[None]:
     meeting = f"file://{folder / 'meeting'}"
     report = sys.excepthook
     dist.init_process_group(
-        backend, init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT
+        backend,
+        init_method=meeting,
+        rank=comm.rank,
+        world_size=comm.size,
+        timeout=_TIMEOUT,
     )
     # torch's hook holds back printed text until it returns, and a hook that aborts never does
     sys.excepthook = report

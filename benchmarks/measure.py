@@ -126,7 +126,11 @@ class Environment:
         record = self.record()
         if self._comm.rank == 0:
             label = label or record["mpi"]
-            publish({"label": label, "environment": record, "cases": cases}, folder, stem)
+            publish(
+                {"label": label, "environment": record, "cases": cases},
+                folder,
+                stem,
+            )
 
 
 def _counters() -> dict[str, Any]:

@@ -26,7 +26,10 @@ def parse_args():
     parser = parser_of(__doc__)
     parser.add_argument("--sharded", action="store_true", help="with ZeroRedundancyOptimizer")
     parser.add_argument(
-        "--parameters", type=float, default=102.4, help="millions, in layers of 10.24"
+        "--parameters",
+        type=float,
+        default=102.4,
+        help="millions, in layers of 10.24",
     )
     parser.add_argument("--steps", type=int, default=3)
     return parser.parse_args()

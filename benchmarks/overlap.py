@@ -21,7 +21,10 @@ def parse_args():
     parser.add_argument("--rate", type=float, default=2e8, help="bits per second of each link")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument(
-        "--features", type=int, default=362, help="of each layer: 16 of 362 are 8.4 MB"
+        "--features",
+        type=int,
+        default=362,
+        help="of each layer: 16 of 362 are 8.4 MB",
     )
     parser.add_argument(
         "--forward",
@@ -35,7 +38,14 @@ def parse_args():
 
 def main():
     args = parse_args()
-    command = [sys.executable, JOB, args.layers, args.features, args.repeats, args.forward]
+    command = [
+        sys.executable,
+        JOB,
+        args.layers,
+        args.features,
+        args.repeats,
+        args.forward,
+    ]
     environ = {"OMP_NUM_THREADS": "1"}
     with virtual_hosts(args.hosts, args.rate) as hosts:
         outcome = hosts.run(command, 1, environ=environ, timeout_s=1200)

@@ -53,7 +53,13 @@ def case(
         baselines: names of the contenders that others are compared with.
         nbytes: bytes that a call sums; None if calls do not differ by bytes.
     """
-    return {"case": name, "bytes": nbytes, "baselines": baselines, "samples": samples, "cpu": cpu}
+    return {
+        "case": name,
+        "bytes": nbytes,
+        "baselines": baselines,
+        "samples": samples,
+        "cpu": cpu,
+    }
 
 
 def compare(
@@ -224,7 +230,11 @@ def publish_merged(paths: list[Path], folder: Path, stem: str) -> None:
     reports = [json.loads(path.read_text()) for path in paths]
     environments = [report["environment"] for report in reports]
     cases = merge(reports)
-    publish({"label": "merged", "environment": environments, "cases": cases}, folder, stem)
+    publish(
+        {"label": "merged", "environment": environments, "cases": cases},
+        folder,
+        stem,
+    )
 
 
 def publish(report: Report, folder: Path, stem: str) -> None:

@@ -32,7 +32,10 @@ def parse_args():
     parser.add_argument("--only", choices=["allreduce", "step"])
     parser.add_argument("--models", default="mlp,wide,transformer")
     parser.add_argument(
-        "--rounds", type=int, default=7, help="of every launch; there are two of each"
+        "--rounds",
+        type=int,
+        default=7,
+        help="of every launch; there are two of each",
     )
     parser.add_argument("--sizes", help="as for allreduce.py")
     parser.add_argument(
@@ -42,10 +45,15 @@ def parse_args():
         help="folder of its mpirun",
     )
     parser.add_argument(
-        "--peers-python", default=sys.executable, help="a Python that has TensorFlow or Horovod"
+        "--peers-python",
+        default=sys.executable,
+        help="a Python that has TensorFlow or Horovod",
     )
     parser.add_argument(
-        "--limit", type=float, default=1200.0, help="seconds that one launch may take"
+        "--limit",
+        type=float,
+        default=1200.0,
+        help="seconds that one launch may take",
     )
     return parser.parse_args()
 
@@ -127,7 +135,16 @@ def run_steps(args, model):
 
     def run_ours(number):
         folder = args.out / f"step-{number}"
-        options = ["--model", model, "--rounds", args.rounds, "--label", "ranks", "--out", folder]
+        options = [
+            "--model",
+            model,
+            "--rounds",
+            args.rounds,
+            "--label",
+            "ranks",
+            "--out",
+            folder,
+        ]
         command = mpirun(bin_folder, args, "step.py", *options)
         launch(command, {}, args.limit)
         reports.append(folder / f"step-{model}.json")

@@ -35,7 +35,10 @@ def parse_args():
     parser.add_argument("--workers", type=int, default=4, help="of links: hosts with a worker each")
     parser.add_argument("--servers", type=int, default=1, help="of links: hosts with a server each")
     parser.add_argument(
-        "--elements", type=int, default=4 << 20, help="of links: float32 of one parameter"
+        "--elements",
+        type=int,
+        default=4 << 20,
+        help="of links: float32 of one parameter",
     )
     return parser.parse_args()
 
@@ -122,9 +125,19 @@ def links(args):
     """Compare a synchronous step with w * M / (s * B): w workers push M bytes each through the links of s servers."""
     with virtual_hosts(args.workers + args.servers, 1e9) as hosts:
         usable = hosts.calibrate()
-        options = ["--kind", "sync", "--elements", args.elements, "--shards", args.servers]
+        options = [
+            "--kind",
+            "sync",
+            "--elements",
+            args.elements,
+            "--shards",
+            args.servers,
+        ]
         command = [sys.executable, JOB, *options, "--steps", 10, "--warm-up", 3]
-        environ = {"HPCDIST_ROLES": f"ps:{args.servers},worker:*", "OMP_NUM_THREADS": "1"}
+        environ = {
+            "HPCDIST_ROLES": f"ps:{args.servers},worker:*",
+            "OMP_NUM_THREADS": "1",
+        }
         outcome = hosts.run(command, 1, environ=environ, timeout_s=280)
     pushed_bytes = 4 * args.elements
     server_bytes = args.workers * pushed_bytes / args.servers

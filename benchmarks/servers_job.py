@@ -17,7 +17,9 @@ import hpcdist
 def parse_args():
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--kind", choices=["async", "sync", "all-reduce", "coordinator"], default="async"
+        "--kind",
+        choices=["async", "sync", "all-reduce", "coordinator"],
+        default="async",
     )
     parser.add_argument("--max-staleness", type=int)
     parser.add_argument(
@@ -26,7 +28,9 @@ def parse_args():
     parser.add_argument("--shards", type=int, help="of each variable")
     parser.add_argument("--batch", type=int, default=32, help="rows of a worker")
     parser.add_argument(
-        "--compute-s", type=float, help="sleep so long in place of a forward and backward"
+        "--compute-s",
+        type=float,
+        help="sleep so long in place of a forward and backward",
     )
     parser.add_argument(
         "--stalls",

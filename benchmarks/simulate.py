@@ -450,16 +450,27 @@ def draw(tables, out):
 def parse_args():
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for measured.json, predicted.json and .png"
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for measured.json, predicted.json and .png",
     )
     parser.add_argument(
-        "--link", type=Path, help="measured.json of an earlier run; measures nothing"
+        "--link",
+        type=Path,
+        help="measured.json of an earlier run; measures nothing",
     )
     parser.add_argument(
-        "--rate", type=float, default=1e9, help="bits per second of the links that are measured"
+        "--rate",
+        type=float,
+        default=1e9,
+        help="bits per second of the links that are measured",
     )
     parser.add_argument(
-        "--gigabits", type=float, default=100, help="bits per second, in 1e9, of predicted links"
+        "--gigabits",
+        type=float,
+        default=100,
+        help="bits per second, in 1e9, of predicted links",
     )
     parser.add_argument("--ranks", type=int, default=8, help="of each predicted host")
     parser.add_argument("--megabytes", type=float, default=100, help="gradients of a step")

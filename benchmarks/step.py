@@ -51,17 +51,27 @@ def parse_args():
     add_merge_options(parser)
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument(
-        "--batch", type=int, default=64, help="rows of one step on all ranks together"
+        "--batch",
+        type=int,
+        default=64,
+        help="rows of one step on all ranks together",
     )
     parser.add_argument("--steps", type=int, default=100, help="steps of a block")
     parser.add_argument(
         "--single", action="store_true", help="one rank: hpcdist against bare torch"
     )
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="where models compute"
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where models compute",
     )
     parser.add_argument(
-        "--only", choices=CONTENDERS, nargs="+", metavar="NAME", help="these contenders alone"
+        "--only",
+        choices=CONTENDERS,
+        nargs="+",
+        metavar="NAME",
+        help="these contenders alone",
     )
     return parser.parse_args()
 

@@ -9,7 +9,10 @@ import torch.distributed as dist
 from models import Trainee, adam, build
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 import hpcdist
 import hpcdist.torch_backend
@@ -123,7 +126,11 @@ SINGLE = [BARE, HPCDIST]
 
 
 #: Where our strategies see the steps and the backwards of the process, each by a number.
-_WATCHES = (torch_hooks._before_steps, torch_hooks._after_steps, torch_hooks._gradient_watchers)
+_WATCHES = (
+    torch_hooks._before_steps,
+    torch_hooks._after_steps,
+    torch_hooks._gradient_watchers,
+)
 #: Where the world sees the program's loop, for all strategies.
 _LOOP_WATCHES = (torch_hooks._loop_watchers, torch_hooks._outer_watchers)
 

@@ -197,7 +197,9 @@ def report(title, walk, per, with_names):
 def main():
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--names", action="store_true", help="print each function entered, and how often"
+        "--names",
+        action="store_true",
+        help="print each function entered, and how often",
     )
     args = parser.parse_args()
     gradient, per_parameter, total, n_parameters = walk_a_gradient()

@@ -19,7 +19,10 @@ def parser(doc: str) -> argparse.ArgumentParser:
     options.add_argument("--out", type=Path, required=True, help="file for the report, a JSON")
     options.add_argument("--model", default="mlp")
     options.add_argument(
-        "--batch", type=int, default=64, help="rows of one step on all ranks together"
+        "--batch",
+        type=int,
+        default=64,
+        help="rows of one step on all ranks together",
     )
     options.add_argument("--rounds", type=int, default=10, help="pairs of blocks")
     options.add_argument("--steps", type=int, default=100, help="steps of a block")

@@ -30,7 +30,10 @@ def serve():
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     server = tf.distribute.Server(
-        resolver.cluster_spec(), resolver.task_type, resolver.task_id, resolver.rpc_layer or "grpc"
+        resolver.cluster_spec(),
+        resolver.task_type,
+        resolver.task_id,
+        resolver.rpc_layer or "grpc",
     )
     server.join()
 
@@ -71,7 +74,11 @@ def coordinate(args):
             coordinator.schedule(step)
         coordinator.join()
         steps_per_s = n_steps / (time.perf_counter() - since)
-    result = {"steps_per_s": steps_per_s, "workers": args.workers, "tensorflow": tf.__version__}
+    result = {
+        "steps_per_s": steps_per_s,
+        "workers": args.workers,
+        "tensorflow": tf.__version__,
+    }
     print(json.dumps(result), flush=True)
 
 
@@ -85,12 +92,21 @@ def launch(args):
     }
     workers = [("worker", index) for index in range(args.workers)]
     tasks = [*workers, ("ps", 0), ("chief", 0)]
-    threads = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    threads = {
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     processes = []
     try:
         for kind, index in tasks:
             config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
-            environ = {**os.environ, **threads, "TF_CONFIG": config, "GRPC_FAIL_FAST": "use_caller"}
+            environ = {
+                **os.environ,
+                **threads,
+                "TF_CONFIG": config,
+                "GRPC_FAIL_FAST": "use_caller",
+            }
             processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environ))
         code = processes[-1].wait(LIMIT_S)
     finally:

@@ -49,8 +49,15 @@ def wait_for(workers):
 
 
 def start_worker(addresses, index):
-    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-    threads = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    config = {
+        "cluster": {"worker": addresses},
+        "task": {"type": "worker", "index": index},
+    }
+    threads = {
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
     environ = {**os.environ, **threads, "TF_CONFIG": json.dumps(config)}
     return subprocess.Popen([sys.executable, *sys.argv], env=environ)
 
