@@ -5,10 +5,20 @@ paths `hpcdist.experimental`, `hpcdist.cluster_resolver` and `hpcdist.coordinato
 `.pyi` files are for editors and type checkers; `make stubs` writes them anew.
 """
 
+import difflib
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+#: Names of TensorFlow and Keras that people look for -> what stands for them.
+_ELSEWHERE = {
+    "GradientTape": "loss.backward() stands for it",
+    "data": "hpcdist.Dataset stands for tf.data.Dataset",
+    "keras": "hpcdist.Model, .callbacks, .losses and .metrics stand for Keras'",
+    "layers": "layers are those of torch.nn",
+    "optimizers": 'compile(optimizer="adam"), then model.learning_rate = 0.01, stands for them',
+}
 #: Module -> the names that it defines.
 _DEFINED_IN = {
     "checkpoint.store": ["latest_checkpoint"],
@@ -192,13 +202,12 @@ def resolve(name: str) -> Any:
     """Return the object `hpcdist.NAME`; imports its module.
 
     Raises:
-        AttributeError: for a name that hpcdist does not have; the message lists the names that it has.
+        AttributeError: for a name that hpcdist does not have; the message says what is near it.
     """
     if name in MODULES:
         return import_module(f"hpcdist.{MODULES[name]}")
     if name not in NAMES:
-        known_names = ", ".join(sorted({**NAMES, **MODULES}))
-        raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {known_names}")
+        raise AttributeError(_missing("hpcdist", name, {**NAMES, **MODULES}))
     return getattr(import_module(f"hpcdist.{NAMES[name]}"), name)
 
 
@@ -206,11 +215,19 @@ def resolve_alias(path: str, name: str) -> Any:
     """Return the object `hpcdist.PATH.NAME`; raises as `resolve`."""
     aliases = ALIASES[path]
     if name not in aliases:
-        known_names = ", ".join(sorted(aliases))
-        raise AttributeError(
-            f"module 'hpcdist.{path}' has no attribute {name!r}; it has {known_names}"
-        )
+        raise AttributeError(_missing(f"hpcdist.{path}", name, aliases))
     return resolve(aliases[name])
+
+
+def _missing(module: str, name: str, names: Collection[str]) -> str:
+    """Return the message about a name that a module does not have."""
+    advice = _ELSEWHERE.get(name, "")
+    near = difflib.get_close_matches(name, names, cutoff=0.6)
+    if near and not advice:
+        advice = f"near it are {', '.join(near)}"
+    if not advice:
+        advice = "all names are in docs/reference/api.md"
+    return f"module {module!r} has no attribute {name!r}; {advice}"
 
 
 def stubs() -> dict[str, str]:

@@ -271,6 +271,10 @@ class CompiledModule(nn.Module):
 
         A rate of 0 keeps the proportions, in the entry "rate_ratio" of a group, until another one is set.
         """
+        if self.optimizer is None:
+            raise UsageError(
+                "learning_rate: expected model.compile(optimizer, loss) first, got none; call it."
+            )
         return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter

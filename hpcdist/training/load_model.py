@@ -46,7 +46,7 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
         if name in description["frozen"]:
             parameter.requires_grad_(False)
     if model.optimizer is None and compiled is not None:
-        _compile_as(model, compiled)
+        _compile_as(model, compiled, is_made_here=factory is None)
     objects: dict[str, Any] = {"model": model.net}
     if model.optimizer is not None and compiled is not None:
         name = optimizers.name_of(type(model.optimizer))
@@ -60,8 +60,17 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
     return model
 
 
-def _compile_as(model: Model, compiled: dict[str, Any]) -> None:
+def _compile_as(
+    model: Model,
+    compiled: dict[str, Any],
+    is_made_here: bool,
+) -> None:
     """Compile a model as `describe_compiled` says.
+
+    Args:
+        model: the model.
+        compiled: what its file says.
+        is_made_here: whether there is no factory.
 
     Raises:
         CheckpointMismatch: for an optimizer that is neither one of torch nor one that has a name.
@@ -84,9 +93,12 @@ def _compile_as(model: Model, compiled: dict[str, Any]) -> None:
             f"load_model: expected options of compile, got {unknown}; give a factory."
         )
     if compiled["lost"]:
+        advice = "let the factory add them and call compile"
+        if is_made_here:
+            advice = "give a factory that makes the model, adds them and calls compile"
         raise UsageError(
-            f"load_model: expected a model that was compiled by names, and of hpcdist.losses and metrics, got "
-            f"{compiled['lost']} of the program's own; give a factory that makes the model and compiles it."
+            f"load_model: expected a model that its file holds as a whole, got one with {', '.join(compiled['lost'])} "
+            f"that no file can hold; {advice}."
         )
     with model.strategy.scope():  # metrics belong to it
         nests = {name: make_nest(compiled.get(name)) for name in NESTS}

@@ -250,7 +250,7 @@ def test_a_metric_of_the_program_is_lost_and_named(tmp_path):
 
     model = made(metrics=[Own()])
     model.save(tmp_path / "model.h5")
-    with pytest.raises(UsageError, match=r"got \['metrics'\] of the program's own"):
+    with pytest.raises(UsageError, match="got one with metrics that no file can hold"):
         hpcdist.load_model(tmp_path / "model.h5")
 
 
