@@ -4,6 +4,7 @@ HpcdistError                70  an internal fault, and the base of all below
 ├── UsageError               2  a call or command that makes no sense
 ├── ConfigurationError      78  roles, TF_CONFIG, launcher or options that do not add up
 ├── DataError               78  data of the wrong kind, shape or size
+│   └── WorkerDied           1  a process of a DataLoader died or hung; another attempt may pass
 ├── GradientError            2  gradients that would differ between ranks
 │   └── NotFiniteError      70  gradients that are not finite
 ├── DesyncError             76  ranks that no longer run the same program; do not requeue
@@ -70,6 +71,12 @@ class DataError(HpcdistError, ValueError):
     """Data of the wrong kind, shape or size."""
 
     exit_code = ExitCode.BAD_CONFIGURATION
+
+
+class WorkerDied(DataError):
+    """A process of a DataLoader died, as when memory is short, or hung. Another attempt may pass."""
+
+    exit_code = ExitCode.UNCAUGHT
 
 
 class GradientError(HpcdistError, RuntimeError):

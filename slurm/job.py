@@ -178,7 +178,10 @@ class Job:
         if decision is None:  # a person may have removed it, to try again
             return Launch(code, is_signalled=is_signalled)
         if before is not None and decision.stamp == before.stamp:
-            return Launch(code, earlier=before.verdict, is_signalled=is_signalled)
+            reason = ""
+            if before.verdict == "stop":
+                reason = before.reason
+            return Launch(code, reason=reason, earlier=before.verdict, is_signalled=is_signalled)
         if decision.job != self.id:
             return Launch(code, "another", decision.job, is_signalled=is_signalled)
         self.folder.forget_early_deaths()
@@ -458,7 +461,14 @@ def begin(job: Job, arguments: Sequence[str]) -> int:
         )
         return 2
     if job.n_restarts == 0:
-        job.folder.make_marker()
+        try:
+            job.folder.make_marker()
+        except OSError as error:
+            job.log(
+                f"expected to make {job.folder.marker}, got {error.strerror}; make the folder writable, or choose "
+                "another one"
+            )
+            return 74
     elif not job.folder.has_marker():
         marker = job.folder.marker
         host = socket.gethostname()

@@ -66,7 +66,7 @@ class Launch(NamedTuple):
         code: exit code of the launcher; 128 + n if signal n ended it.
         decision: "requeue", "stop" or "finished"; "none" if the launch wrote no decision, "another" if another job has
             taken over the run.
-        reason: reason of the decision; for "another", the other job's id.
+        reason: reason of the decision, or of the earlier one if that is "stop"; for "another", the other job's id.
         earlier: decision before the launch, of any job; "none" if there was none, or the launch has replaced it.
         is_signalled: whether the exit code is that of a signal.
     """
@@ -129,8 +129,8 @@ def action_after(launch: Launch, situation: Situation) -> Action:
         return Action(FINISHED, launch.code, f"finished, and then exit code {launch.code}")
     if launch.code in FINAL_CODES:
         reason = f"exit code {launch.code}"
-        if launch.decision == "stop":
-            reason = launch.reason
+        if "stop" in (launch.decision, launch.earlier):
+            reason = launch.reason or reason
         return Action(STOP, launch.code, reason)
     if launch.decision == "stop":
         return Action(STOP, DO_NOT_REQUEUE, launch.reason)

@@ -115,10 +115,13 @@ def _drill(job: BatchJob) -> list[str]:
     # made by job.py before it starts the program; the decision may be one of an earlier job
     started = '"$RUN_DIR/jobs/$SLURM_JOB_ID"'
     has_begun = f'[ -e {started} ] && [ "$RUN_DIR/decision.json" -nt {started} ]'
-    act = f'{{ sleep {job.drill_s}; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}; break; }}'
+    # a program that has ended by then leaves the drill to a later job
+    missed = '{ rmdir "$RUN_DIR/drill"; echo "drill: the program had ended before it" >&2; }'
+    act = f'mkdir "$RUN_DIR/drill" 2> /dev/null && {{ {preempt} 2> /dev/null || {missed}; }}'
+    wait_and_act = f"{{ sleep {job.drill_s}; {act}; break; }}"
     return [
         f"# A drill: preempted once, {job.drill_s} s after the program has begun to train.",
-        f"(for _ in $(seq 600); do {has_begun} && {act}; sleep 1; done) &",
+        f"(for _ in $(seq 600); do {has_begun} && {wait_and_act}; sleep 1; done) &",
     ]
 
 

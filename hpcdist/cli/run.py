@@ -437,5 +437,9 @@ def launch_of(
     is_signalled = is_of_signal(code, launcher)
     if decision is not None:
         return Launch(code, decision.verdict, decision.reason, is_signalled=is_signalled)
-    earlier_verdict = "none" if earlier is None else earlier.verdict
-    return Launch(code, earlier=earlier_verdict, is_signalled=is_signalled)
+    if earlier is None:
+        return Launch(code, is_signalled=is_signalled)
+    reason = ""
+    if earlier.verdict == "stop":
+        reason = earlier.reason
+    return Launch(code, reason=reason, earlier=earlier.verdict, is_signalled=is_signalled)

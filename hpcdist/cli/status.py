@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     batch = lookup.state
     if batch is not None and batch.state == "PENDING":
         return _stop_waiting(batch, is_for_good)
-    _require_run(folder)
+    if batch is None:
+        _require_run(folder)
     path = folder / "stop"
     if limit_s is not None and math.isnan(limit_s):
         raise UsageError("hpcdist stop: expected --wait as seconds, got nan; give a number.")
@@ -117,13 +119,17 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
             f"hpcdist stop: expected a run that is under way in {folder}, got {obstacle}; the file `stop` would end "
             f"the next attempt; make it by hand if that is meant."
         )
+    is_starting = last_end or not attempts
+    durable.make_folders(durable.Disk(), folder)
     request = STOP_FOR_GOOD if is_for_good else "hpcdist stop"
     durable.replace_text(durable.Disk(), path, f"{request}\n")
     outcome = "the job saves after its step, and ends"
-    if last_end:  # it is being requeued, or its next attempt has not begun yet
+    if is_starting:  # it is being requeued, or its next attempt has not begun yet
         outcome = "the next attempt saves after its first step, and ends"
     if is_for_good:
         outcome += ", and is not run again"
+    elif batch is not None:
+        outcome += "; it is requeued then, without --for-good"
     echo(f"{path}: {outcome}")
     if limit_s is None:
         return 0
@@ -194,8 +200,10 @@ def _require_begun(job: str, folder: Path) -> None:
         return
     record = record_of(job, folder)
     detail = "; read its log"
-    if record.log:
-        detail = f" ({record.state}, {record.end}); read its log, {record.log}"
+    if record.state:
+        detail = f" ({record.state}, {record.end})"
+    if os.path.exists(record.log):
+        detail += f"; read its log, {record.log}"
     raise UsageError(
         f"hpcdist status: expected a job that has begun to train in {folder}, got {job}, which has ended before that"
         f"{detail}."
@@ -223,8 +231,8 @@ def _require_run(folder: Path) -> None:
     """Raise UsageError unless a folder is a run folder."""
     if not _is_run(folder):
         raise UsageError(
-            f"expected a run folder, with checkpoints or a decision.json, got {str(folder)!r}; give the folder that "
-            f"--run-dir names in the job."
+            f"expected a run that has begun, with checkpoints or a decision.json in its folder, got {str(folder)!r}, "
+            f"which has none; give the folder that --run-dir names in the job, or look into the job's log."
         )
 
 
@@ -245,6 +253,7 @@ def _facts_of(folder: Path, lookup: Lookup) -> dict[str, Any]:
         "errors": [dataclasses.asdict(error) for error in read_side_errors(folder)],
         "is_asked_to_stop": (folder / "stop").exists(),
         "gone_job": lookup.gone or None,
+        "starting_job": None,
         "log": None,
     }
     if decision is not None:
@@ -257,9 +266,18 @@ def _facts_of(folder: Path, lookup: Lookup) -> dict[str, Any]:
     if lookup.state is not None:
         job = lookup.state.job
         facts["batch"] = str(lookup.state)
+        if lookup.state.state == "RUNNING" and not _is_at_work(lookup.state, attempts):
+            facts["starting_job"] = job
     if job:
         facts["log"] = record_of(job, folder).log or None
     return facts
+
+
+def _is_at_work(batch: BatchJobState, attempts: Sequence[Attempt]) -> bool:
+    """Return whether the last attempt is that of a batch job, and has not ended."""
+    if not attempts or attempts[-1].end:
+        return False
+    return attempts[-1].job in (batch.job, batch.id)
 
 
 def _facts_of_attempt(attempt: Attempt) -> dict[str, Any]:
@@ -346,14 +364,18 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"run         {facts['folder']}{stop_note}"
     attempt = facts["attempt"]
     gone_job = facts["gone_job"]
-    if facts["decision"] == "requeue" and gone_job:
+    starting_job = facts["starting_job"]
+    if starting_job:
+        yield f"to follow   job {starting_job} has started, and has not begun to train"
+    elif facts["decision"] == "requeue" and gone_job:
         yield f"to follow   nothing by itself: job {gone_job} is not in the queue; started again, it resumes"
     elif facts["decision"]:
         has_ended = bool(gone_job) or bool(attempt and attempt["end"])
         yield _what_follows(facts["decision"], facts["reason"], has_ended)
     if attempt:
         is_waiting = (facts["batch"] or "").startswith("PENDING")
-        yield _line_of_attempt(attempt, is_waiting or bool(gone_job))
+        is_over = is_waiting or bool(gone_job or starting_job)
+        yield _line_of_attempt(attempt, is_over)
     if facts["batch"]:
         yield f"Slurm       {facts['batch']}"
     if facts["log"]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hpcdist.child_processes import signals_held_back
 from hpcdist.cluster.environment import read_environment, timeout_s
 from hpcdist.data.loader_worker import EmptyPart, Joined, Progress, collate_of
-from hpcdist.errors import DataError
+from hpcdist.errors import DataError, WorkerDied
 from hpcdist.runtime.worker_start import worker_context
 
 #: Share of HPCDIST_TIMEOUT_S that a batch may take: this rank must name its slow worker before others name this rank.
@@ -106,7 +106,7 @@ class WorkerReader(ABC):
         """Yield the parts that workers join, until there are no more.
 
         Raises:
-            DataError: when a worker ends or takes too long; on this rank only.
+            WorkerDied: when a worker ends or takes too long; on this rank only.
         """
         batches: Any = None
         try:
@@ -152,7 +152,7 @@ class WorkerReader(ABC):
                 raise
             raise failure from None
 
-    def failure_of_process(self, error: RuntimeError) -> DataError | None:
+    def failure_of_process(self, error: RuntimeError) -> WorkerDied | None:
         """Return how a worker of this reader has ended, if it is the one whose process an error of torch names."""
         for batches, worker_loader in self._loaders.items():
             for process in getattr(batches, "_workers", ()):
@@ -209,7 +209,7 @@ def _name_dead_workers() -> None:
         signal.signal(signal.SIGCHLD, _DeadWorkerHandler(handler))
 
 
-def _failure_of(batches: Any, worker_loader: WorkerLoader, error: Exception) -> DataError | None:
+def _failure_of(batches: Any, worker_loader: WorkerLoader, error: Exception) -> WorkerDied | None:
     """Return how a worker of an iterator of torch has failed; None if the dataset has raised an error."""
     # torch raises an item's own error with its traceback as the text
     if "DataLoader worker process" in str(error):
@@ -221,7 +221,7 @@ def _failure_of(batches: Any, worker_loader: WorkerLoader, error: Exception) -> 
         advice = "look at what the dataset waits for, or set the loader's timeout"
     if not advice:
         return None
-    return DataError(
+    return WorkerDied(
         f"DataLoader: expected worker {worker} of {worker_loader.num_workers} to read "
         f"{worker_loader.progress.describe(worker)}, got {what_happened}; {advice}."
     )

@@ -166,7 +166,8 @@ class Planner:
         Collective over `world.role_comm` at the first use of a model.
 
         Args:
-            batch: inputs that the model is about to get, to find ranks that get the same inputs.
+            batch: inputs that the model is about to get, to find ranks that get the same inputs. Without gradients, as
+                in a validation, they may be the same.
 
         Raises:
             DesyncError, ConfigurationError: on every rank alike, when the models differ or cannot be summed.
@@ -177,9 +178,9 @@ class Planner:
             return
         self._end_forward_watch()
         self._end_forward_watch = None
-        is_plain = not torch_hooks.is_transforming()
+        is_compared = torch.is_grad_enabled() and not torch_hooks.is_transforming()
         with torch_hooks.as_plain_code():
-            self._prepare(batch if is_plain else None)
+            self._prepare(batch if is_compared else None)
 
     def prepare_objects(self, objects: Iterable[Any]) -> None:
         """Make models among some objects equal, if they have not been used yet or differ because of local steps.

@@ -194,6 +194,8 @@ class PreemptionCheckpointHandler:
             self._agreement = Agreement(self._world, self.requested)
             self._pace.begin(self.step)
             self._saves.begin(self.step, is_restored=self.restored_path is not None)
+            if self.restored_path is not None and self._world.is_chief:
+                log(f"resuming at step {self.step} from {self.restored_path}")
             watch_loop(flags)
             self._act_on_requests()
         except BaseException:

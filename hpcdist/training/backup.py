@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.checkpoint.durable import is_same
-from hpcdist.errors import UsageError, log
+from hpcdist.errors import UsageError
 from hpcdist.retries import Retries
 from hpcdist.run.record import RunRecord
 from hpcdist.run.side_errors import SideErrors
@@ -107,8 +107,6 @@ class BackupAndRestore(Callback):
                 if isinstance(retries, Retries):
                     errors = SideErrors(self._folder, type(callback).__name__)
                     self._errors.append((retries, errors))
-        if self._handler.restored_path is not None and self.model.strategy.is_chief:
-            log(f"fit: resuming at step {self._handler.step} from {self._handler.restored_path}")
         with contextlib.ExitStack() as stack:
             stack.push(self._handler)  # records how the block ends, if not well
             yield

@@ -168,6 +168,51 @@ def test_a_run_folder_that_is_fixed_in_the_program_is_known(start, root, tmp_pat
     assert "before training had begun" not in outcome.output
 
 
+WITH_WORKERS = """
+import os, signal, sys
+import torch
+import hpcdist
+
+marker = sys.argv[1] + "-killed"
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, row):
+        if row == 210 and not os.path.exists(marker):
+            open(marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([float(row)])
+
+
+if __name__ == "__main__":
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    batches = strategy.experimental_distribute_dataset(torch.utils.data.DataLoader(Rows(), 8, num_workers=1))
+    checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, data=batches, strategy=strategy)
+    with hpcdist.PreemptionCheckpointHandler(None, checkpoint, sys.argv[1] + "/checkpoints", save_every_steps=5):
+        for rows in batches:
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+"""
+
+
+def test_a_killed_loader_worker_is_like_a_killed_rank(run, tmp_path):
+    """The host had too little memory for a moment: the job goes on from its last save, and is not ended for good."""
+    program = tmp_path / "workers.py"
+    program.write_text(WITH_WORKERS)
+    outcome = run("-n", 2, "--restarts", 1, program, tmp_path / "run").wait(90)
+    assert outcome.code == 0, outcome.output
+    assert "signal 9, as when the host runs out of memory" in outcome.output
+    assert "starting again, 0 restarts left" in outcome.output
+    assert "hpcdist: resuming at step " in outcome.output
+
+
 @pytest.mark.parametrize("folder", [".venv", ".venv-openmpi"], ids=["MPICH", "Open MPI"])
 def test_a_terminal_that_goes_lets_the_ranks_save(start, root, tmp_path, monkeypatch, nothing_left, folder):
     """Neither the signals nor what the launcher prints there afterwards ends them."""

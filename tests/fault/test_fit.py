@@ -233,7 +233,7 @@ def test_fit_on_parameter_servers_resumes(start, tmp_path):
     assert len(history["val_accuracy"]) == 6
     assert history["val_accuracy"][-1] > 0.9
     assert [line.split(",")[0] for line in (run / "log.csv").read_text().splitlines()] == ["epoch", *map(str, range(6))]
-    assert "fit: resuming at step" in outcome.output
+    assert "hpcdist: resuming at step" in outcome.output
 
 
 PREDICT = """

@@ -44,7 +44,7 @@ def test_fit_is_preempted_and_ends_as_an_unbroken_run(slurm, folder, root, submi
     job = submit("train", *options)
     job.wait_for_training()
     assert preempt(job)["reason"].startswith("SIGTERM on rank ")
-    assert "fit: resuming at step" in job.finish()
+    assert "hpcdist: resuming at step" in job.finish()
     alone = folder / "alone"
     command = (sys.executable, root / "jobs" / "fit.py", *options, "--replicas", 2, "--run-dir", alone)
     slurm.client(*command, timeout_s=120)

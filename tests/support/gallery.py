@@ -142,7 +142,8 @@ JOBS = (
     Job(
         "linear_regression",
         "The first example of the guides",
-        "One dense unit with weight decay, on a hundred equal rows: each loss can be computed by hand.",
+        "One dense unit with weight decay, on a hundred equal rows: each loss can be computed by hand. As the rows are "
+        "equal, hpcdist asks whether each rank has its own part.",
         curve=r"epoch (\d+)  loss (\S+)",
     ),
     Job(

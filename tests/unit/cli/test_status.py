@@ -211,28 +211,33 @@ def test_a_job_of_a_recipe_that_starts(tmp_path, hpcdist, slurm):
     slurm["squeue"] = "19\t19\tN/A\tRUNNING\t8:00:00\tn1\t(null)\n"
     assert "Slurm       RUNNING" in hpcdist("status", tmp_path / "run")[1]
     slurm["squeue"] = None
-    assert "expected a run folder, with checkpoints" in hpcdist("status", tmp_path / "run")[2], "it may run"
+    assert "expected a run that has begun, with" in hpcdist("status", tmp_path / "run")[2], "it may run"
 
 
 @pytest.mark.feature("slurm.status-log-cancel")
 def test_a_job_that_ended_before_it_began_to_train(tmp_path, hpcdist, slurm):
     slurm["scontrol"] = (
-        f"JobId=19 JobState=FAILED ExitCode=78:0 Comment=hpcdist:{tmp_path}/run StdOut=/home/you/runs-19.log\n"
+        f"JobId=19 JobState=FAILED ExitCode=78:0 Comment=hpcdist:{tmp_path}/run StdOut={tmp_path}/runs-19.log\n"
     )
+    (tmp_path / "runs-19.log").touch()
     (tmp_path / "run" / "jobs").mkdir(parents=True)
     (tmp_path / "run" / "jobs" / "19").touch()
     for run in (19, tmp_path / "run"):
         code, _, error = hpcdist("status", run)
         assert code == 2
         assert (
-            "got 19, which has ended before that (FAILED, exit code 78); read its log, /home/you/runs-19.log" in error
+            f"got 19, which has ended before that (FAILED, exit code 78); read its log, {tmp_path}/runs-19.log" in error
         )
     slurm["scontrol"] = slurm["scontrol"].replace("78:0", "0:9")
     assert "(FAILED, signal 9)" in hpcdist("status", 19)[2]
     slurm["scontrol"] = None  # it forgets jobs after some minutes
     assert "got 19, which has ended before that; read its log." in hpcdist("status", tmp_path / "run")[2]
     slurm["squeue"] = f"19\t19\tN/A\tRUNNING\t8:00:00\tn1\thpcdist:{tmp_path}/run\n"
-    assert "Slurm       RUNNING" in hpcdist("status", tmp_path / "run")[1], "it starts"
+    out = hpcdist("status", tmp_path / "run")[1]
+    assert "to follow   job 19 has started, and has not begun to train\nSlurm       RUNNING" in out
+    code, out, _ = hpcdist("stop", 19, "--for-good")
+    assert (code, "the next attempt saves after its first step, and ends, and is not run again" in out) == (0, True)
+    assert (tmp_path / "run" / "stop").read_text() == "hpcdist stop --for-good\n"
 
 
 @pytest.mark.parametrize(("how", "verdict"), [("stopped", "requeue"), ("stopped", "stop"), ("finished", "finished")])
@@ -350,7 +355,7 @@ def test_stop_does_not_wait_for_ever(run_dir, hpcdist):
 def test_a_folder_of_something_else_is_refused(command, hpcdist, tmp_path):
     code, _, error = hpcdist(command, tmp_path)
     assert (code, error.count("\n")) == (2, 1)
-    assert "expected a run folder, with checkpoints or a decision.json" in error
+    assert "expected a run that has begun, with checkpoints or a decision.json in its folder" in error
     assert list(tmp_path.iterdir()) == []
 
 

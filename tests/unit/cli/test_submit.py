@@ -94,10 +94,12 @@ def test_the_script_in_the_tutorial_is_what_submit_writes(here, call):
         ),
         (
             ["--drill", 60],
-            ['/drill" 2> /dev/null && scancel --signal=USR1 "$SLURM_JOB_ID"; break; }; sleep 1; done) &'],
+            [
+                '/drill" 2> /dev/null && { scancel --signal=USR1 "$SLURM_JOB_ID" 2> /dev/null || { rmdir',
+            ],
             [],
         ),
-        (["--drill", 60, "--launcher", "mpirun"], ["&& scancel --batch --signal=USR1"], []),
+        (["--drill", 60, "--launcher", "mpirun"], ["&& { scancel --batch --signal=USR1"], []),
         (
             ["--sbatch", "--partition=gpu", "--sbatch", "--gpus-per-node=4"],
             ["--partition=gpu\n", "--gpus-per-node=4\n"],

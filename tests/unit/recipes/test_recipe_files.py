@@ -177,8 +177,9 @@ def test_a_chain_without_a_next_job_does_not_begin(chain, tmp_path):
 def test_a_chain_ends_whatever_fails(chain, tmp_path):
     (tmp_path / "file").touch()
     exit_code, output = chain(RUN_DIR=str(tmp_path / "file" / "run"))
-    assert exit_code == 1
-    assert "NotADirectoryError" in output
+    assert exit_code == 74
+    assert "got Not a directory; make the folder writable, or choose another one" in output
+    assert "Traceback" not in output
     assert "scancel 8\n" in output
 
 
