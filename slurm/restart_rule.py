@@ -129,7 +129,8 @@ def action_after(launch: Launch, situation: Situation) -> Action:
         return Action(FINISHED, launch.code, f"finished, and then exit code {launch.code}")
     if launch.code in FINAL_CODES:
         reason = f"exit code {launch.code}"
-        if "stop" in (launch.decision, launch.earlier):
+        is_of_earlier = launch.code == DO_NOT_REQUEUE and launch.earlier == "stop"
+        if launch.decision == "stop" or is_of_earlier:
             reason = launch.reason or reason
         return Action(STOP, launch.code, reason)
     if launch.decision == "stop":

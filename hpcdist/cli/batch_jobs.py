@@ -1,4 +1,4 @@
-"""Jobs of Slurm that `hpcdist submit` has made. The comment of a job names its run folder."""
+"""Jobs of Slurm whose comment names a run folder: those of `hpcdist submit`, and of a chain."""
 
 import os
 import re
@@ -27,7 +27,7 @@ class BatchJobState(NamedTuple):
         state: such as RUNNING.
         time_left: time until the limit.
         reason: why the job waits, or its nodes.
-        run_dir: run folder; empty if `hpcdist submit` has not made the job.
+        run_dir: run folder by the job's comment; empty without such a comment.
     """
 
     job: str
@@ -52,7 +52,7 @@ class JobRecord(NamedTuple):
         state: such as FAILED.
         end: "exit code 78", or "signal 9".
         log: path of the file of its output.
-        run_dir: run folder, if `hpcdist submit` has made the job.
+        run_dir: run folder by the job's comment.
     """
 
     state: str = ""
@@ -115,7 +115,7 @@ def look_up(job: str, folder: Path) -> Lookup:
     own_states = _all_own_jobs()
     state = _of_run(job, folder, own_states or ())
     is_own = not folder.exists() or folder.stat().st_uid == os.getuid()
-    if state is None and not is_own and _JOB.match(job):
+    if state is None and _JOB.match(job):  # it may be somebody else's
         state = _of_run(job, folder, _states_of(job))
     is_known = is_own and own_states is not None
     gone = ""

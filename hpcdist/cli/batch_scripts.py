@@ -116,7 +116,7 @@ def _drill(job: BatchJob) -> list[str]:
     started = '"$RUN_DIR/jobs/$SLURM_JOB_ID"'
     has_begun = f'[ -e {started} ] && [ "$RUN_DIR/decision.json" -nt {started} ]'
     # a program that has ended by then leaves the drill to a later job
-    missed = '{ rmdir "$RUN_DIR/drill"; echo "drill: the program had ended before it" >&2; }'
+    missed = '{ rmdir "$RUN_DIR/drill"; echo "drill: not sent, as the job has ended or Slurm did not answer" >&2; }'
     act = f'mkdir "$RUN_DIR/drill" 2> /dev/null && {{ {preempt} 2> /dev/null || {missed}; }}'
     wait_and_act = f"{{ sleep {job.drill_s}; {act}; break; }}"
     return [

@@ -90,7 +90,7 @@ def mpi_library() -> str:
         return "mpich"
     last_line = (library_version.split("\n")[-1] or "nothing")[:200]
     raise ConfigurationError(
-        f"hpcdist: expected an MPI library that mpi4py can load, got {last_line!r}; load your site's MPI module, "
+        f"expected an MPI library that mpi4py can load, got {last_line!r}; load your site's MPI module, "
         f"or pip install mpich."
     )
 

@@ -108,7 +108,9 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
     last_end = attempts[-1].end if attempts else ""
     decision = read_decision(folder)
-    goes_on = batch is not None and decision is not None and decision.verdict == "requeue"
+    is_starting = batch is not None and not _is_of(attempts, batch)
+    is_to_go_on = decision is None or decision.verdict == "requeue"
+    goes_on = batch is not None and (is_starting or is_to_go_on)
     obstacle = ""
     if last_end and not goes_on:
         obstacle = f"one whose last attempt has ended ({last_end})"
@@ -119,17 +121,16 @@ def stop(run: str, limit_s: float | None, is_for_good: bool) -> int:
             f"hpcdist stop: expected a run that is under way in {folder}, got {obstacle}; the file `stop` would end "
             f"the next attempt; make it by hand if that is meant."
         )
-    is_starting = last_end or not attempts
     durable.make_folders(durable.Disk(), folder)
     request = STOP_FOR_GOOD if is_for_good else "hpcdist stop"
     durable.replace_text(durable.Disk(), path, f"{request}\n")
     outcome = "the job saves after its step, and ends"
-    if is_starting:  # it is being requeued, or its next attempt has not begun yet
+    if last_end or is_starting:  # it is being requeued, or its next attempt has not begun yet
         outcome = "the next attempt saves after its first step, and ends"
     if is_for_good:
         outcome += ", and is not run again"
     elif batch is not None:
-        outcome += "; it is requeued then, without --for-good"
+        outcome += ", and is run again; --for-good prevents that"
     echo(f"{path}: {outcome}")
     if limit_s is None:
         return 0
@@ -199,14 +200,17 @@ def _require_begun(job: str, folder: Path) -> None:
     if _is_run(folder):
         return
     record = record_of(job, folder)
-    detail = "; read its log"
+    end = ""
+    advice = "read its log"
     if record.state:
-        detail = f" ({record.state}, {record.end})"
+        end = f" ({record.state}, {record.end})"
     if os.path.exists(record.log):
-        detail += f"; read its log, {record.log}"
+        advice = f"read its log, {record.log}"
+    elif record.log:  # it has not started
+        advice = "submit it again"
     raise UsageError(
         f"hpcdist status: expected a job that has begun to train in {folder}, got {job}, which has ended before that"
-        f"{detail}."
+        f"{end}; {advice}."
     )
 
 
@@ -254,6 +258,7 @@ def _facts_of(folder: Path, lookup: Lookup) -> dict[str, Any]:
         "is_asked_to_stop": (folder / "stop").exists(),
         "gone_job": lookup.gone or None,
         "starting_job": None,
+        "is_attempt_waiting": False,
         "log": None,
     }
     if decision is not None:
@@ -266,18 +271,18 @@ def _facts_of(folder: Path, lookup: Lookup) -> dict[str, Any]:
     if lookup.state is not None:
         job = lookup.state.job
         facts["batch"] = str(lookup.state)
-        if lookup.state.state == "RUNNING" and not _is_at_work(lookup.state, attempts):
+        is_of_attempt = _is_of(attempts, lookup.state)
+        facts["is_attempt_waiting"] = is_of_attempt and lookup.state.state == "PENDING"
+        if lookup.state.state == "RUNNING" and not is_of_attempt:
             facts["starting_job"] = job
     if job:
         facts["log"] = record_of(job, folder).log or None
     return facts
 
 
-def _is_at_work(batch: BatchJobState, attempts: Sequence[Attempt]) -> bool:
-    """Return whether the last attempt is that of a batch job, and has not ended."""
-    if not attempts or attempts[-1].end:
-        return False
-    return attempts[-1].job in (batch.job, batch.id)
+def _is_of(attempts: Sequence[Attempt], batch: BatchJobState) -> bool:
+    """Return whether the last attempt was made by a batch job."""
+    return bool(attempts) and attempts[-1].job in (batch.job, batch.id)
 
 
 def _facts_of_attempt(attempt: Attempt) -> dict[str, Any]:
@@ -373,8 +378,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         has_ended = bool(gone_job) or bool(attempt and attempt["end"])
         yield _what_follows(facts["decision"], facts["reason"], has_ended)
     if attempt:
-        is_waiting = (facts["batch"] or "").startswith("PENDING")
-        is_over = is_waiting or bool(gone_job or starting_job)
+        is_over = facts["is_attempt_waiting"] or bool(gone_job or starting_job)
         yield _line_of_attempt(attempt, is_over)
     if facts["batch"]:
         yield f"Slurm       {facts['batch']}"

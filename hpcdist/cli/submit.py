@@ -372,8 +372,10 @@ def _library_here() -> str:
     try:
         return mpi_library()
     except ConfigurationError as error:
+        fact, _, _ = str(error).rpartition("; ")
         raise ConfigurationError(
-            f'{error} Or write library = "mpich" or "openmpi" under [submit] in hpcdist.toml, which names the job\'s.'
+            f"hpcdist submit: expected to know the MPI library of the job, got none ({fact}); write "
+            f'library = "mpich" or "openmpi" under [submit] in hpcdist.toml, or load the module of an MPI first.'
         ) from error
 
 

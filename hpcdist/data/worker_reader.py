@@ -132,7 +132,7 @@ class WorkerReader(ABC):
                 batches = iter(worker_loader)
         except (RuntimeError, OSError, EOFError) as error:
             # a worker that is kept may have ended since the last pass
-            raise DataError(
+            raise WorkerDied(
                 f"DataLoader: expected {self._loader.num_workers} workers for a pass, got {error}; look at their "
                 f"lines above, and at the memory of the host."
             ) from None
@@ -144,6 +144,8 @@ class WorkerReader(ABC):
         """Return the next object that a worker sends; None when workers have no more."""
         try:
             return next(batches, None)
+        except WorkerDied:  # of another loader: the handler of SIGCHLD raises it here
+            raise
         except DataError as error:
             raise DataError(_text_of_worker(error)) from None
         except (RuntimeError, OSError, EOFError) as error:  # a worker may end while it sends

@@ -146,14 +146,14 @@ class Planner:
     def prepare_module(self, module: nn.Module, batch: Any) -> None:
         """Do what `prepare` does if a module was made in the scope."""
         if module in self._managed.modules:
-            self.prepare(batch)
+            self.prepare(_fed(batch))
 
     def prepare_run(self, batch: Any) -> None:
         """Do what `prepare` does; draw random numbers by replica from the first call on, with or without a model.
 
         Collective over `world.role_comm` where `prepare` is, and at the first call with a fixed number of replicas.
         """
-        self.prepare(batch)
+        self.prepare(_fed(batch))
         if self._generators.seed is None and self._has_fixed_replicas:
             self._start_generators()
         elif self._generators.seed is None:
@@ -166,8 +166,7 @@ class Planner:
         Collective over `world.role_comm` at the first use of a model.
 
         Args:
-            batch: inputs that the model is about to get, to find ranks that get the same inputs. Without gradients, as
-                in a validation, they may be the same.
+            batch: inputs that the model is about to get, to find ranks that get the same inputs.
 
         Raises:
             DesyncError, ConfigurationError: on every rank alike, when the models differ or cannot be summed.
@@ -178,9 +177,9 @@ class Planner:
             return
         self._end_forward_watch()
         self._end_forward_watch = None
-        is_compared = torch.is_grad_enabled() and not torch_hooks.is_transforming()
+        is_plain = not torch_hooks.is_transforming()
         with torch_hooks.as_plain_code():
-            self._prepare(batch if is_compared else None)
+            self._prepare(batch if is_plain else None)
 
     def prepare_objects(self, objects: Iterable[Any]) -> None:
         """Make models among some objects equal, if they have not been used yet or differ because of local steps.
@@ -406,6 +405,13 @@ class Planner:
     def comm_hook(self) -> str | None:
         """Name of the registered hook."""
         return self._hook_name
+
+
+def _fed(batch: Any) -> Any:
+    """Return a batch that each rank should have a part of; None without gradients: all ranks may validate the same."""
+    if torch.is_grad_enabled():
+        return batch
+    return None
 
 
 def _stepped_by(

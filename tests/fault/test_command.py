@@ -273,7 +273,7 @@ def test_doctor_under_a_launcher(start):
     ("environ", "text"),
     [
         ({"HPCDIST_ROLSE": "x"}, "fail  environment    environment: expected one of"),
-        ({"MPI4PY_LIBMPI": "/nowhere.so"}, "fail  MPI            hpcdist run: expected an MPI library"),
+        ({"MPI4PY_LIBMPI": "/nowhere.so"}, "fail  MPI            expected an MPI library"),
         ({"TF_CONFIG": "{"}, "fail  world          2 ranks did not start: hpcdist: TF_CONFIG"),
     ],
 )

@@ -1011,6 +1011,15 @@ def test_the_same_first_batch_on_every_rank_is_reported_once(strategy, comm, cap
         assert "got the same first batch on all; if it comes from a plain DataLoader, use strategy." in reports[0][0]
 
 
+def test_a_validation_of_the_same_rows_is_not_reported(strategy, caplog):
+    """It may come first, as where a run resumes at the end of an epoch."""
+    with strategy.scope():
+        model = nn.Linear(4, 1)
+    with caplog.at_level(logging.WARNING, "hpcdist"), torch.no_grad():
+        model(torch.ones(2, 4))
+    assert not caplog.messages
+
+
 def test_nothing_is_said_of_one_rank_that_has_several_replicas(caplog):
     strategy = hpcdist.MultiWorkerMirroredStrategy(
         hpcdist.MPIClusterResolver(comm=MPI.COMM_SELF), num_replicas=3, gradient_op="sum"

@@ -185,6 +185,22 @@ def test_the_next_job_of_a_chain(run_dir, hpcdist, slurm, first_state):
     assert "job 18 waited, and is cancelled" in hpcdist("stop", 18, "--for-good")[1]
 
 
+def test_a_job_that_goes_on_after_its_attempt(run_dir, hpcdist, slurm):
+    """It evaluates, say. A later job in the same folder has not begun, and can be stopped."""
+    in_job_17(run_dir)
+    path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
+    path.write_text(path.read_text() + json.dumps({"event": "end", "how": "finished", "reason": "all is done"}) + "\n")
+    (run_dir / "decision.json").write_text(json.dumps({"decision": "finished", "reason": "all is done"}))
+    slurm["squeue"] = f"17\t17\tN/A\tRUNNING\t8:00\tn1\thpcdist:{run_dir}\n"
+    assert "to follow   nothing: it has finished\n" in hpcdist("status", run_dir)[1]
+    assert hpcdist("stop", run_dir)[0] == 2
+    slurm["squeue"] = f"20\t20\tN/A\tRUNNING\t8:00\tn1\thpcdist:{run_dir}\n"
+    assert "to follow   job 20 has started, and has not begun to train\n" in hpcdist("status", run_dir)[1]
+    code, out, error = hpcdist("stop", run_dir)
+    assert code == 0, error
+    assert "the next attempt saves after its first step, and ends, and is run again; --for-good prevents that" in out
+
+
 def test_a_task_of_an_array_is_that_of_its_folder(run_dir, hpcdist, slurm):
     """The ledger of the last task has the id of the whole array, as tasks that wait have."""
     in_job_17(run_dir)

@@ -467,6 +467,23 @@ def test_a_drill_of_an_array_signals_its_own_task(here, call):
     assert 'scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in text
 
 
+def test_a_drill_that_comes_too_late_is_left_to_a_later_job(here, call):
+    script = call("--drill", "1", "--dry-run", "train.py", "--run-dir", "a")[1]
+    (drill,) = (line for line in script.splitlines() if line.startswith("(for "))
+    (here / "scancel").write_text("#!/bin/sh\necho 'scancel: error: Invalid job id' >&2\nexit 1\n")
+    (here / "scancel").chmod(0o755)
+    run_dir = here / "a"
+    (run_dir / "jobs").mkdir(parents=True)
+    (run_dir / "jobs" / "7").touch()
+    time.sleep(0.05)
+    (run_dir / "decision.json").touch()
+    environ = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "RUN_DIR": str(run_dir), "SLURM_JOB_ID": "7"}
+    command = ["bash", "-c", f"{drill}\nwait"]
+    done = subprocess.run(command, cwd=here, env=environ, capture_output=True, text=True, timeout=30)
+    assert done.stderr == "drill: not sent, as the job has ended or Slurm did not answer\n"
+    assert not (run_dir / "drill").exists()
+
+
 def test_a_drill_waits_until_this_job_trains(here, call):
     """A decision of an earlier job in the same folder is no sign of that, nor the start of the job."""
     script = call("--drill", "1", "--dry-run", "train.py", "--run-dir", "a")[1]

@@ -112,6 +112,7 @@ def test_the_callers_differ_where_the_table_names_them():
         (Launch(137, is_signalled=True), {}, Action(HAND_BACK, 75, "died before training had begun", is_early=True)),
         (Launch(1, earlier="requeue"), {}, Action(HAND_BACK, 75, "died before training had begun", is_early=True)),
         (Launch(1, earlier="stop"), {}, Action(STOP, 1, "exit code 1 before training had begun")),
+        (Launch(78, earlier="stop", reason="3 attempts in a row"), {}, Action(STOP, 78, "exit code 78")),
         (Launch(76, earlier="stop", reason="3 attempts in a row"), {}, Action(STOP, 76, "3 attempts in a row")),
         (Launch(0), {"is_preempted": True}, Action(HAND_BACK, 75, "preempted before training had begun")),
         (Launch(0), {"is_out_of_time": True}, Action(HAND_BACK, 75, "out of time before training had begun", True)),
