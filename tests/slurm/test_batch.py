@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -54,7 +55,8 @@ def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, pr
         first = next(line for line in signals.read_text().splitlines()[n_before:] if "SIGTERM" in line)
         latencies_s.append(max(0.0, (saved.stat().st_ctime_ns - int(first.split()[0])) / 1e9))  # 0: it was there
         job.wait_for_text("resuming from", attempt, 120)
-        assert job.log.rstrip().count(saved.name) == 1, "the next attempt goes on after the last step"
+        resumed = rf"hpcdist: resuming at step {told['step']} from \S+{saved.name}\n"
+        assert len(re.findall(resumed, job.log)) == 1, "the next attempt goes on after the last step"
     text = job.finish(600)
     assert job.final_state() == run_unbroken(epochs)
     assert text.count("new run") == 1
