@@ -203,7 +203,7 @@ if __name__ == "__main__":
 
 
 def test_a_killed_loader_worker_is_like_a_killed_rank(run, tmp_path):
-    """The host had too little memory for a moment: the job goes on from its last save, and is not ended for good."""
+    """The host was short of memory for a moment: the job resumes from its last save, as after the loss of a rank."""
     program = tmp_path / "workers.py"
     program.write_text(WITH_WORKERS)
     outcome = run("-n", 2, "--restarts", 1, program, tmp_path / "run").wait(90)

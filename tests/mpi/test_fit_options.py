@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.callbacks import ModelCheckpoint
+from hpcdist.callbacks import LambdaCallback, ModelCheckpoint
 from hpcdist.errors import DataError, UsageError
 
 pytestmark = pytest.mark.mpi
@@ -185,6 +185,22 @@ def test_losses_that_are_added_are_those_of_their_replica(rows):
             model.compile("adam", "mse")
         losses.append(model.fit(*rows, 24, epochs=2, shuffle=False, verbose=0).history["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_losses_of_calls_between_steps_are_dropped(rows):
+    """A callback that calls the model adds losses that no step uses: each would keep its graph."""
+    n_losses = []
+
+    def call(epoch, logs):
+        model(torch.ones(2, 5))
+        n_losses.append(len(model.losses))
+
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = WithPenalty(nn.Linear(5, 1))
+        model.compile("sgd", "mse")
+    model.fit(*rows, 16, epochs=3, verbose=0, callbacks=[LambdaCallback(on_epoch_end=call)])
+    assert n_losses == [1, 1, 1]
 
 
 class Seeing(hpcdist.Model):

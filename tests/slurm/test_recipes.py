@@ -142,10 +142,13 @@ def test_a_job_with_parameter_servers_is_preempted(slurm, submit, root, data, pr
 def test_a_chain_of_jobs(slurm, submit, options, unbroken):
     job = submit("train-chain", *options)
     job.wait_for_training()
+    successor_id = str(int(job.id) + 1)
+    # by which hpcdist status finds the run folder
+    assert {slurm.fact(number, "Comment") for number in (job.id, successor_id)} == {f"hpcdist:{job.run_dir}"}
     (job.run_dir / "stop").touch()
     assert job.end() == ("FAILED", 75), job.log[-3000:]
     assert job.n_restarts == 0
-    job.id = str(int(job.id) + 1)
+    job.id = successor_id
     assert f"job {job.id} continues: stop file" in (job.folder / f"{job.name}-{int(job.id) - 1}.log").read_text()
     job.finish()
     assert job.final_state() == unbroken

@@ -467,42 +467,46 @@ def test_a_drill_of_an_array_signals_its_own_task(here, call):
     assert 'scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in text
 
 
-def test_a_drill_that_comes_too_late_is_left_to_a_later_job(here, call):
+@pytest.fixture
+def drill(here, call):
+    """Return (command of the drill's lines, their environment) in a job 7, whose folder has no start of it yet."""
     script = call("--drill", "1", "--dry-run", "train.py", "--run-dir", "a")[1]
-    (drill,) = (line for line in script.splitlines() if line.startswith("(for "))
-    (here / "scancel").write_text("#!/bin/sh\necho 'scancel: error: Invalid job id' >&2\nexit 1\n")
-    (here / "scancel").chmod(0o755)
-    run_dir = here / "a"
-    (run_dir / "jobs").mkdir(parents=True)
-    (run_dir / "jobs" / "7").touch()
+    (lines,) = (line for line in script.splitlines() if line.startswith("(for "))
+    (here / "a" / "jobs").mkdir(parents=True)
+    (here / "a" / "decision.json").touch()
+    environ = {"PATH": f"{here}:{os.environ['PATH']}", "RUN_DIR": str(here / "a"), "SLURM_JOB_ID": "7"}
+    return ["bash", "-c", f"{lines}\nwait"], {**os.environ, **environ}
+
+
+def write_scancel(folder, text):
+    (folder / "scancel").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "scancel").chmod(0o755)
+
+
+def test_a_drill_that_comes_too_late_is_left_to_a_later_job(here, drill):
+    command, environ = drill
+    write_scancel(here, "echo 'scancel: error: Invalid job id' >&2; exit 1")
+    (here / "a" / "jobs" / "7").touch()
     time.sleep(0.05)
-    (run_dir / "decision.json").touch()
-    environ = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "RUN_DIR": str(run_dir), "SLURM_JOB_ID": "7"}
-    command = ["bash", "-c", f"{drill}\nwait"]
+    (here / "a" / "decision.json").touch()
     done = subprocess.run(command, cwd=here, env=environ, capture_output=True, text=True, timeout=30)
     assert done.stderr == "drill: not sent, as the job has ended or Slurm did not answer\n"
-    assert not (run_dir / "drill").exists()
+    assert not (here / "a" / "drill").exists()
 
 
-def test_a_drill_waits_until_this_job_trains(here, call):
+def test_a_drill_waits_until_this_job_trains(here, drill):
     """A decision of an earlier job in the same folder is no sign of that, nor the start of the job."""
-    script = call("--drill", "1", "--dry-run", "train.py", "--run-dir", "a")[1]
-    (drill,) = (line for line in script.splitlines() if line.startswith("(for "))
-    (here / "scancel").write_text("#!/bin/sh\ntouch preempted\n")
-    (here / "scancel").chmod(0o755)
-    run_dir = here / "a"
-    (run_dir / "jobs").mkdir(parents=True)
-    (run_dir / "decision.json").touch()
-    environ = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "RUN_DIR": str(run_dir), "SLURM_JOB_ID": "7"}
-    process = subprocess.Popen(["bash", "-c", f"{drill}\nwait"], cwd=here, env=environ)
+    command, environ = drill
+    write_scancel(here, "touch preempted")
+    process = subprocess.Popen(command, cwd=here, env=environ)
     try:
         time.sleep(2.5)
         assert not (here / "preempted").exists(), "the job has not begun"
-        (run_dir / "jobs" / "7").touch()
+        (here / "a" / "jobs" / "7").touch()
         time.sleep(2.5)
         assert not (here / "preempted").exists(), "the program has not begun"
         began = time.monotonic()
-        (run_dir / "decision.json").touch()
+        (here / "a" / "decision.json").touch()
         process.wait(30)
         assert (here / "preempted").exists()
         assert time.monotonic() - began >= 1

@@ -22,8 +22,8 @@ from hpcdist.data.loader_reader import LoaderReader
 from hpcdist.data.loader_worker import Progress, collate
 from hpcdist.data.parts_without_rows import part_without_rows
 from hpcdist.data.sampler_order import SamplerOrder, drawn_seed
-from hpcdist.data.worker_reader import _failure_of, _text_of_worker
-from hpcdist.errors import DataError
+from hpcdist.data.worker_reader import WorkerReader, _failure_of, _text_of_worker
+from hpcdist.errors import DataError, WorkerDied
 from hpcdist.plan.sample_order import SampleOrder
 from hpcdist.runtime import worker_start
 
@@ -302,3 +302,14 @@ def test_items_are_joined_in_their_form():
 def test_an_error_of_an_item_waits_for_no_worker():
     error = OSError("Caught OSError in DataLoader worker process 1.\nOriginal Traceback")
     assert _failure_of(Iterator(), None, error) is None
+
+
+def test_a_worker_of_another_loader_that_dies_keeps_its_error():
+    """The handler of SIGCHLD raises while this loader is read. As a DataError it would end the job for good."""
+
+    def interrupted():
+        raise WorkerDied("DataLoader: expected worker 0 of 1 to read item 3, got process 7 killed by signal 9; ...")
+        yield
+
+    with pytest.raises(WorkerDied, match="killed by signal 9"):
+        WorkerReader._next_batch(None, interrupted(), None)
